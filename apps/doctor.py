@@ -1,0 +1,237 @@
+"""`oscar-mm doctor`: what runs on this machine, and whether packing and video work on it."""
+
+import importlib.metadata
+import json
+import math
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import oscar_mm
+from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    import torch
+
+DISTRIBUTION = "oscar-mm"
+DEVELOPER_EXTRAS = ("test", "dev")
+
+# Relative error |x^ - x| / |x| allowed on Gaussian keys and values, by bits per code. Min-max over
+# 128 Gaussian numbers spans about 5.5 sigma, so a step of 2^bits levels leaves 0.53 (2 bits) and
+# 0.11 (4 bits); bfloat16 rounds to 2^-9. A quarter is added.
+ERROR_BOUND = {2: 0.66, 4: 0.14, 16: 0.003}
+# Scales, zeros and norms on top of the codes: 32 bits a group of 32, and 16 bits a key.
+OVERHEAD_BOUND = 1.2
+ATTENTION = "oscar (PyTorch operations over packed pages)"
+SHAPE = (1, 4, 512, 128)
+CLIP_FRAMES = 8
+CLIP_FPS = 4
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried: what, whether it went well, and what was seen."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
+) -> None:
+    """Show what runs on this machine and check it; the exit code is 1 if a check fails."""
+    devices = _devices()
+    checks = [_video_check()]
+    for device in devices:
+        checks += [_roundtrip_check(name, device["name"]) for name in KVPolicy.preset_names()]
+    healthy = all(check.ok for check in checks)
+    report = {
+        "versions": _versions(),
+        "devices": devices,
+        "extras": _extras(),
+        "checks": [asdict(check) for check in checks],
+        "ok": healthy,
+    }
+    print(json.dumps(report) if as_json else _as_text(report), flush=True)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {
+        "oscar-mm": oscar_mm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda or "none in this torch",
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "none found"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed ({error})"
+    return answer.stdout.split("\n", 1)[0].strip() or "none found"
+
+
+def _devices() -> list[dict[str, Any]]:
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    devices = [
+        {
+            "name": "cpu",
+            "model": platform.processor() or platform.machine(),
+            "total_bytes": memory.total,
+            "free_bytes": memory.available,
+            "attention": ATTENTION,
+        }
+    ]
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        devices.append(
+            {
+                "name": f"cuda:{index}",
+                "model": torch.cuda.get_device_name(index),
+                "total_bytes": total,
+                "free_bytes": free,
+                "attention": ATTENTION,
+            }
+        )
+    return devices
+
+
+def _extras() -> dict[str, list[str]] | None:
+    """Missing packages of each optional extra, or None where no installation tells them."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    missing: dict[str, list[str]] = {}
+    for requirement in requirements:
+        parts = re.match(r"([A-Za-z0-9._-]+).*extra == ['\"](\w+)['\"]", requirement)
+        if parts is None or parts[2] in DEVELOPER_EXTRAS:
+            continue
+        absent = missing.setdefault(parts[2], [])
+        try:
+            importlib.metadata.version(parts[1])
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(parts[1])
+    return missing
+
+
+def _tried(name: str, trial: Callable[[], tuple[bool, str]]) -> Check:
+    """A check whose failure is a finding, whatever went wrong in it."""
+    try:
+        return Check(name, *trial())
+    except Exception as error:
+        return Check(name, False, f"{type(error).__name__}: {error}")
+
+
+def _video_check() -> Check:
+    def trial() -> tuple[bool, str]:
+        from oscar_mm.media import load_video
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "doctor.mp4"
+            codec = _write_clip(path)
+            frames = load_video(path, fps=CLIP_FPS).frames
+        brightness = frames.mean(axis=(1, 2, 3))
+        right = len(frames) == CLIP_FRAMES and bool((brightness[1:] > brightness[:-1]).all())
+        return right, f"{codec} in mp4, {len(frames)} of {CLIP_FRAMES} frames read in order"
+
+    return _tried("video decoder", trial)
+
+
+def _write_clip(path: Path) -> str:
+    """A clip that gets brighter from frame to frame; returns the codec's name."""
+    import av
+    import numpy as np
+
+    codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=CLIP_FPS)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for index in range(CLIP_FRAMES):
+            picture = np.full((64, 64, 3), index * 255 // CLIP_FRAMES, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+        container.mux(stream.encode())
+    return codec
+
+
+def _roundtrip_check(preset: str, device: str) -> Check:
+    def trial() -> tuple[bool, str]:
+        import torch
+
+        from oscar_mm.quant.roundtrip import roundtrip
+
+        generator = torch.Generator().manual_seed(0)
+        keys, values = (
+            torch.randn(SHAPE, generator=generator).to(device, torch.bfloat16) for _ in range(2)
+        )
+        policy = KVPolicy.preset(preset)
+        result = roundtrip(keys, values, policy)
+        errors = _relative_error(result.k, keys), _relative_error(result.v, values)
+        bits, low = result.bits_per_value, min(policy.bits)
+        bound = ERROR_BOUND[low]
+        right = all(math.isfinite(error) and error <= bound for error in errors)
+        right = right and low <= bits <= low + OVERHEAD_BOUND
+        detail = (
+            f"{bits:.2f} bits per value, relative error {errors[0]:.3f} (keys) "
+            f"{errors[1]:.3f} (values), at most {bound}"
+        )
+        return right, detail
+
+    return _tried(f"roundtrip {preset} on {device}", trial)
+
+
+def _relative_error(found: "torch.Tensor", wanted: "torch.Tensor") -> float:
+    found, wanted = found.float(), wanted.float()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    lines = ["versions"]
+    lines += [f"  {name:<13} {version}" for name, version in report["versions"].items()]
+    lines.append("devices")
+    for device in report["devices"]:
+        free, total = (device[key] / 2**30 for key in ("free_bytes", "total_bytes"))
+        lines.append(
+            f"  {device['name']:<13} {device['model']}, {free:.1f} of {total:.1f} GiB free"
+        )
+        lines.append(f"  {'':<13} attention: {device['attention']}")
+    lines.append("extras")
+    if report["extras"] is None:
+        lines.append(f"  unknown: {DISTRIBUTION} is not installed, this is a bare checkout")
+    for extra, missing in (report["extras"] or {}).items():
+        if missing:
+            state = f"missing {', '.join(missing)}: pip install '{DISTRIBUTION}[{extra}]'"
+        else:
+            state = "present"
+        lines.append(f"  {extra:<13} {state}")
+    lines.append("checks")
+    for check in report["checks"]:
+        lines.append(f"  {'ok' if check['ok'] else 'FAILED':<7} {check['name']}: {check['detail']}")
+    return "\n".join(lines)

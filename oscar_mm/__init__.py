@@ -1,0 +1,61 @@
+"""Long image, audio and video conversations with a 2-bit KV cache.
+
+Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
+wait for torch.
+"""
+
+import importlib
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oscar_mm.cache.cache import OscarCache
+    from oscar_mm.errors import InputError
+    from oscar_mm.memory import MemoryReport
+    from oscar_mm.modality import Modality, Span
+    from oscar_mm.pipelines import OscarVLPipeline
+    from oscar_mm.policy import KVPolicy
+    from oscar_mm.quant.roundtrip import roundtrip
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InputError",
+    "KVPolicy",
+    "MemoryReport",
+    "Modality",
+    "OscarCache",
+    "OscarVLPipeline",
+    "Span",
+    "__version__",
+    "roundtrip",
+]
+
+_HOME = {
+    "InputError": "oscar_mm.errors",
+    "KVPolicy": "oscar_mm.policy",
+    "MemoryReport": "oscar_mm.memory",
+    "Modality": "oscar_mm.modality",
+    "OscarCache": "oscar_mm.cache.cache",
+    "OscarVLPipeline": "oscar_mm.pipelines",
+    "Span": "oscar_mm.modality",
+    "roundtrip": "oscar_mm.quant.roundtrip",
+}
+
+# An installed wheel holds pipelines/ and apps/ inside this package; in a checkout they lie beside
+# it, and a program started there finds the checkout's oscar_mm before any installed one.
+_here = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_here, "pipelines")):
+    __path__.append(os.path.dirname(_here))
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

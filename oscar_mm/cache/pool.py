@@ -1,0 +1,85 @@
+"""Pools: one allocation per layer and kind of slot; slot ids that mean the same in every layer.
+
+All layers of a model store the same tokens, so pages are allocated once for all of them:
+``SlotAllocator`` hands out the ids, each layer's ``Pool`` has the bytes of its layer under them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class SlotAllocator:
+    """Free list and reference counts of slots. Slots are shared by forks of a sequence."""
+
+    def __init__(self) -> None:
+        self._references: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Slots that pools must hold."""
+        return len(self._references)
+
+    @property
+    def used(self) -> int:
+        """Slots with at least one owner."""
+        return len(self._references) - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` slots with one owner each.
+
+        A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
+        nothing and a long answer seldom moves the pool.
+        """
+        missing = count - len(self._free)
+        if missing > 0:
+            grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
+            self._references += [0] * len(grown)
+            self._free += reversed(grown)
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self._references[slot] = 1
+        return slots
+
+    def share(self, slots: Iterable[int]) -> None:
+        """Add an owner to each slot."""
+        for slot in slots:
+            self._references[slot] += 1
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Take an owner from each slot; a slot without owners is free."""
+        for slot in slots:
+            self._references[slot] -= 1
+            if not self._references[slot]:
+                self._free.append(slot)
+
+    def is_shared(self, slot: int) -> bool:
+        """Whether the slot has more than one owner and so must not be written to."""
+        return self._references[slot] > 1
+
+
+class Pool:
+    """The slots of one layer: a tensor (capacity, *slot_shape), uninitialized until written."""
+
+    def __init__(
+        self, slot_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # A pool that is made in inference mode must be writable outside of it too.
+        with torch.inference_mode(False):
+            self.storage = torch.empty((0, *slot_shape), dtype=dtype, device=device)
+
+    def reserve(self, capacity: int) -> None:
+        """Grow to ``capacity`` slots, keeping what is stored."""
+        if capacity > len(self.storage):
+            with torch.inference_mode(False):
+                grown = self.storage.new_empty((capacity, *self.storage.shape[1:]))
+            grown[: len(self.storage)] = self.storage
+            self.storage = grown
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.storage[0:1].nbytes if len(self.storage) else 0

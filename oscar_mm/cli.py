@@ -1,0 +1,79 @@
+"""The `oscar-mm` command line: registers the commands of apps/ and turns errors into one line."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import oscar_mm
+from oscar_mm.apps.ask import ask
+from oscar_mm.apps.doctor import doctor
+from oscar_mm.errors import InputError
+
+DEBUG_VARIABLE = "OSCAR_MM_DEBUG"
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+
+# typer ships its own click since 0.2x and exports only this subclass of its usage errors.
+_UsageError = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    help="Ask a vision-language model about images and videos with a 2-bit KV cache.",
+    epilog=f"{DEBUG_VARIABLE}=1 shows the full traceback of an unexpected error.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(ask)
+app.command()(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"oscar-mm {oscar_mm.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 (failure), 2 (bad input), 130 (Ctrl-C)."""
+    try:
+        return app(arguments, prog_name="oscar-mm", standalone_mode=False) or 0
+    except (InputError, _UsageError) as error:
+        message = error.format_message() if isinstance(error, _UsageError) else str(error)
+        _complain(message)
+        return EXIT_BAD_INPUT
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE) == "1":
+            traceback.print_exc()
+        else:
+            _complain(f"{type(error).__name__}: {error} ({DEBUG_VARIABLE}=1 shows the traceback)")
+        return EXIT_FAILURE
+
+
+def _complain(message: str) -> None:
+    print("oscar-mm: error:", " ".join(message.split()), file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point of the `oscar-mm` script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

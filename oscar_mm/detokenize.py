@@ -1,0 +1,79 @@
+"""Tokens to text, piece by piece: whole characters only, and nothing of a stop text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Detokenizer:
+    """Text of one answer as its tokens come.
+
+    Attributes:
+        token_ids: all tokens so far.
+        text: the text given out so far.
+        stopped: whether a stop text has occurred.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._held = ""
+        # Text of tokens [0, _decoded) is known. Those from _context on are decoded once more with
+        # every new token, because the first token of a text may lose its leading space.
+        self._context = self._decoded = 0
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take a token; the text that is now certain, perhaps empty."""
+        self.token_ids.append(token)
+        self._held += self._new_text(whole_characters=True)
+        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._give(min(found), drop_rest=True)
+        return self._give(len(self._held) - self._possible_stop())
+
+    def finish(self) -> str:
+        """The end of the answer: text held back, and characters that were never completed."""
+        if self.stopped:
+            return ""
+        self._held += self._new_text(whole_characters=False)
+        return self._give(len(self._held))
+
+    def _new_text(self, whole_characters: bool) -> str:
+        """Text of the tokens since the last text; none if it may end within a character."""
+        known = self._decode(self.token_ids[self._context : self._decoded])
+        text = self._decode(self.token_ids[self._context :])
+        # Not DecodeStream of tokenizers: it raises where bytes that are no UTF-8 change how those
+        # before them are read, as with the byte fallback of Llama and Mistral.
+        if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
+            return ""
+        self._context, self._decoded = self._decoded, len(self.token_ids)
+        return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _possible_stop(self) -> int:
+        """Characters at the end that may be the beginning of a stop text."""
+        return max(
+            (
+                size
+                for stop in self._stop
+                for size in range(1, len(stop))
+                if self._held.endswith(stop[:size])
+            ),
+            default=0,
+        )
+
+    def _give(self, size: int, drop_rest: bool = False) -> str:
+        piece, self._held = self._held[:size], "" if drop_rest else self._held[size:]
+        self.text += piece
+        return piece

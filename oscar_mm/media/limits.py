@@ -1,0 +1,110 @@
+"""What a piece of media may cost before it is refused."""
+
+import math
+from dataclasses import dataclass, fields
+
+from oscar_mm.errors import InputError
+
+# The least side of a video frame. Below five pixels transformers can no longer tell a side from
+# the colour channels of an array.
+MIN_VIDEO_SIDE = 8
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """Bounds on untrusted media; each is checked on the header, before anything is decoded.
+
+    Attributes:
+        max_image_pixels: width x height of an image or of a video frame.
+        max_image_side_ratio: long side / short side. Qwen's processors refuse more than 200.
+        max_file_bytes: encoded bytes that are read into memory: image files, ``bytes``, data
+            URIs, answers of servers. Video files are read as a stream and do not count.
+        max_video_seconds: length of a video.
+        max_video_frames: frames kept of a video, at least 2. A file with more is sampled at a
+            lower rate, a list with more is refused.
+        max_video_pixels: pixels kept of a whole video file (3 bytes each). Frames of a file
+            with more are scaled down as they are decoded.
+        remote_timeout_s: seconds for one download, both for silence and in all.
+
+    Raises:
+        InputError: a limit is not a positive, finite number of the right type.
+    """
+
+    max_image_pixels: int = 50_000_000
+    max_image_side_ratio: float = 200.0
+    max_file_bytes: int = 256 * 2**20
+    max_video_seconds: float = 3600.0
+    max_video_frames: int = 768
+    max_video_pixels: int = 256_000_000
+    remote_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds = (int,) if field.type is int else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                noun = "a whole number" if field.type is int else "a number"
+                raise InputError(f"MediaLimits.{field.name}: {value!r} is not {noun}")
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"MediaLimits.{field.name}: {value!r} must be above 0 and finite")
+        if self.max_image_side_ratio < 1:
+            raise InputError("MediaLimits.max_image_side_ratio: a ratio below 1 fits no image")
+        if self.max_video_frames < 2:
+            raise InputError("MediaLimits.max_video_frames: a video needs at least 2 frames")
+
+    def check_frame(self, width: int, height: int, label: str) -> None:
+        """Refuse a picture of ``width`` x ``height`` pixels that is empty, too big or too long.
+
+        Raises:
+            InputError: names ``label``, the size, the limit and what to do.
+        """
+        if width < 1 or height < 1:
+            raise InputError(f"{label}: is empty ({width}x{height} pixels)")
+        if width * height > self.max_image_pixels:
+            raise InputError(
+                f"{label}: {width}x{height} pixels are more than the limit of "
+                f"{self.max_image_pixels:,}; scale it down or raise MediaLimits.max_image_pixels"
+            )
+        if max(width, height) > self.max_image_side_ratio * min(width, height):
+            raise InputError(
+                f"{label}: {width}x{height} pixels are longer than "
+                f"{self.max_image_side_ratio:g}:1; crop, tile or pad it to a lower ratio"
+            )
+
+    def check_bytes(self, count: int, label: str) -> None:
+        """Refuse ``count`` encoded bytes if they are too many.
+
+        Raises:
+            InputError: names ``label``, the count and the limit.
+        """
+        if count > self.max_file_bytes:
+            raise InputError(
+                f"{label}: {count:,} bytes are more than the limit of {self.max_file_bytes:,}; "
+                "use a smaller file or raise MediaLimits.max_file_bytes"
+            )
+
+    def check_video(self, width: int, height: int, seconds: float, label: str) -> None:
+        """Refuse a video by the size of its frames (pixels) or its length in seconds.
+
+        Raises:
+            InputError: names ``label``, the value, the limit and what to do.
+        """
+        self.check_frame(width, height, label)
+        if min(width, height) < MIN_VIDEO_SIDE:
+            raise InputError(
+                f"{label}: frames of {width}x{height} pixels are too small; "
+                f"each side needs {MIN_VIDEO_SIDE} or more"
+            )
+        self.check_seconds(seconds, label)
+
+    def check_seconds(self, seconds: float, label: str) -> None:
+        """Refuse a video of ``seconds`` if it is too long.
+
+        Raises:
+            InputError: names ``label``, the length and the limit.
+        """
+        if seconds > self.max_video_seconds:
+            raise InputError(
+                f"{label}: {seconds:.1f} s are longer than the limit of "
+                f"{self.max_video_seconds:g} s; cut it or raise MediaLimits.max_video_seconds"
+            )

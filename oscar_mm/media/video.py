@@ -1,0 +1,233 @@
+"""A clip to sampled RGB frames with their times, in bounded memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from oscar_mm.errors import InputError
+from oscar_mm.media.image import load_image
+from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaLimits
+from oscar_mm.media.source import describe, existing_file
+
+# What FFmpeg may take a file for. Playlists (hls, concat, dash) are left out: they open others.
+CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
+
+# A file that holds a smaller share of what its header promises was cut off.
+_LEAST_SHARE = 0.9
+
+# Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
+_LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+
+_DEFAULTS = MediaLimits()
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Frames of a clip, already sampled.
+
+    Attributes:
+        frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a lone frame is given twice, because
+            Qwen's processors join frames in pairs).
+        seconds: length of the whole clip.
+        source_fps: frames per second of the source, in which ``frame_indices`` count.
+        source_frames: number of frames of the source.
+        frame_indices: T positions of ``frames`` in the source, ascending.
+    """
+
+    frames: np.ndarray
+    seconds: float
+    source_fps: float
+    source_frames: int
+    frame_indices: tuple[int, ...]
+
+    @property
+    def fps(self) -> float:
+        """Sampled frames per second."""
+        return len(self.frames) / self.seconds
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Arguments of ``transformers.video_utils.VideoMetadata``, new at each call.
+
+        Processors lengthen the list of frame indices in place, so it must not be shared.
+        """
+        return {
+            "total_num_frames": self.source_frames,
+            "fps": self.source_fps,
+            "width": self.frames.shape[2],
+            "height": self.frames.shape[1],
+            "duration": self.seconds,
+            "video_backend": "pyav",
+            "frames_indices": list(self.frame_indices),
+        }
+
+
+VideoSource = str | Path | np.ndarray | Sequence[Image.Image | np.ndarray]
+
+
+def load_video(
+    source: VideoSource,
+    *,
+    limits: MediaLimits = _DEFAULTS,
+    fps: float = 2.0,
+    label: str | None = None,
+) -> Video:
+    """Read one clip.
+
+    Args:
+        source: path of a video file, an array (T, H, W, C) or a list of PIL images or arrays as
+            in :func:`load_image`, all of one size.
+        limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
+        fps: of a file, the frames per second to keep, lower if that gave more than
+            ``limits.max_video_frames`` and higher if it gave only one. Of frames, the rate at
+            which they were taken; all are kept.
+        label: name of the clip in error messages; by default the path.
+
+    Returns:
+        The sampled frames with their times.
+
+    Raises:
+        InputError: nothing there, not a video, no video stream, damaged or cut off, over a
+            limit, frames of different size, or an unusable ``fps``.
+    """
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
+        raise InputError(f"fps: {fps!r} is not a rate; use frames per second above 0, such as 2.0")
+    name = label or describe(source, "video")
+    if isinstance(source, (str, Path)):
+        return _from_file(existing_file(source, name), float(fps), limits, name)
+    if isinstance(source, (list, tuple, np.ndarray)):
+        return _from_frames(source, float(fps), limits, name)
+    raise InputError(
+        f"{name}: {type(source).__name__} is not a video; pass the path of a file, a list of "
+        "frames or an array (T, H, W, C)"
+    )
+
+
+def _from_frames(
+    source: np.ndarray | Sequence[Image.Image | np.ndarray],
+    fps: float,
+    limits: MediaLimits,
+    label: str,
+) -> Video:
+    if isinstance(source, np.ndarray) and source.ndim != 4:
+        raise InputError(f"{label}: an array of shape {source.shape} is not (T, H, W, C)")
+    count = len(source)
+    if count == 0:
+        raise InputError(f"{label}: has no frames")
+    if count > limits.max_video_frames:
+        raise InputError(
+            f"{label}: {count} frames are more than the limit of {limits.max_video_frames}; pass "
+            "every n-th frame (and fps / n) or raise MediaLimits.max_video_frames"
+        )
+    images = []
+    for index, frame in enumerate(source):
+        part = f"{label}, frame {index}"
+        if not isinstance(frame, (Image.Image, np.ndarray)):
+            kind = type(frame).__name__
+            raise InputError(f"{part}: {kind} is not a frame; pass PIL images or numpy arrays")
+        image = load_image(frame, limits=limits, label=part)
+        limits.check_video(*image.size, count / fps, part)
+        if images and images[0].shape[1::-1] != image.size:
+            raise InputError(
+                f"{part}: {image.width}x{image.height} pixels, but frame 0 has "
+                f"{images[0].shape[1]}x{images[0].shape[0]}; all frames must have one size"
+            )
+        images.append(np.asarray(image))
+    return _video(np.stack(images), list(range(count)), count / fps, fps, count)
+
+
+def _video(
+    frames: np.ndarray, indices: list[int], seconds: float, rate: float, count: int
+) -> Video:
+    if len(frames) == 1:
+        frames, indices = np.repeat(frames, 2, axis=0), indices * 2
+    return Video(frames, seconds, rate, count, tuple(indices))
+
+
+def _from_file(path: Path, fps: float, limits: MediaLimits, label: str) -> Video:
+    # "file:" keeps a colon in the name from being read as a protocol.
+    options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
+    try:
+        with av.open(f"file:{path.absolute()}", options=options, **_LENIENT) as container:
+            streams = [
+                stream
+                for stream in container.streams.video
+                if not stream.disposition & av.stream.Disposition.attached_pic
+            ]
+            if not streams:
+                raise InputError(f"{label}: has no video stream; is it a sound file?")
+            return _sample(container, streams[0], fps, limits, label)
+    except av.FFmpegError as error:
+        raise InputError(
+            f"{label}: is not a video that can be read, or is damaged; convert it to MP4 "
+            f"({error.strerror})"
+        ) from error
+
+
+def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label: str) -> Video:
+    """Decode a stream frame by frame and keep those nearest to multiples of 1 / fps seconds.
+
+    Only kept frames are held. If the header's length was too short and the buffer fills up,
+    every second kept frame is dropped and the rate is halved, so memory is bounded in any case.
+    """
+    stream.thread_type = "AUTO"
+    rate = float(stream.average_rate or stream.guessed_rate or 24)
+    seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+    seconds = seconds or (container.duration or 0) / 1e6
+    limits.check_video(stream.width, stream.height, seconds, label)
+
+    step = 1 / fps
+    capacity = limits.max_video_frames
+    if seconds > 0:
+        step = max(min(step, seconds / 2), seconds / capacity)
+        capacity = min(capacity, math.ceil(seconds / step) + 1)
+    kept: np.ndarray | None = None
+    indices: list[int] = []
+    count, start, time, due = 0, 0.0, 0.0, 0.0
+    for frame in container.decode(stream):
+        if count == 0:
+            start = frame.time or 0.0
+        time = count / rate if frame.time is None else frame.time - start
+        count += 1
+        limits.check_seconds(time, label)
+        if time < due - 0.5 / rate:
+            continue
+        if kept is None:
+            size = _kept_size(frame, capacity, limits, label)
+            quarter_turns = round(frame.rotation / 90)
+            shape = size if quarter_turns % 2 else size[::-1]
+            kept = np.empty((capacity, *shape, 3), np.uint8)
+        elif len(indices) == capacity:
+            indices = indices[::2]
+            kept[: len(indices)] = kept[::2]
+            step *= 2
+        scaled = frame.reformat(*size, format="rgb24", interpolation="AREA").to_ndarray()
+        kept[len(indices)] = np.rot90(scaled, quarter_turns)
+        indices.append(round(time * rate))
+        due = (math.floor(time / step + 0.5 / (rate * step)) + 1) * step
+    if kept is None:
+        raise InputError(f"{label}: no frame of the video can be decoded; convert it to MP4")
+    end = time + 1 / rate
+    # Both must fall short: AVI counts dropped frames too, and a last slide may be held for long.
+    if count < _LEAST_SHARE * stream.frames and end < _LEAST_SHARE * seconds:
+        raise InputError(
+            f"{label}: ends after {end:.1f} of {seconds:.1f} s; the file is cut off, copy or "
+            "download it again"
+        )
+    total = max(count, indices[-1] + 1)
+    return _video(kept[: len(indices)], indices, end, rate, total)
+
+
+def _kept_size(frame: Any, capacity: int, limits: MediaLimits, label: str) -> tuple[int, int]:
+    """(width, height) in pixels of kept frames, such that ``capacity`` of them fit the limit."""
+    limits.check_video(frame.width, frame.height, 0.0, label)
+    pixels = frame.width * frame.height * capacity
+    scale = min(1.0, math.sqrt(limits.max_video_pixels / pixels))
+    width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (frame.width, frame.height))
+    return width, height

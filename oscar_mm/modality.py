@@ -1,0 +1,98 @@
+"""The modality of every token: text, image, video or audio, as spans of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+PADDING = -1
+"""Modality id of a token that is masked out and never stored."""
+
+
+class Modality(IntEnum):
+    """Modality ids, the same as ``mm_token_type_ids`` of transformers' processors."""
+
+    TEXT = 0
+    IMAGE = 1
+    VIDEO = 2
+    AUDIO = 3
+
+    @property
+    def label(self) -> str:
+        """Lower-case name, as in policies and reports."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Span:
+    """``length`` consecutive tokens of one modality, from index ``start`` of the sequence."""
+
+    modality: Modality
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """Index after the last token."""
+        return self.start + self.length
+
+
+def spans_of(modalities: Iterable[int]) -> list[Span]:
+    """Run-length spans of one sequence of modality ids; padding (-1) ends a span and has none."""
+    spans, start = [], 0
+    for modality, run in groupby(int(m) for m in modalities):
+        length = sum(1 for _ in run)
+        if modality != PADDING:
+            spans.append(Span(Modality(modality), start, length))
+        start += length
+    return spans
+
+
+def token_modalities(
+    input_ids: torch.Tensor,
+    *,
+    config: Any = None,
+    mm_token_type_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Modality id of every token of a batch.
+
+    Args:
+        input_ids: (batch, tokens) integer token ids.
+        config: the model's configuration; its ``image_token_id``, ``video_token_id`` and
+            ``audio_token_id`` are used where the processor gave no ``mm_token_type_ids``.
+        mm_token_type_ids: (batch, tokens), 0 text, 1 image, 2 video, 3 audio, as processors give.
+        attention_mask: (batch, tokens), 0 where a token is padding.
+
+    Returns:
+        (batch, tokens) int8 on the CPU: 0 to 3, and -1 for padding.
+    """
+    import torch
+
+    if mm_token_type_ids is not None:
+        if mm_token_type_ids.shape != input_ids.shape:
+            raise ValueError(
+                f"mm_token_type_ids has shape {tuple(mm_token_type_ids.shape)}, "
+                f"input_ids {tuple(input_ids.shape)}: they must be equal"
+            )
+        given = mm_token_type_ids.to("cpu")
+        if given.numel() and not 0 <= int(given.min()) <= int(given.max()) <= 3:
+            raise ValueError("mm_token_type_ids must be 0 (text), 1 (image), 2 (video), 3 (audio)")
+        modalities = given.to(torch.int8, copy=True)
+    else:
+        ids = input_ids.to("cpu")
+        modalities = torch.zeros(ids.shape, dtype=torch.int8)
+        for modality in (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO):
+            token_id = getattr(config, f"{modality.label}_token_id", None)
+            if token_id is not None:
+                modalities[ids == token_id] = int(modality)
+    if attention_mask is not None:
+        modalities[attention_mask.to("cpu") == 0] = PADDING
+    return modalities

@@ -1,0 +1,1 @@
+"""Operations on pages: pack, unpack, and attention over packed pages."""

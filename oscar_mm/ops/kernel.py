@@ -1,0 +1,215 @@
+"""Load compiled kernels onto a GPU and launch them.
+
+A kernel takes one structure as its only parameter (``__grid_constant__ const Params``); the host
+side of an operation fills the same structure in ctypes. Launching goes straight to the driver: that
+is the cheapest call from Python, and it is captured by CUDA graphs of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oscar_mm.ops.nvrtc import KernelError, Report, compile_kernel, not_installed
+
+_ARCHITECTURES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (12, 0): "sm_120",
+}
+_kernels: dict[tuple[object, ...], Kernel] = {}
+_loading = threading.Lock()
+
+
+def architecture(device: torch.device) -> str | None:
+    """What to compile for on a device; None if the kernels do not run there."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability in _ARCHITECTURES:
+        return _ARCHITECTURES[capability]
+    # Code for a lower minor version of the same generation runs; that with an "a" runs nowhere
+    # else, and no code runs on another generation.
+    lower = [known for known in _ARCHITECTURES if known[0] == capability[0] and known < capability]
+    return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
+
+
+def load_kernel(
+    source: str, macros: Mapping[str, str | int], device: torch.device, name: str | None = None
+) -> Kernel:
+    """The kernel of a source on a device: compiled and loaded when first asked for, then kept.
+
+    Not while a CUDA graph is captured: ask for it once before. Keep what this returns, for finding
+    it again takes as long as launching it.
+
+    Args:
+        source: file name in csrc, like "decode.cu".
+        macros: what the source is compiled with.
+        device: a CUDA device.
+        name: of the function; by default the source's name without its ending.
+
+    Raises:
+        KernelError: the device cannot run it, or it cannot be compiled or loaded.
+    """
+    arch = architecture(device)
+    if arch is None:
+        raise KernelError(f"{source} needs an NVIDIA GPU of capability 8.0 or more, not {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    name = Path(source).stem if name is None else name
+    key = (source, name, index, tuple(sorted(macros.items())))
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _loading:
+            if key not in _kernels:
+                cubin = compile_kernel(source, arch, macros)
+                _kernels[key] = Kernel(cubin.code, name, index, cubin.reports.get(name))
+            kernel = _kernels[key]
+    return kernel
+
+
+class Kernel:
+    """A function of a cubin on one device.
+
+    Attributes:
+        device: where it runs.
+        report: what the compiler said of it, if known.
+        shared_limit: bytes of dynamic shared memory that a thread block may have.
+    """
+
+    def __init__(self, code: bytes, name: str, index: int, report: Report | None = None) -> None:
+        """
+        Args:
+            code: cubin for the device's architecture.
+            name: of the function, declared ``extern "C"``.
+            index: of the device, as torch counts.
+            report: what the compiler said of it.
+        """
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise not_installed(error) from error
+        self.name, self.report = name, report
+        self.device = torch.device("cuda", index)
+        self._driver = driver
+        # The runtime, and so torch, works in the device's primary context. It stays retained: the
+        # kernel lives as long as the process.
+        handle = self._checked("finding the device", driver.cuDeviceGet(index))
+        self._context = self._checked(
+            "entering its primary context", driver.cuDevicePrimaryCtxRetain(handle)
+        )
+        self._context_address = int(self._context)
+        with self._in_context():
+            self._module = self._checked("loading", driver.cuModuleLoadData(code))
+            self._function = self._checked(
+                "finding the function", driver.cuModuleGetFunction(self._module, name.encode())
+            )
+            _, self._params_bytes = self._checked(
+                "reading its parameter", driver.cuFuncGetParamInfo(self._function, 0)
+            )
+            self.shared_limit = self._allow_shared(handle)
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        params: ctypes.Structure,
+        stream: int,
+    ) -> None:
+        """Launch without waiting.
+
+        Args:
+            grid: thread blocks.
+            block: threads of each.
+            shared_bytes: dynamic shared memory of a thread block.
+            params: the kernel's structure; copied, so that it may be changed afterwards.
+            stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
+
+        Raises:
+            KernelError: the structure or the shared memory does not fit, or the driver refuses.
+        """
+        if ctypes.sizeof(params) != self._params_bytes:
+            raise KernelError(
+                f"{self.name} takes a structure of {self._params_bytes} bytes, "
+                f"not {type(params).__name__} of {ctypes.sizeof(params)}"
+            )
+        if shared_bytes > self.shared_limit:
+            raise KernelError(
+                f"{self.name} was to be launched with {shared_bytes} bytes of shared memory; "
+                f"{self.device} has {self.shared_limit} for a thread block"
+            )
+        # An array of the one parameter's address. Per launch: threads may launch at once.
+        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        # The default stream has the same handle on every device, so the context tells which. A
+        # thread that has not used CUDA yet has none.
+        current = self._checked("launching", self._driver.cuCtxGetCurrent())
+        if int(current) == self._context_address:
+            self._launch(grid, block, shared_bytes, pointer, stream)
+        else:
+            with self._in_context():
+                self._launch(grid, block, shared_bytes, pointer, stream)
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        pointer: ctypes.c_void_p,
+        stream: int,
+    ) -> None:
+        address = ctypes.addressof(pointer)
+        self._checked(
+            "launching",
+            self._driver.cuLaunchKernel(
+                self._function, *grid, *block, shared_bytes, stream, address, 0
+            ),
+        )
+
+    def _allow_shared(self, handle: Any) -> int:
+        """Allow launches what the device has, not only 48 KiB; dynamic bytes of a thread block."""
+        driver = self._driver
+        device_attribute, attribute = driver.CUdevice_attribute, driver.CUfunction_attribute
+        limit = self._checked(
+            "reading the device's limits",
+            driver.cuDeviceGetAttribute(
+                device_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, handle
+            ),
+        )
+        limit -= self._checked(
+            "reading its shared memory",
+            driver.cuFuncGetAttribute(
+                attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function
+            ),
+        )
+        self._checked(
+            "allowing it shared memory",
+            driver.cuFuncSetAttribute(
+                self._function,
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                limit,
+            ),
+        )
+        return limit
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        self._checked("entering its context", self._driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            self._checked("leaving its context", self._driver.cuCtxPopCurrent())
+
+    def _checked(self, doing: str, returned: tuple[Any, ...]) -> Any:
+        """What a call of the driver gave, without its status."""
+        if returned[0]:
+            raise KernelError(f"{self.name} on {self.device}: {doing}: {returned[0].name}")
+        return returned[1] if len(returned) == 2 else returned[1:]

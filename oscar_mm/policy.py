@@ -1,0 +1,180 @@
+"""KVPolicy: how keys and values are stored, checked when made, with named presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from oscar_mm.errors import InputError
+from oscar_mm.modality import Modality
+
+
+class ModalityBits(NamedTuple):
+    """Bits per stored value, by modality; the order is that of ``Modality``."""
+
+    text: int
+    image: int
+    video: int
+    audio: int
+
+
+_ALLOWED: dict[str, tuple] = {
+    "key_axis": ("channel", "token"),
+    "key_group": (32, 64, 128),
+    "value_group": (32, 64, 128),
+    "fit": ("minmax", "lsq"),
+    "norm": ("plain", "refit", "unbiased"),
+    "rotate": (True, False),
+    "balance": (None, "weights", "prompt", "auto"),
+    "token_scaling": (None, "shared", "per_head"),
+}
+_ALLOWED_BITS = (2, 4, 16)
+_MAX_RECENT = 4096
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """How the cache stores keys and values. Immutable, hashable, checked when made.
+
+    Attributes:
+        bits: bits per value: 2, 4 or 16, one number for all modalities or a mapping such as
+            ``{"image": 2, "text": 4}`` (modalities not named get 2). 16 means the model's dtype.
+        key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR),
+            "token" each token over a group of channels (QuaRot).
+        key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
+        value_group: channels of a value group: 32, 64 or 128. A head that the group does not
+            divide uses the largest divisor of head_dim below it.
+        fit: "minmax" spans the group's range, "lsq" minimizes its squared error.
+        norm: what a token's stored norm is fitted to once its codes are known: "plain" keeps the
+            norm of the key; "refit" minimizes the squared error; "unbiased" makes
+            <K^, K> = |K|^2, so that scores are not shrunk on average.
+        rotate: Hadamard rotation of keys and values along head_dim.
+        balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
+            "weights", from the first "prompt", "auto" (weights where the model has them, else the
+            prompt) or None. Attention is unchanged in exact arithmetic.
+        token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
+            "per_head", or None.
+        window: most recent tokens of a sequence that are always kept in 16 bit.
+        sinks: first tokens of a sequence that are always kept in 16 bit.
+
+    Raises:
+        InputError: a value that is not allowed; the message names the field and what is.
+    """
+
+    bits: int | Mapping[str, int] | ModalityBits = 2
+    key_axis: str = "channel"
+    key_group: int = 128
+    value_group: int = 128
+    fit: str = "lsq"
+    norm: str = "unbiased"
+    rotate: bool = True
+    balance: str | None = "auto"
+    token_scaling: str | None = "per_head"
+    window: int = 32
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", _checked_bits(self.bits))
+        for field, allowed in _ALLOWED.items():
+            value = getattr(self, field)
+            if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+                options = ", ".join(repr(a) for a in allowed)
+                raise InputError(f"KVPolicy {field}={value!r}: must be one of {options}")
+        for field in ("window", "sinks"):
+            value = getattr(self, field)
+            if type(value) is not int or not 0 <= value <= _MAX_RECENT:
+                raise InputError(
+                    f"KVPolicy {field}={value!r}: must be a number of tokens, 0 to {_MAX_RECENT}"
+                )
+
+    def bits_for(self, modality: Modality) -> int:
+        """Bits per stored value of a modality: 2, 4 or 16."""
+        return self.bits[int(modality)]
+
+    @property
+    def packs(self) -> bool:
+        """Whether any modality is stored in fewer than 16 bits."""
+        return min(self.bits) < 16
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> KVPolicy:
+        """A named policy, with fields changed on request: ``preset("compact", window=128)``."""
+        if name not in _PRESETS:
+            raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}")
+        unknown = set(changes) - {field.name for field in fields(cls)}
+        if unknown:
+            raise InputError(f"KVPolicy has no field {', '.join(sorted(unknown))}")
+        return replace(cls(**_PRESETS[name]), **changes)
+
+    @classmethod
+    def preset_names(cls) -> tuple[str, ...]:
+        """Names that ``preset`` knows."""
+        return tuple(_PRESETS)
+
+    @classmethod
+    def of(cls, policy: str | KVPolicy) -> KVPolicy:
+        """A policy from a policy or the name of a preset."""
+        if isinstance(policy, KVPolicy):
+            return policy
+        if isinstance(policy, str):
+            return cls.preset(policy)
+        raise InputError(
+            f"policy must be a KVPolicy or a preset's name, not {type(policy).__name__}"
+        )
+
+
+def _checked_bits(bits: Any) -> ModalityBits:
+    names = ModalityBits._fields
+    if isinstance(bits, Mapping):
+        unknown = [str(key) for key in bits if key not in names]
+        if unknown:
+            raise InputError(
+                f"KVPolicy bits: unknown modality {', '.join(unknown)}; "
+                f"modalities are {', '.join(names)}"
+            )
+        bits = ModalityBits(**{name: bits.get(name, 2) for name in names})
+    elif not isinstance(bits, ModalityBits):
+        bits = ModalityBits(bits, bits, bits, bits)
+    for name, value in zip(names, bits, strict=True):
+        if type(value) is not int or value not in _ALLOWED_BITS:
+            raise InputError(f"KVPolicy bits of {name} = {value!r}: must be 2, 4 or 16")
+    return ModalityBits(*bits)
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    # Least-squares fit, unbiased per-head norm, balancing; groups of 128: 2.31 bits a value.
+    "compact": {},
+    # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
+    "oscar": {
+        "key_group": 32,
+        "value_group": 32,
+        "fit": "minmax",
+        "norm": "plain",
+        "balance": None,
+        "token_scaling": "shared",
+        "sinks": 0,
+    },
+    # KIVI (arXiv:2402.02750): keys per channel, values per token, no rotation.
+    "kivi": {
+        "key_group": 32,
+        "value_group": 32,
+        "fit": "minmax",
+        "norm": "plain",
+        "rotate": False,
+        "balance": None,
+        "token_scaling": None,
+        "sinks": 0,
+    },
+    # QuaRot (arXiv:2404.00456): rotated, keys and values per token over a whole head of 128.
+    "quarot": {
+        "key_axis": "token",
+        "fit": "minmax",
+        "norm": "plain",
+        "balance": None,
+        "token_scaling": None,
+        "sinks": 0,
+    },
+    # Everything in the model's own 16-bit dtype (float32 in a float32 model), same pages.
+    "bf16": {"bits": 16, "window": 0, "sinks": 0},
+}

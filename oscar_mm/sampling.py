@@ -1,0 +1,107 @@
+"""Sampling: how the next token is chosen, checked when made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from oscar_mm.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is generated.
+
+    Attributes:
+        max_new_tokens: longest answer, at least 1.
+        temperature: 0 takes the likeliest token; above 0 samples.
+        top_p: sample from the likeliest tokens of this much probability, in (0, 1].
+        top_k: sample from this many likeliest tokens; 0 for all.
+        repetition_penalty: divides positive logits of tokens that have occurred; 1 is none.
+        seed: of the sampling; the same seed gives the same answer on the same machine.
+        stop: text that ends the answer (not part of it): a string or several.
+
+    Raises:
+        InputError: a value that is not allowed.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        stop = () if self.stop is None else self.stop
+        stop = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+        object.__setattr__(self, "stop", stop)
+        checks = {
+            "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),
+            # Logits divided by less overflow.
+            "temperature": (
+                _within(self.temperature, 0) and not 0 < self.temperature < 1e-6,
+                "0 or a number, at least 1e-6",
+            ),
+            "top_p": (
+                _within(self.top_p, 0) and 0 < self.top_p <= 1,
+                "a number above 0, at most 1",
+            ),
+            "top_k": (_whole(self.top_k, 0), "a whole number, at least 0 (0: all tokens)"),
+            "repetition_penalty": (
+                _within(self.repetition_penalty, 0) and self.repetition_penalty > 0,
+                "a number above 0",
+            ),
+            "seed": (
+                self.seed is None or (_whole(self.seed, 0) and self.seed < 1 << 63),
+                "None or a whole number from 0 to 2^63 - 1",
+            ),
+            "stop": (
+                all(isinstance(text, str) and text for text in stop),
+                "text that is not empty, or a list of such",
+            ),
+        }
+        for name, (valid, allowed) in checks.items():
+            if not valid:
+                raise InputError(f"{name}={getattr(self, name)!r}: must be {allowed}")
+
+    def processors(self) -> LogitsProcessorList:
+        """What changes the logits before a token is chosen, in transformers' order."""
+        processors = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            if self.temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(float(self.temperature)))
+            if self.top_k:
+                processors.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1.0:
+                processors.append(TopPLogitsWarper(float(self.top_p)))
+        return processors
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Random numbers of a seeded answer; None for greedy or unseeded ones."""
+        if self.seed is None or not self.temperature:
+            return None
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _within(value: Any, least: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= least

@@ -1,0 +1,180 @@
+"""Load a checkpoint for a pipeline: which family, which dtype, which device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.errors import InputError
+from oscar_mm.pipelines.base import Family
+
+_CONFIG_KEYS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "trust_remote_code",
+    "subfolder",
+)
+"""Of model_kwargs, those that configuration and processor need too."""
+
+_OWN_ARGUMENTS = {
+    "attn_implementation": "attn_implementation",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+}
+"""What model_kwargs may not hold, and the argument of the pipeline that it is."""
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    processor: Any,
+    families: tuple[type[Family], ...],
+    *,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    towers: str | None,
+    model_kwargs: Mapping[str, Any],
+) -> Family:
+    """A family with its model and processor, decoder attention set to "oscar".
+
+    Args:
+        model: hub id, folder, or a loaded model (its decoder's attention is then set; with other
+            caches that is the same as "sdpa").
+        processor: for a loaded model; by default loaded from where the model came from.
+        families: which families the caller supports.
+        towers: attention implementation of vision and audio towers; None for "sdpa", or what a
+            loaded model has.
+        model_kwargs: for ``from_pretrained``.
+
+    Raises:
+        InputError: no such model, not a supported one, or arguments that contradict each other.
+    """
+    if isinstance(model, PreTrainedModel):
+        for name, value in (("dtype", dtype), ("model_kwargs", model_kwargs)):
+            if value:
+                raise InputError(f"{name} is for a model that is loaded here, not a loaded one")
+        family = _family(model.config.model_type, families)
+        if processor is None:
+            processor = _processor(model.name_or_path, {})
+        _check_processor(processor)
+        if device is not None:
+            model.to(_device(device))
+        attention = {"text_config": IMPLEMENTATION}
+        try:
+            model.set_attn_implementation(attention | ({"vision_config": towers} if towers else {}))
+        except (ValueError, ImportError) as error:
+            raise InputError(f"attn_implementation {towers!r}: {_first_line(error)}") from error
+        return family(model.eval(), processor)
+    source = _source(model)
+    _check_model_kwargs(model_kwargs)
+    shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
+    try:
+        config = AutoConfig.from_pretrained(source, **shared)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model {source}: {_first_line(error)}") from error
+    family = _family(config.model_type, families)
+    options: dict[str, Any] = {
+        "attn_implementation": {"text_config": IMPLEMENTATION, "vision_config": towers or "sdpa"}
+    }
+    options.update(model_kwargs)
+    placed = options.get("device_map") is not None
+    if placed and device is not None:
+        raise InputError("give device or model_kwargs['device_map'], not both")
+    target = None if placed else _device(device)
+    options["dtype"] = _dtype(dtype, target)
+    if processor is None:
+        processor = _processor(source, shared)
+    _check_processor(processor)
+    try:
+        loaded = AutoModelForImageTextToText.from_pretrained(source, **options)
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        raise InputError(f"model {source}: {_first_line(error)}") from error
+    if target is not None:
+        loaded = loaded.to(target)
+    return family(loaded.eval(), processor)
+
+
+def _source(model: Any) -> str:
+    """Hub id or folder, as far as that can be told without the hub."""
+    if not isinstance(model, str | Path):
+        raise InputError(
+            f"model must be a hub id, a folder or a loaded model, not {type(model).__name__}"
+        )
+    if not str(model).strip():
+        raise InputError("model is empty: give a hub id or the folder of a checkpoint")
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError(f"model {model}: the folder has no config.json, so it is no checkpoint")
+    if path.is_file():
+        raise InputError(f"model {model}: is a file; give the folder of a checkpoint")
+    # A hub id is "owner/name" at most, and begins with a letter or digit.
+    is_path = isinstance(model, Path) or path.is_absolute() or len(path.parts) > 2
+    if not path.is_dir() and (is_path or str(model).startswith((".", "~"))):
+        raise InputError(f"model {model}: no such folder")
+    return str(model)
+
+
+def _check_model_kwargs(model_kwargs: Any) -> None:
+    if not isinstance(model_kwargs, Mapping):
+        raise InputError(f"model_kwargs must be a dict, not {type(model_kwargs).__name__}")
+    for key, argument in _OWN_ARGUMENTS.items():
+        if key in model_kwargs:
+            raise InputError(f"model_kwargs[{key!r}]: give it as {argument}=... of the pipeline")
+
+
+def _family(model_type: str, families: tuple[type[Family], ...]) -> type[Family]:
+    for family in families:
+        if model_type in family.model_types:
+            return family
+    supported = ", ".join(name for family in families for name in family.model_types)
+    raise InputError(f"model type {model_type!r} is not supported; supported are {supported}")
+
+
+def _check_processor(processor: Any) -> None:
+    if not hasattr(processor, "tokenizer"):
+        raise InputError(
+            f"processor: {type(processor).__name__} has no tokenizer; give what "
+            "AutoProcessor.from_pretrained returns, or leave it out"
+        )
+
+
+def _processor(source: str, options: dict[str, Any]) -> Any:
+    try:
+        return AutoProcessor.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"processor of model {source}: {_first_line(error)}; pass processor=..."
+        ) from error
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(f"device {device!r} cannot be used: {_first_line(error)}") from error
+    return chosen
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device | None) -> torch.dtype | str:
+    """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16 bit."""
+    if dtype is None:
+        return torch.float32 if device is not None and device.type == "cpu" else "auto"
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if chosen != "auto" and chosen not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"dtype {dtype!r}: must be float32, bfloat16, float16 or auto")
+    return chosen
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,171 @@
+"""Driving a cache without a model, and what must hold whatever it stores.
+
+The central invariant: attention over packed pages is plain softmax attention over the unpacked
+copy of the same pages and the raw new tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.attention import attend, mask
+from oscar_mm.modality import PADDING
+
+POLICIES = {
+    name: KVPolicy.preset(name) for name in ("compact", "oscar", "kivi", "quarot", "bf16")
+} | {
+    "four": KVPolicy(bits=4),
+    "mixed": KVPolicy(bits={"text": 4, "image": 2, "audio": 16}),
+    "no_window": KVPolicy(window=0, sinks=0, balance="prompt"),
+}
+
+Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def chunk(
+    seed: int,
+    tokens: int,
+    *,
+    batch: int = 1,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 64,
+) -> Chunk:
+    """Queries, keys and values of new tokens; a few channels are larger than the others."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(batch, heads, tokens, head_dim, generator=generator)
+
+    queries, keys, values = normal(kv_heads * group), normal(kv_heads), normal(kv_heads)
+    keys[..., :2] *= 5
+    return queries, keys, values
+
+
+def announce(cache: OscarCache, batch: int, tokens: int, padding: torch.Tensor | None) -> None:
+    """What transformers does once a forward pass before any layer, with attention "oscar"."""
+    length, offset = cache.get_mask_sizes(tokens, 0)
+    assert length == cache.get_seq_length() + tokens
+    full = None
+    if padding is not None:
+        past = torch.ones(batch, length - tokens, dtype=torch.bool)
+        full = torch.cat([past, padding], dim=1)
+    assert (
+        mask(batch, tokens, length, length - tokens, offset, attention_mask=full, config=None)
+        is None
+    )
+
+
+def attend_oscar(
+    cache: OscarCache,
+    new: Chunk,
+    *,
+    ids: torch.Tensor | None = None,
+    layer: int = 0,
+    window: int | None = None,
+    module: nn.Module | None = None,
+) -> torch.Tensor:
+    """One layer's forward pass with attention "oscar": (batch, query heads, tokens, head_dim).
+
+    ids: (batch, tokens) modality ids, PADDING for pads; announced before layer 0.
+    """
+    queries, keys, values = new
+    if layer == 0:
+        padding = None if ids is None or not (ids == PADDING).any() else ids != PADDING
+        if ids is not None:
+            cache.expect(ids)
+        announce(cache, keys.shape[0], keys.shape[2], padding)
+    keys, values = cache.update(keys, values, layer)
+    output, _ = attend(module or nn.Identity(), queries, keys, values, None, sliding_window=window)
+    return output.transpose(1, 2)
+
+
+def plain_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    real: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal softmax attention in float64; queries are the last tokens. 0 where a query is a pad.
+
+    real: (batch, length) bool, False for padding.
+    """
+    tokens, length = queries.shape[2], keys.shape[2]
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    query, key = torch.arange(length - tokens, length)[:, None], torch.arange(length)
+    visible = key <= query
+    if window is not None:
+        visible = visible & (key > query - window)
+    visible = visible.expand(len(queries), 1, tokens, length)
+    if real is not None:
+        visible = visible & real[:, None, None]
+    scores = queries.double() @ keys.transpose(2, 3) * keys.shape[-1] ** -0.5
+    output = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+    if real is not None:
+        output[
+            ~real[:, -tokens:, None, None].expand(-1, -1, *output.shape[1::2]).transpose(1, 2)
+        ] = 0
+    return output
+
+
+def check_chunk(
+    cache: OscarCache,
+    new: Chunk,
+    *,
+    ids: torch.Tensor | None = None,
+    past_real: torch.Tensor | None = None,
+    layer: int = 0,
+    window: int | None = None,
+    module: nn.Module | None = None,
+) -> torch.Tensor:
+    """Feed a chunk and compare its attention with the central invariant; returns the output."""
+    queries, keys, values = new
+    batch, _, tokens, _ = keys.shape
+    past = cache.get_seq_length() if layer == 0 else cache.get_seq_length() - tokens
+    all_keys, all_values = keys, values
+    if past:
+        assert layer == 0, "the past of later layers is gone once layer 0 has taken the chunk"
+        stored = cache.unpacked(layer)
+        all_keys = torch.cat([stored[0], keys], dim=2)
+        all_values = torch.cat([stored[1], values], dim=2)
+    real = None
+    if ids is not None:
+        before = torch.ones(batch, past, dtype=torch.bool) if past_real is None else past_real
+        real = torch.cat([before, ids != PADDING], dim=1)
+    expected = plain_attention(queries, all_keys, all_values, real, window)
+    found = attend_oscar(cache, new, ids=ids, layer=layer, window=window, module=module)
+    assert found.shape == queries.shape and found.dtype == queries.dtype
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    return found
+
+
+def filled(
+    policy: str | KVPolicy, ids: torch.Tensor, *, seed: int = 0, **shape: int
+) -> tuple[OscarCache, Chunk]:
+    """A cache of one layer that holds a prompt, and the prompt."""
+    cache = OscarCache(policy)
+    prompt = chunk(seed, ids.shape[1], batch=ids.shape[0], **shape)
+    attend_oscar(cache, prompt, ids=ids)
+    return cache, prompt
+
+
+def random_ids(seed: int, *lengths: int) -> torch.Tensor:
+    """(1, sum of lengths): spans of these lengths, each of another modality than the last."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, modality = [], 0
+    for length in lengths:
+        ids.append(torch.full((length,), modality))
+        modality = (modality + 1 + int(torch.randint(0, 3, (1,), generator=generator))) % 4
+    return torch.cat(ids)[None]
+
+
+def left_padded(ids: torch.Tensor, *lengths: int) -> torch.Tensor:
+    """Rows with the last ``length`` ids each, padded on the left."""
+    rows = ids.repeat(len(lengths), 1)
+    for row, length in zip(rows, lengths, strict=True):
+        row[: len(row) - length] = PADDING
+    return rows

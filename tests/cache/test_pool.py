@@ -1,0 +1,87 @@
+"""Slots and the bytes under them."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from oscar_mm.cache.pool import Pool, SlotAllocator
+
+
+class Allocation(RuleBasedStateMachine):
+    """Owners take, share and give back slots; nobody may get what somebody has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = SlotAllocator()
+        self.owners: list[list[int]] = []
+        self.most = 0
+
+    def held(self) -> list[int]:
+        return [slot for owner in self.owners for slot in owner]
+
+    @rule(count=st.integers(0, 40))
+    def allocate(self, count: int) -> None:
+        before = set(self.held())
+        slots = self.slots.allocate(count)
+        assert len(slots) == len(set(slots)) == count
+        assert not before & set(slots)
+        self.owners.append(slots)
+        self.most = max(self.most, len(set(self.held())))
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        if self.owners:
+            owner = data.draw(st.sampled_from(self.owners))
+            self.slots.share(owner)
+            self.owners.append(owner.copy())
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.owners:
+            at = data.draw(st.integers(0, len(self.owners) - 1))
+            self.slots.release(self.owners.pop(at))
+
+    @invariant()
+    def counts(self) -> None:
+        held = self.held()
+        assert self.slots.used == len(set(held))
+        assert all(0 <= slot < self.slots.capacity for slot in held)
+        assert all(self.slots.is_shared(slot) == (held.count(slot) > 1) for slot in held)
+        # Slots are used again before the pool grows, which it does by little.
+        assert self.slots.capacity <= self.most + self.most // 32
+
+
+TestAllocation = Allocation.TestCase
+TestAllocation.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_growth_is_bounded() -> None:
+    slots = SlotAllocator()
+    slots.allocate(3200)
+    assert slots.capacity == 3200
+    slots.allocate(1)
+    assert slots.capacity == 3300
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_reserve_keeps_what_is_stored(dtype: torch.dtype) -> None:
+    pool = Pool((2, 3), dtype, torch.device("cpu"))
+    assert pool.slot_bytes == 0 and pool.storage.shape == (0, 2, 3)
+    content = torch.arange(24).view(4, 2, 3).to(dtype)
+    pool.reserve(4)
+    pool.storage[:] = content
+    for capacity in (9, 2, 0):
+        pool.reserve(capacity)
+        assert pool.storage.shape == (9, 2, 3) and pool.storage.dtype == dtype
+        assert torch.equal(pool.storage[:4], content)
+    assert pool.slot_bytes == 6 * dtype.itemsize
+
+
+def test_pool_of_inference_mode_can_be_written_outside() -> None:
+    with torch.inference_mode():
+        pool = Pool((2,), torch.float32, torch.device("cpu"))
+        pool.reserve(1)
+    pool.storage[0] = 1
+    assert pool.storage.tolist() == [[1, 1]]

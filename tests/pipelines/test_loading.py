@@ -1,0 +1,216 @@
+"""What a pipeline is made of, and one line for everything that it cannot be made of."""
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from oscar_mm import InputError, KVPolicy, OscarVLPipeline
+from tests.checkpoints import build_decoder
+from tests.prompts import REQUESTS
+
+REQUEST = REQUESTS["two images"]
+
+
+@pytest.fixture(scope="module")
+def expected(qwen3_vl_folder) -> list[int]:
+    return REQUEST.ask(OscarVLPipeline(qwen3_vl_folder, device="cpu"), max_new_tokens=8).token_ids
+
+
+@pytest.fixture
+def loaded(qwen3_vl_folder) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(qwen3_vl_folder, dtype=torch.float32)
+
+
+def refused(model: Any, *words: str, **arguments: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        OscarVLPipeline(model, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600
+    for word in words:
+        assert re.search(word, message), (word, message)
+    return message
+
+
+def answers(pipe: OscarVLPipeline, expected: list[int]) -> bool:
+    return REQUEST.ask(pipe, max_new_tokens=8).token_ids == expected
+
+
+def test_folder(qwen3_vl_folder, expected) -> None:
+    for model in (qwen3_vl_folder, str(qwen3_vl_folder), f"{qwen3_vl_folder}/"):
+        pipe = OscarVLPipeline(model, device=torch.device("cpu"))
+        assert answers(pipe, expected)
+        assert not pipe.model.training and pipe.model.dtype == torch.float32
+        assert pipe.model.config.text_config._attn_implementation == "oscar"
+
+
+def test_relative_folder(qwen3_vl_folder, expected, monkeypatch) -> None:
+    monkeypatch.chdir(qwen3_vl_folder.parent)
+    assert answers(OscarVLPipeline(qwen3_vl_folder.name, device="cpu"), expected)
+    monkeypatch.chdir(qwen3_vl_folder)
+    assert answers(OscarVLPipeline(".", device="cpu"), expected)
+
+
+def test_loaded_model(qwen3_vl_folder, loaded, expected) -> None:
+    loaded.train()
+    assert answers(OscarVLPipeline(loaded), expected)
+    assert not loaded.training
+    processor = AutoProcessor.from_pretrained(qwen3_vl_folder)
+    pipe = OscarVLPipeline(loaded, processor=processor, device="cpu", policy=KVPolicy())
+    assert pipe.model is loaded and pipe.processor is processor
+    assert answers(pipe, expected)
+    assert loaded.config.vision_config._attn_implementation == "sdpa"
+    OscarVLPipeline(loaded, attn_implementation="eager")
+    assert loaded.config.vision_config._attn_implementation == "eager"
+    assert loaded.config.text_config._attn_implementation == "oscar"
+
+
+def test_two_pipelines_share_a_model(loaded, expected) -> None:
+    packed, exact = OscarVLPipeline(loaded), OscarVLPipeline(loaded, policy="bf16")
+    first = REQUEST.ask(exact, max_new_tokens=8).memory
+    assert answers(packed, expected)
+    assert REQUEST.ask(exact, max_new_tokens=8).memory == first
+
+
+def test_loaded_model_with_arguments_of_loading(loaded) -> None:
+    refused(loaded, "dtype", "loaded", dtype="bfloat16")
+    refused(loaded, "model_kwargs", "loaded", model_kwargs={"revision": "main"})
+    refused(loaded, "device 'nowhere'", device="nowhere")
+    refused(loaded, "attn_implementation", "nothing", attn_implementation="nothing")
+    refused(loaded, "processor", "int", "no tokenizer", processor=5)
+    tokenizer = AutoProcessor.from_pretrained(loaded.name_or_path).tokenizer
+    refused(loaded, "processor", "no tokenizer", processor=tokenizer)
+    loaded.config._name_or_path = loaded.name_or_path = ""
+    refused(loaded, "processor", "pass processor=")
+
+
+def test_other_models(tmp_path: Path) -> None:
+    llama = build_decoder("llama")
+    refused(llama, "'llama' is not supported", "qwen3_vl, qwen3_vl_moe")
+    llama.save_pretrained(tmp_path)
+    refused(tmp_path, "'llama' is not supported", "qwen3_vl, qwen3_vl_moe")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, qwen3_vl_folder) -> None:
+    refused(tmp_path, re.escape(str(tmp_path)), "no config.json")
+    refused(qwen3_vl_folder / "config.json", "is a file")
+    refused(tmp_path / "missing", "no such folder")
+    refused(f"{tmp_path}/missing", "no such folder")
+    refused("./missing", "no such folder")
+    refused("some/missing/folder", "no such folder")
+    refused("", "empty")
+    refused(" ", "empty")
+    for value in (5, None, ["a/b"], b"a/b", torch.nn.Linear(2, 2)):
+        refused(value, "hub id, a folder or a loaded model", type(value).__name__)
+
+
+def test_damaged_checkpoints(tmp_path: Path, qwen3_vl_folder) -> None:
+    (tmp_path / "config.json").write_text("{")
+    refused(tmp_path, "JSON")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "model_type")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
+    refused(tmp_path, "of_tomorrow")
+    folder = tmp_path / "copy"
+    shutil.copytree(qwen3_vl_folder, folder)
+    (folder / "model.safetensors").unlink()
+    refused(folder, "model.safetensors")
+    (folder / "model.safetensors").write_bytes(b"no tensors")
+    refused(folder, re.escape(str(folder)), device="cpu")
+    shutil.copy(qwen3_vl_folder / "model.safetensors", folder)
+    for path in folder.glob("*processor*.json"):
+        path.unlink()
+    refused(folder, "processor", "pass processor=")
+    OscarVLPipeline(folder, processor=AutoProcessor.from_pretrained(qwen3_vl_folder))
+
+
+def test_hub_id_without_a_network(monkeypatch) -> None:
+    def connect(*_: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    refused("oscar-mm-tests/of-no-model", "oscar-mm-tests/of-no-model")
+    refused("of-no-model", "of-no-model")
+
+
+def test_hub_id_of_local_files_only(monkeypatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("the network was asked"))
+    refused("oscar-mm-tests/no-model", "no-model", model_kwargs={"local_files_only": True})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("policy", "fast", ["unknown policy 'fast'", "compact"]),
+        ("policy", None, ["policy", "NoneType"]),
+        ("policy", 2, ["policy", "int"]),
+        ("dtype", "int8", ["dtype 'int8'", "bfloat16"]),
+        ("dtype", "load", ["dtype 'load'", "bfloat16"]),
+        ("dtype", torch.float64, ["float64", "bfloat16"]),
+        ("dtype", 16, ["dtype 16", "bfloat16"]),
+        ("device", "nowhere", ["device 'nowhere'"]),
+        ("device", ["cpu"], ["device"]),
+        ("max_context", 0, ["max_context=0", "positive"]),
+        ("max_context", True, ["max_context=True", "positive"]),
+        ("max_context", "8k", ["max_context='8k'", "positive"]),
+        ("prefill_chunk", -1, ["prefill_chunk=-1", "positive"]),
+        ("prefill_chunk", 0.5, ["prefill_chunk=0.5", "positive"]),
+        ("limits", {"max_image_pixels": 5}, ["limits", "MediaLimits", "dict"]),
+        ("video_fps", 0, ["fps", "0"]),
+        ("video_fps", "2", ["fps", "'2'"]),
+        ("attn_implementation", "nothing", ["nothing", "eager"]),
+        ("processor", 5, ["processor", "int", "no tokenizer"]),
+        ("model_kwargs", {"of_tomorrow": 1}, ["of_tomorrow"]),
+        ("model_kwargs", "revision", ["model_kwargs", "dict", "str"]),
+        ("model_kwargs", ["revision"], ["model_kwargs", "dict", "list"]),
+        ("model_kwargs", {"device_map": "nowhere"}, ["nowhere"]),
+        ("model_kwargs", {"attn_implementation": "sdpa"}, ["attn_implementation", "pipeline"]),
+        ("model_kwargs", {"dtype": "float16"}, ["dtype=", "pipeline"]),
+        ("model_kwargs", {"torch_dtype": "float16"}, ["torch_dtype", "dtype=", "pipeline"]),
+    ],
+)
+def test_arguments(qwen3_vl_folder, argument: str, value: Any, words: list[str]) -> None:
+    refused(qwen3_vl_folder, *words, **{argument: value})
+
+
+def test_missing_packages_are_told(qwen3_vl_folder, monkeypatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise ImportError("a package is missing: pip install it\nand so on")
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load)
+    refused(qwen3_vl_folder, "pip install it$", device="cpu")
+
+
+def test_device_and_device_map(qwen3_vl_folder, expected) -> None:
+    placed = {"device_map": "cpu"}
+    refused(qwen3_vl_folder, "device", "device_map", device="cpu", model_kwargs=placed)
+    assert answers(OscarVLPipeline(qwen3_vl_folder, model_kwargs=placed), expected)
+    assert answers(OscarVLPipeline(qwen3_vl_folder, model_kwargs={"device_map": None}), expected)
+
+
+def test_model_kwargs_go_through(qwen3_vl_folder, expected) -> None:
+    kwargs = {"revision": "main", "local_files_only": True, "use_safetensors": True}
+    assert answers(OscarVLPipeline(qwen3_vl_folder, device="cpu", model_kwargs=kwargs), expected)
+    assert kwargs == {"revision": "main", "local_files_only": True, "use_safetensors": True}
+
+
+def test_dtypes(qwen3_vl_folder) -> None:
+    for dtype, chosen in {"bfloat16": torch.bfloat16, torch.float16: torch.float16}.items():
+        pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype=dtype)
+        assert pipe.model.dtype == chosen
+    auto = OscarVLPipeline(qwen3_vl_folder, dtype="auto", model_kwargs={"device_map": "cpu"})
+    assert auto.model.dtype == torch.float32
+
+
+def test_context_of_the_model(qwen3_vl_folder, loaded) -> None:
+    assert OscarVLPipeline(loaded).max_context == 65536
+    assert OscarVLPipeline(loaded, max_context=10**9).max_context == 65536
+    assert OscarVLPipeline(loaded, max_context=100).max_context == 100

@@ -1,0 +1,224 @@
+"""Attention "oscar" equals plain attention over the unpacked copy, whatever is stored."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.attention import attend
+from oscar_mm.modality import PADDING
+from tests.cache.invariants import (
+    POLICIES,
+    attend_oscar,
+    check_chunk,
+    chunk,
+    filled,
+    left_padded,
+    plain_attention,
+    random_ids,
+)
+
+PROMPTS = {
+    "one": (1,),
+    "short": (1, 2, 1),
+    "page": (128,),
+    "several": (5, 140, 1, 300, 33, 128),
+    "long": (700, 1, 1300, 40, 513),
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_central_invariant(policy: str, prompt: str) -> None:
+    ids = random_ids(1, *PROMPTS[prompt])
+    cache, _ = filled(POLICIES[policy], ids)
+    for seed, tokens in enumerate((1, 5, 300, 1, 1)):
+        check_chunk(cache, chunk(seed + 10, tokens))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("policy", ["compact", "oscar"])
+def test_heads(policy: str, head_dim: int, group: int) -> None:
+    shape = {"head_dim": head_dim, "group": group}
+    cache, _ = filled(policy, random_ids(2, 60, 200, 140), **shape)
+    for tokens in (1, 5):
+        check_chunk(cache, chunk(tokens, tokens, **shape))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompt_is_exact(policy: str) -> None:
+    cache = OscarCache(POLICIES[policy])
+    check_chunk(cache, chunk(0, 400), ids=random_ids(0, 200, 200))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_left_padded_rows(policy: str) -> None:
+    ids = left_padded(random_ids(3, 100, 250, 50), 400, 133, 1)
+    cache = OscarCache(POLICIES[policy])
+    output = check_chunk(cache, chunk(0, 400, batch=3), ids=ids)
+    assert not output[2, :, :399].any()
+    real = ids != PADDING
+    # Then a step of all rows, one in which a row has ended, and a longer one with new padding.
+    for seed, tokens in enumerate((1, 1, 150)):
+        new = torch.zeros(3, tokens, dtype=torch.int64)
+        if seed == 1:
+            new[1] = PADDING
+        elif seed == 2:
+            new[0, :149] = PADDING
+            new[2, 40:90] = PADDING
+        check_chunk(cache, chunk(seed, tokens, batch=3), ids=new, past_real=real)
+        real = torch.cat([real, new != PADDING], dim=1)
+    keys, _ = cache.unpacked(0)
+    assert not keys.transpose(1, 2)[~real].any() and keys.transpose(1, 2)[real].any(-1).all()
+
+
+@pytest.mark.parametrize("policy", ["compact", "bf16"])
+def test_row_of_padding_only(policy: str) -> None:
+    ids = torch.zeros(2, 200, dtype=torch.int64)
+    ids[1] = PADDING
+    cache = OscarCache(policy)
+    output = attend_oscar(cache, chunk(0, 200, batch=2), ids=ids)
+    assert not output[1].any()
+    check_chunk(cache, chunk(1, 5, batch=2), ids=torch.zeros(2, 5), past_real=ids != PADDING)
+
+
+@pytest.mark.parametrize("pieces", [(1,) * 40, (1, 199, 3, 300, 97), (128, 128, 128)])
+def test_prefill_in_pieces_is_prefill_in_one(pieces: tuple[int, ...]) -> None:
+    total = sum(pieces)
+    whole = chunk(5, total)
+    ids = random_ids(5, total // 2, total - total // 2)
+    expected = attend_oscar(OscarCache("bf16"), whole, ids=ids)
+    cache, start, found = OscarCache("bf16"), 0, []
+    for count in pieces:
+        part = tuple(x[:, :, start : start + count] for x in whole)
+        found.append(attend_oscar(cache, part, ids=ids[:, start : start + count]))
+        start += count
+    torch.testing.assert_close(torch.cat(found, dim=2), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(cache.unpacked(0)[0], whole[1])
+
+
+@pytest.mark.parametrize("policy", ["compact", "bf16"])
+@pytest.mark.parametrize("window", [1, 50, 300, 420, 1000])
+def test_sliding_window(policy: str, window: int) -> None:
+    ids = left_padded(random_ids(3, 100, 300), 400, 250)
+    cache = OscarCache(policy)
+    check_chunk(cache, chunk(0, 400, batch=2), ids=ids, window=window)
+    new = torch.zeros(2, 20, dtype=torch.int64)
+    check_chunk(cache, chunk(1, 20, batch=2), ids=new, past_real=ids != PADDING, window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
+def test_half_precision(policy: str, dtype: torch.dtype) -> None:
+    cache = OscarCache(policy)
+    attend_oscar(cache, tuple(x.to(dtype) for x in chunk(0, 400)))
+    new = tuple(x.to(dtype) for x in chunk(1, 3))
+    stored = cache.unpacked(0)
+    assert stored[0].dtype == dtype
+    expected = plain_attention(
+        new[0], *(torch.cat(both, dim=2) for both in zip(stored, new[1:], strict=True))
+    )
+    found = attend_oscar(cache, new)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fresh_memory_is_never_read(policy: str) -> None:
+    """Uninitialized memory is NaN here: what nobody wrote must not be read."""
+
+    def outputs() -> list[torch.Tensor]:
+        ids = left_padded(random_ids(3, 100, 250, 50), 400, 133)
+        cache = OscarCache(POLICIES[policy])
+        found = [attend_oscar(cache, chunk(0, 400, batch=2), ids=ids)]
+        found += [attend_oscar(cache, chunk(n, n, batch=2)) for n in (1, 5, 140, 1)]
+        return [*found, *cache.unpacked(0)]
+
+    expected = outputs()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(3).isnan().all()
+        poisoned = outputs()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(poisoned, expected, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation makes, views of ``known`` ones left out."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.bytes = max(self.bytes, storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
+def test_memory_of_a_step_does_not_grow_with_the_past(policy: str) -> None:
+    largest = []
+    for tokens in (4096, 16384):
+        cache, _ = filled(policy, torch.zeros(1, tokens, dtype=torch.int64), kv_heads=1, group=1)
+        layer = cache.layers[0]
+        pools = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
+        step = SimpleNamespace(past=cache.ledger.sequences, real=None)
+        with Largest(*pools) as counted:
+            layer.attend(*chunk(1, 2, kv_heads=1, group=1), 0.125, step)
+        largest.append(counted.bytes)
+    assert largest[0] == largest[1] <= 2 * 2048 * 64 * 4
+
+
+def test_other_caches_and_none_get_sdpa() -> None:
+    queries, keys, values = chunk(0, 7)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
+    found, weights = attend(module, queries, keys, values, None, scaling=0.125)
+    assert weights is None
+    expected = plain_attention(queries, keys, values)
+    torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_models_that_pages_do_not_know(name: str) -> None:
+    cache = OscarCache("compact")
+    cache.get_mask_sizes(4)
+    cache.attend_packed(None)
+    queries, keys, values = chunk(0, 4)
+    new_keys, new_values = cache.update(keys, values, 0)
+    with pytest.raises(NotImplementedError, match=f"{name}.*eager"):
+        attend(nn.Identity(), queries, new_keys, new_values, None, **{name: 1.0})
+    own = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(NotImplementedError, match=r"2-D attention_mask.*sdpa"):
+        attend(nn.Identity(), queries, new_keys, new_values, own)
+
+
+def test_balancing_from_the_modules_norms() -> None:
+    module = nn.Module()
+    module.q_norm, module.k_norm = nn.RMSNorm(64), nn.RMSNorm(64)
+    nn.init.uniform_(module.k_norm.weight, 1, 9)
+    caches = {}
+    for balance in ("auto", "weights", "prompt", None):
+        cache = caches[balance] = OscarCache(KVPolicy(balance=balance))
+        check_chunk(cache, chunk(0, 200), module=module)
+        check_chunk(cache, chunk(1, 3), module=module)
+    assert torch.equal(caches["auto"].layers[0].sigma, caches["weights"].layers[0].sigma)
+    assert caches["auto"].layers[0].sigma.shape == (1, 64)
+    assert caches["prompt"].layers[0].sigma.shape == (2, 64)
+    assert caches[None].layers[0].sigma is None
+    with pytest.raises(ValueError, match="layer 0: balance='weights' needs a model with QK-norm"):
+        attend_oscar(OscarCache(KVPolicy(balance="weights")), chunk(0, 200))

@@ -1,0 +1,266 @@
+"""The command line: answers, the one line of an error, exit codes, and doctor's findings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import oscar_mm
+from oscar_mm.apps import ask as ask_module
+from oscar_mm.apps import doctor as doctor_module
+from oscar_mm.cli import app, run
+from oscar_mm.policy import KVPolicy
+from tests.checkpoints import build
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "oscar_mm.cli"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "qwen3_vl"
+    build("qwen3_vl", folder)
+    return str(folder)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    path = tmp_path / "picture.png"
+    Image.linear_gradient("L").resize((96, 64)).convert("RGB").save(path)
+    return str(path)
+
+
+def request(picture: str, model: str, *more: str) -> list[str]:
+    return ["ask", picture, "--model", model, "--prompt", "What is it?", "--device", "cpu", *more]
+
+
+def only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+def test_answer_on_stdout_and_memory_on_stderr(model, picture, capsys) -> None:
+    assert run(request(picture, model, "--max-new-tokens", "5")) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("\n")
+    assert "image" in captured.err
+    assert "prefill" in captured.err.splitlines()[-1]
+
+
+def test_json_is_all_there_is(model, picture, capsys) -> None:
+    assert run(request(picture, model, "--max-new-tokens", "5", "--json")) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert set(answer) == {"text", "token_ids", "finish_reason", "memory", "timings"}
+    assert 1 <= len(answer["token_ids"]) <= 5
+    assert answer["memory"]["kv_bytes"] > 0
+    assert answer["timings"]["prefill_s"] > 0
+    assert captured.err == ""
+
+
+def test_streamed_text_is_the_text_of_json(model, picture, capsys) -> None:
+    run(request(picture, model, "--max-new-tokens", "12"))
+    streamed = capsys.readouterr().out
+    run(request(picture, model, "--max-new-tokens", "12", "--json"))
+    assert streamed == json.loads(capsys.readouterr().out)["text"] + "\n"
+
+
+def test_options_reach_the_pipeline(model, picture, capsys) -> None:
+    sampling = ["--temperature", "1.5", "--top-p", "0.95", "--top-k", "50", "--max-new-tokens", "8"]
+    answers = []
+    for seed in ("1", "1", "2"):
+        options = [*sampling, "--seed", seed, "--policy", "oscar", "--dtype", "float32", "--json"]
+        assert run(request(picture, model, *options)) == 0
+        answers.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert answers[0] == answers[1] != answers[2]
+    run(request(picture, model, "--max-new-tokens", "1", "--json"))
+    plain = json.loads(capsys.readouterr().out)["memory"]
+    run(request(picture, model, "--max-new-tokens", "1", "--json", "--system", "Be brief. " * 40))
+    longer = json.loads(capsys.readouterr().out)["memory"]
+    assert longer["kv_bytes"] > plain["kv_bytes"]
+
+
+def test_a_clip_in_place_of_a_picture(model, tmp_path, capsys) -> None:
+    clip = tmp_path / "clip.mp4"
+    doctor_module._write_clip(clip)
+    arguments = ["ask", "--video", str(clip), "-m", model, "-p", "What moves?", "--device", "cpu"]
+    assert run([*arguments, "--max-new-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["by_modality"]["video"]
+
+
+def a_text_file_named_png(tmp_path: Path) -> str:
+    path = tmp_path / "notes.png"
+    path.write_text("no picture at all")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["gone.png"], "gone.png: no such file"),
+        (["."], ".: is a folder"),
+        ([a_text_file_named_png], "notes.png: is not an image that can be read"),
+        (["PICTURE", "--video", "gone.mp4"], "gone.mp4: no such file"),
+        (["PICTURE", "--policy", "tiny"], "unknown policy 'tiny': choose one of compact, oscar"),
+        (["PICTURE", "--prompt", "  "], "--prompt is empty"),
+        ([], "pass at least one IMAGE or --video FILE"),
+        (["PICTURE", "--max-new-tokens", "many"], "'--max-new-tokens'"),
+        (["PICTURE", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["PICTURE", "--top-p", "0"], "top_p"),
+        (["PICTURE", "--temperature", "-1"], "temperature"),
+        (["PICTURE", "--no-such-option"], "--no-such-option"),
+        (["https://example.org/a.png"], "pass allow_remote=True or download the file"),
+    ],
+)
+def test_bad_request(
+    options: list[str | Callable[[Path], str]], expected: str, picture, tmp_path, capsys
+) -> None:
+    words = [option if isinstance(option, str) else option(tmp_path) for option in options]
+    words = [picture if word == "PICTURE" else word for word in words]
+    # The model does not exist either: each of these is told before anything is loaded.
+    assert run(["ask", "--model", "no-such-folder", "--prompt", "What is it?", *words]) == 2
+    assert expected in only_line(capsys)
+
+
+@pytest.mark.parametrize("option", ["--device", "--dtype"])
+def test_unknown_device_and_dtype(option: str, model, picture, capsys) -> None:
+    assert run([*request(picture, model), option, "abacus"]) == 2
+    assert "abacus" in only_line(capsys)
+
+
+def test_missing_model_option(picture, capsys) -> None:
+    assert run(["ask", picture, "--prompt", "What is it?"]) == 2
+    assert "--model is missing: pass a local model folder or a hub id" in only_line(capsys)
+
+
+def test_missing_prompt(picture, capsys) -> None:
+    assert run(["ask", picture, "--model", "anything"]) == 2
+    assert "--prompt" in only_line(capsys)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: None])
+def test_no_model_folder(make: Callable[[Path], None], picture, tmp_path, capsys) -> None:
+    folder = tmp_path / "model"
+    make(folder)
+    assert run(request(picture, str(folder))) == 2
+    assert str(folder) in only_line(capsys)
+
+
+def test_a_bad_request_in_a_process_of_its_own() -> None:
+    arguments = ["ask", "gone.png", "--prompt", "What?", "--model", "none"]
+    done = subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "oscar-mm: error: gone.png: no such file\n"
+
+
+def test_unexpected_error_is_one_line_unless_debugging(picture, monkeypatch, capsys) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the pages\nran out")
+
+    monkeypatch.setattr(ask_module, "_load", fail)
+    monkeypatch.delenv("OSCAR_MM_DEBUG", raising=False)
+    assert run(request(picture, "model")) == 1
+    assert "RuntimeError: the pages ran out" in only_line(capsys)
+    monkeypatch.setenv("OSCAR_MM_DEBUG", "1")
+    assert run(request(picture, "model")) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown"), [(True, "a\ufffd[2Jb\tc\n"), (False, "a\x1b[2Jb\tc\n")]
+)
+def test_an_answer_cannot_command_a_terminal(terminal, shown, picture, monkeypatch, capsys) -> None:
+    class Stream(Iterator):
+        pieces = iter(["a\x1b[2J", "b\tc"])
+        result = SimpleNamespace(
+            timings=SimpleNamespace(prefill_s=1.0, decode_s=1.0, tokens_per_s=1.0), memory=""
+        )
+
+        def __next__(self) -> str:
+            return next(self.pieces)
+
+    pipeline = SimpleNamespace(stream=lambda *_, **__: Stream())
+    monkeypatch.setattr(ask_module, "_load", lambda *_, **__: pipeline)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert run(request(picture, "model")) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_interrupt_and_closed_pipe_are_quiet(model, picture) -> None:
+    arguments = [*COMMAND, *request(picture, model, "--max-new-tokens", "4000")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}
+    with subprocess.Popen(arguments, **pipes) as interrupted:
+        assert os.read(interrupted.stdout.fileno(), 1)
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait(60) == 130
+        assert interrupted.stderr.read() == b""
+    with subprocess.Popen(arguments, **pipes) as piped:
+        assert os.read(piped.stdout.fileno(), 1)
+        piped.stdout.close()
+        assert piped.wait(60) == 1
+        assert piped.stderr.read() == b""
+
+
+def test_help_and_version() -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).stdout == f"oscar-mm {oscar_mm.__version__}\n"
+    for arguments in ([], ["--help"]):
+        shown = runner.invoke(app, arguments)
+        assert shown.exit_code == 0
+        assert "ask" in shown.stdout and "doctor" in shown.stdout
+    shown = runner.invoke(app, ["ask", "--help"])
+    assert "--max-new-tokens" in shown.stdout
+    assert ", ".join(KVPolicy.preset_names()) in shown.stdout
+
+
+def test_doctor_finds_this_machine_healthy(capsys) -> None:
+    assert run(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["versions"]["oscar-mm"] == oscar_mm.__version__
+    assert report["devices"][0]["name"] == "cpu"
+    assert report["devices"][0]["total_bytes"] > 2**28
+    names = [check["name"] for check in report["checks"]]
+    assert "video decoder" in names
+    assert all(f"roundtrip {preset} on cpu" in names for preset in KVPolicy.preset_names())
+    assert run(["doctor"]) == 0
+    assert "2.31 bits per value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("noise", [2.0, float("nan")])
+def test_doctor_notices_wrong_arithmetic(noise: float, monkeypatch, capsys) -> None:
+    from oscar_mm.quant import roundtrip as roundtrip_module
+
+    right = roundtrip_module.roundtrip
+
+    def wrong(k, v, policy):
+        result = right(k, v, policy)
+        result.k.mul_(noise)
+        return result
+
+    monkeypatch.setattr(roundtrip_module, "roundtrip", wrong)
+    assert run(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    failed = [check["name"] for check in report["checks"] if not check["ok"]]
+    assert [name for name in failed if "on cpu" in name] == [
+        f"roundtrip {preset} on cpu" for preset in KVPolicy.preset_names()
+    ]
+
+
+def test_doctor_reports_a_broken_video_decoder(monkeypatch, capsys) -> None:
+    def fail(path: Path) -> str:
+        raise ImportError("no libav here")
+
+    monkeypatch.setattr(doctor_module, "_write_clip", fail)
+    assert run(["doctor"]) == 1
+    assert "FAILED  video decoder: ImportError: no libav here" in capsys.readouterr().out
