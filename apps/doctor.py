@@ -30,7 +30,8 @@ DEVELOPER_EXTRAS = ("test", "dev")
 ERROR_BOUND = {2: 0.66, 4: 0.14, 16: 0.003}
 # Scales, zeros and norms on top of the codes: 32 bits a group of 32, and 16 bits a key.
 OVERHEAD_BOUND = 1.2
-ATTENTION = "oscar (PyTorch operations over packed pages)"
+BY_TORCH = "PyTorch operations over packed pages"
+BY_KERNEL = "CUDA kernel over packed pages (decode), PyTorch operations (prompts)"
 SHAPE = (1, 4, 512, 128)
 CLIP_FRAMES = 8
 CLIP_FPS = 4
@@ -55,6 +56,8 @@ def doctor(
     checks = [_video_check()]
     for device in devices:
         checks += [_roundtrip_check(name, device["name"]) for name in KVPolicy.preset_names()]
+        if device["attention"] == BY_KERNEL:
+            checks.append(_kernel_check(device["name"]))
     healthy = all(check.ok for check in checks)
     report = {
         "versions": _versions(),
@@ -98,6 +101,8 @@ def _devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
+    from oscar_mm.ops.kernel import architecture
+
     memory = psutil.virtual_memory()
     devices = [
         {
@@ -105,7 +110,7 @@ def _devices() -> list[dict[str, Any]]:
             "model": platform.processor() or platform.machine(),
             "total_bytes": memory.total,
             "free_bytes": memory.available,
-            "attention": ATTENTION,
+            "attention": BY_TORCH,
         }
     ]
     for index in range(torch.cuda.device_count()):
@@ -116,7 +121,7 @@ def _devices() -> list[dict[str, Any]]:
                 "model": torch.cuda.get_device_name(index),
                 "total_bytes": total,
                 "free_bytes": free,
-                "attention": ATTENTION,
+                "attention": BY_KERNEL if architecture(torch.device("cuda", index)) else BY_TORCH,
             }
         )
     return devices
@@ -205,6 +210,34 @@ def _roundtrip_check(preset: str, device: str) -> Check:
         return right, detail
 
     return _tried(f"roundtrip {preset} on {device}", trial)
+
+
+def _kernel_check(device: str) -> Check:
+    """The decode kernel against PyTorch operations, as at the first use of a pipeline."""
+
+    def trial() -> tuple[bool, str]:
+        import numpy as np
+        import torch
+
+        from oscar_mm import OscarCache
+        from oscar_mm.cache.attend import attend_stored
+
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(heads: int, tokens: int) -> torch.Tensor:
+            shape = (1, heads, tokens, 128)
+            return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+        cache = OscarCache("compact")
+        cache.update(normal(2, 1000), normal(2, 1000), 0)
+        layer, step = cache.layers[0], cache.ledger.advance(np.zeros((1, 1), np.int8))
+        if layer.kernel is None:
+            return False, "not available; the log says why"
+        attend_stored(layer, normal(8, 1), normal(2, 1), normal(2, 1), 128**-0.5, step)
+        agrees = bool(layer.kernel.trusted)
+        return agrees, "agrees with PyTorch operations" if agrees else "disagrees: it is not used"
+
+    return _tried(f"decode kernel on {device}", trial)
 
 
 def _relative_error(found: "torch.Tensor", wanted: "torch.Tensor") -> float:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend
+from oscar_mm.cache.attend import attend_stored
 from oscar_mm.modality import PADDING
 from tests.cache.invariants import (
     POLICIES,
@@ -179,7 +180,7 @@ def test_memory_of_a_step_does_not_grow_with_the_past(policy: str) -> None:
         pools = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
         step = SimpleNamespace(past=cache.ledger.sequences, real=None)
         with Largest(*pools) as counted:
-            layer.attend(*chunk(1, 2, kv_heads=1, group=1), 0.125, step)
+            attend_stored(layer, *chunk(1, 2, kv_heads=1, group=1), 0.125, step)
         largest.append(counted.bytes)
     assert largest[0] == largest[1] <= 2 * 2048 * 64 * 4
 

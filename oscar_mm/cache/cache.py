@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
 import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
+from oscar_mm.cache.attend import attend_stored
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.ledger import Ledger, Step
 from oscar_mm.errors import InputError
@@ -52,13 +53,13 @@ class Chunk:
         scaling: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """Attend over past and chunk, then store the chunk; see ``OscarLayer.attend``."""
+        """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.attend``."""
         layer, step = self._layer, self._step
         real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
         layer.settle_basis(key, query, module, None if real is None else real.to(key.device))
         past = layer.cache.get_seq_length() - key.shape[2]
         if sliding_window is None or past + key.shape[2] <= sliding_window:
-            output = layer.attend(query, key, value, scaling, step)
+            output = attend_stored(layer, query, key, value, scaling, step)
         else:
             keys, values = layer.cache.with_past(layer, step, key, value)
             visible = layer.cache.window_mask(key.shape[2], sliding_window).to(key.device)
@@ -232,12 +233,14 @@ class OscarCache(Cache):
         visible = (key <= query) & (key > query - window)
         return visible & self.real_tokens(length)[:, None, None]
 
-    def unpacked(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpacked(
+        self, layer_idx: int, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer holds, in sequence order: (batch, KV heads, length, head_dim) each.
 
-        In the model's coordinates and dtype; 0 where a token is padding.
+        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding.
         """
-        return self.layers[layer_idx].unpacked(self.ledger.sequences, self.ledger.length)
+        return self.layers[layer_idx].unpacked(self.ledger.sequences, self.ledger.length, dtype)
 
     def memory(self) -> MemoryReport:
         """Bytes held, by modality and by kind."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import CacheLayerMixin
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
@@ -14,9 +13,9 @@ from oscar_mm.cache.ledger import PackJob, Sequence, Step
 from oscar_mm.cache.pool import Pool
 from oscar_mm.cache.stream import Stream
 from oscar_mm.errors import InputError
-from oscar_mm.ops.decode import RunningAttention
 from oscar_mm.ops.pack import pack
-from oscar_mm.ops.unpack import unpack, unpack_stored
+from oscar_mm.ops.packed_attention import packed_attention
+from oscar_mm.ops.unpack import unpack
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 from oscar_mm.quant.basis import Basis
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 UNPACK_PAGES = 16
 """Pages of one stream that are unpacked at a time: 2,048 tokens."""
-_CHUNK_KEYS = UNPACK_PAGES * PAGE_TOKENS
 
 
 class OscarLayer(CacheLayerMixin):
@@ -64,6 +62,9 @@ class OscarLayer(CacheLayerMixin):
             bits: Pool((page_format.page_bytes,), torch.uint8, self.device)
             for bits, page_format in self.formats.items()
         }
+        self.kernel = packed_attention(
+            self.formats, self.head_dim, policy.rotate, self.dtype, self.device
+        )
         self.is_initialized = True
 
     @property
@@ -134,7 +135,7 @@ class OscarLayer(CacheLayerMixin):
         source = torch.from_numpy(job.source).to(self.device)
         parts = [torch.stack((keys[:, source], values[:, source]))]
         if job.tail:
-            parts.insert(0, self._tail(job.blocks, job.tail))
+            parts.insert(0, self.tail(job.blocks, job.tail))
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         both = both.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2)
         page_format = self.formats[job.bits]
@@ -144,92 +145,39 @@ class OscarLayer(CacheLayerMixin):
             raise FloatingPointError(f"layer {self.index}: {error}") from None
         self.pages[job.bits].storage[job.pages] = packed
 
-    def _tail(self, blocks: list[int], tokens: int) -> torch.Tensor:
+    def tail(self, blocks: list[int], tokens: int) -> torch.Tensor:
         """(2, KV heads, tokens, head_dim) from the first ``tokens`` places of blocks."""
         stored = self.blocks.storage[blocks]
         return stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
-    def _page_runs(self, stream: Stream) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    def page_runs(self, stream: Stream) -> Iterator[tuple[torch.Tensor, list[int]]]:
         """Page bytes of a stream, a bounded number of pages at a time, and their tokens."""
         for start in range(0, len(stream.pages), UNPACK_PAGES):
             run = slice(start, start + UNPACK_PAGES)
             yield self.pages[stream.bits].storage[stream.pages[run]], stream.page_tokens[run]
 
-    def attend(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float,
-        step: Step,
-    ) -> torch.Tensor:
-        """Attention over the past of a step and, causally, over its chunk; before ``append``.
-
-        Args:
-            queries: (batch, query heads, tokens, head_dim).
-            keys: (batch, KV heads, tokens, head_dim) of the chunk; values likewise.
-            scaling: factor of the scores.
-
-        Returns:
-            (batch, query heads, tokens, head_dim); 0 for queries that are padding.
-        """
-        if step.real is None and not any(sequence.stored for sequence in step.past):
-            return _causal(queries, keys, values, scaling)
-        output = torch.zeros_like(queries)
-        for row, sequence in enumerate(step.past):
-            chunk = (queries[row], keys[row], values[row])
-            if step.real is None:
-                output[row] = self._attend_row(*chunk, scaling, sequence)
-            elif len(step.real[row]):
-                real = torch.from_numpy(step.real[row]).to(self.device)
-                query, key, value = (states[:, real] for states in chunk)
-                output[row][:, real] = self._attend_row(query, key, value, scaling, sequence)
-        return output
-
-    def _attend_row(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        sequence: Sequence,
-    ) -> torch.Tensor:
-        if not sequence.stored:
-            return _causal(query[None], key[None], value[None], scaling)[0]
-        packed = any(stream.pages for stream in sequence.streams.values())
-        running = RunningAttention(query, self.kv_heads, scaling, self.basis if packed else None)
-        for stream in sequence.streams.values():
-            for pages, tokens in self._page_runs(stream):
-                stored = unpack_stored(pages, self.formats[stream.bits])
-                running.add(*(_joined(side, tokens) for side in stored), stored=True)
-            for start in range(0, stream.tail, _CHUNK_KEYS):
-                count = min(_CHUNK_KEYS, stream.tail - start)
-                blocks = stream.blocks[start // BLOCK_TOKENS : -(-(start + count) // BLOCK_TOKENS)]
-                running.add(*self._tail(blocks, count), stored=False)
-        for start in range(0, key.shape[1], _CHUNK_KEYS):
-            block = slice(start, start + _CHUNK_KEYS)
-            running.add(key[:, block], value[:, block], stored=False, first_query=start)
-        return running.output()
-
-    def unpacked(self, sequences: list[Sequence], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpacked(
+        self, sequences: list[Sequence], length: int, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored keys and values in sequence order: (batch, KV heads, length, head_dim) each.
 
-        In the model's coordinates and dtype; 0 where a token is padding.
+        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding.
         """
+        dtype = dtype or self.dtype
         shape = (2, len(sequences), self.kv_heads, length, self.head_dim)
-        both = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        both = torch.zeros(shape, dtype=dtype, device=self.device)
         for row, sequence in enumerate(sequences):
             target = both[:, row]
             for code, stream in sequence.streams.items():
                 places = torch.from_numpy(sequence.positions(code)).to(self.device)
                 start = 0
-                for pages, tokens in self._page_runs(stream):
-                    sides = unpack(pages, self.formats[stream.bits], self.basis, self.dtype)
+                for pages, tokens in self.page_runs(stream):
+                    sides = unpack(pages, self.formats[stream.bits], self.basis, dtype)
                     where = places[start : start + sum(tokens)]
                     start += len(where)
-                    target[:, :, where] = torch.stack([_joined(side, tokens) for side in sides])
+                    target[:, :, where] = torch.stack([joined(side, tokens) for side in sides])
                 where = places[start : start + stream.tail]
-                target[:, :, where] = self._tail(stream.blocks, stream.tail)
+                target[:, :, where] = self.tail(stream.blocks, stream.tail).to(dtype)
         return both[0], both[1]
 
     def update(
@@ -251,16 +199,8 @@ class OscarLayer(CacheLayerMixin):
         return -1
 
 
-def _joined(pages: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+def joined(pages: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """(n, KV heads, 128, head_dim) -> (KV heads, tokens in use, head_dim)."""
     if all(count == PAGE_TOKENS for count in tokens):
         return pages.transpose(0, 1).flatten(1, 2)
     return torch.cat([page[:, :count] for page, count in zip(pages, tokens, strict=True)], dim=1)
-
-
-def _causal(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    return scaled_dot_product_attention(
-        queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
-    )

@@ -7,9 +7,10 @@ it out on its own pools. Crop, fork, beam reordering and reset are changes of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,13 +90,17 @@ class Step:
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
     past: list[Sequence] = field(default_factory=list)
-    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def writes_on(self, device: torch.device) -> torch.Tensor:
         """``writes`` on a device, moved there once for all its layers."""
-        if device not in self._on_device:
-            self._on_device[device] = torch.from_numpy(self.writes).to(device)
-        return self._on_device[device]
+        return self.once(device, lambda: torch.from_numpy(self.writes).to(device))
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for all layers that ask with the same key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class Ledger:

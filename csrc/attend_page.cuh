@@ -1,0 +1,217 @@
+// Attention of one warp to one packed page.
+#pragma once
+
+#include "mma.cuh"
+#include "page.cuh"
+#include "state.cuh"
+
+// Fragments of the codes of one 16-token tile: eight (or four) registers from each word.
+template <int BITS>
+struct Codes {
+  static constexpr int WORDS = Page<BITS>::LANE_WORDS;
+  uint32_t words[WORDS];
+
+  __device__ __forceinline__ void load(const uint8_t* codes, int tile, int lane) {
+    const uint8_t* source = codes + tile * Page<BITS>::TILE_CODES;
+    if constexpr (WORDS == 2) {
+      uint2 pair = *reinterpret_cast<const uint2*>(source + lane * 8);
+      words[0] = pair.x, words[1] = pair.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < WORDS / 4; ++i) {
+        uint4 four = load16(source + i * 512 + lane * 16);
+        words[4 * i] = four.x, words[4 * i + 1] = four.y;
+        words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+      }
+    }
+  }
+
+  // Register of step (k-step of keys, channel tile of values), place within its byte, upper byte.
+  template <int STEP, int PLACE, bool UPPER>
+  __device__ __forceinline__ uint32_t get() const {
+    uint32_t word = words[BITS == 2 ? STEP / 2 : STEP];
+    constexpr int place = BITS == 2 ? 2 * (STEP & 1) + PLACE : PLACE;
+    return (UPPER ? word >> 8 : word) & place_mask<BITS>(place);
+  }
+};
+
+// Scores of COUNT tiles, a step of all of them at a time: their products do not wait for each other.
+template <int BITS, int COUNT, int STEP = 0>
+__device__ __forceinline__ void key_products(float (*scores)[4], const Codes<BITS>* codes,
+                                             const uint32_t (&query)[KSTEPS][2]) {
+  if constexpr (STEP < KSTEPS) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      mma(scores[i], codes[i].template get<STEP, 0, false>(),
+          codes[i].template get<STEP, 0, true>(), codes[i].template get<STEP, 1, false>(),
+          codes[i].template get<STEP, 1, true>(), query[STEP][0], query[STEP][1], __half());
+    key_products<BITS, COUNT, STEP + 1>(scores, codes, query);
+  }
+}
+
+template <int BITS, int STEP, int END>
+__device__ __forceinline__ void value_products(State& state, const Codes<BITS>& codes,
+                                               const uint32_t (&weights)[2]) {
+  if constexpr (STEP < END) {
+    mma(state.out[STEP], codes.template get<STEP, 0, false>(),
+        codes.template get<STEP, 1, false>(), codes.template get<STEP, 0, true>(),
+        codes.template get<STEP, 1, true>(), weights[0], weights[1], __half());
+    value_products<BITS, STEP + 1, END>(state, codes, weights);
+  }
+}
+
+// Two half2 of (tokens or channels) 16 * step + 8 * half + 2 quad, + 1 from a vector in
+// fragment order: (32 elements a run, quad, step parity, half).
+struct Pairs {
+  uint4 four;
+  __device__ __forceinline__ Pairs(const uint8_t* vector, int run, int quad)
+      : four(load16(vector + (run * 4 + quad) * 16)) {}
+  __device__ __forceinline__ uint32_t get(int parity, int half) const {
+    return parity ? (half ? four.w : four.z) : (half ? four.y : four.x);
+  }
+};
+
+// Queries times the scales of a key group, and their product with its zeros (all rows the same).
+template <int BITS>
+struct GroupQuery {
+  uint32_t scaled[KSTEPS][2];
+  float zero[4];
+
+  __device__ __forceinline__ void prepare(const uint8_t* page, int key_group,
+                                          const uint32_t (&query)[KSTEPS][2], int quad) {
+    const uint8_t* scales = page + Page<BITS>::key_scales + key_group * HEAD_DIM * 2;
+    const uint8_t* zeros = page + Page<BITS>::key_zeros + key_group * HEAD_DIM * 2;
+    zero[0] = zero[1] = zero[2] = zero[3] = 0.0f;
+#pragma unroll
+    for (int run = 0; run < KSTEPS / 2; ++run) {
+      const Pairs scale(scales, run, quad), point(zeros, run, quad);
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int step = 2 * run + parity;
+        uint32_t whole[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          scaled[step][half] = times(query[step][half], scale.get(parity, half));
+          const float factor = 1 << (BITS * place_of<BITS>(step, half));
+          whole[half] = times(query[step][half], packed(factor, factor, __half()));
+        }
+        mma(zero, point.get(parity, 0), point.get(parity, 0), point.get(parity, 1),
+            point.get(parity, 1), whole[0], whole[1], __half());
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) zero[c] *= 1.0f / SUBNORMAL;
+  }
+};
+
+constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
+
+// unit: what a score in units of codes and normalized queries is to be multiplied by, in log2.
+template <int BITS>
+__device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
+                                            const uint8_t* norms,
+                                            const uint32_t (&query)[KSTEPS][2], float unit,
+                                            int tokens, int lane) {
+  using P = Page<BITS>;
+  constexpr uint32_t ONES = 0x3c003c00;
+  constexpr int GROUP_TILES = KEY_GROUP / TILE;
+  constexpr int RUN_TILES = GROUP_TILES < PART_TILES ? GROUP_TILES : PART_TILES;
+  constexpr int VALUE_STEPS = VALUE_GROUP / TILE;
+  const int group = lane >> 2, quad = lane & 3;
+  // Of the first value group the state gathers probability * zero itself; others are added below.
+  float zero[VALUE_GROUPS][4] = {};
+  GroupQuery<BITS> keys;
+  if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query, quad);
+#pragma unroll 1
+  for (int part = 0; part < TILES / PART_TILES; ++part) {
+    float scores[PART_TILES][4];
+    uint32_t weights[PART_TILES][2];
+#pragma unroll
+    for (int i = 0; i < PART_TILES; i += RUN_TILES) {
+      const int tile = part * PART_TILES + i;
+      if constexpr (KEY_GROUPS > 1) keys.prepare(page, tile / GROUP_TILES, query, quad);
+      Codes<BITS> codes[RUN_TILES];
+#pragma unroll
+      for (int j = 0; j < RUN_TILES; ++j) {
+        codes[j].load(page + P::key_codes, tile + j, lane);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i + j][c] = keys.zero[c];
+      }
+      key_products<BITS, RUN_TILES>(scores + i, codes, keys.scaled);
+    }
+    if constexpr (SCALING) {
+      const uint4 eight = load16(norms + (part * 8 + group) * 16);
+      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int i = 0; i < PART_TILES; ++i) {
+        const float2 norm = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+        scores[i][0] *= norm.x, scores[i][1] *= norm.x;
+        scores[i][2] *= norm.y, scores[i][3] *= norm.y;
+      }
+    }
+    if (tokens < PAGE_TOKENS) {
+      asm volatile("");  // a branch, not selects in every page
+#pragma unroll
+      for (int i = 0; i < PART_TILES; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if ((part * PART_TILES + i) * TILE + group + (c & 2) * 4 >= tokens)
+            scores[i][c] = -INFINITY;
+    }
+    float next[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < PART_TILES; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
+    next[0] *= unit, next[1] *= unit;
+    raise_maximum(state, next);
+#pragma unroll
+    for (int i = 0; i < PART_TILES; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        scores[i][c] = exp2_fast(fmaf(scores[i][c], unit, -next[c & 1]));
+      weights[i][0] = transposed(packed(scores[i][0], scores[i][1], __half()));
+      weights[i][1] = transposed(packed(scores[i][2], scores[i][3], __half()));
+    }
+#pragma unroll
+    for (int i = 0; i < PART_TILES; ++i) {
+      const int tile = part * PART_TILES + i, run = tile >> 1, parity = i & 1;
+      Codes<BITS> codes;
+      codes.load(page + P::value_codes, tile, lane);
+#pragma unroll
+      for (int value_group = 0; value_group < VALUE_GROUPS; ++value_group) {
+        const int at = value_group * PAGE_TOKENS * 2;
+        const Pairs scales(page + P::value_scales + at, run, quad);
+        const Pairs zeros(page + P::value_zeros + at, run, quad);
+        // Rows 0 to 7 gather probability * zero, rows 8 to 15 probability.
+        float(&sums)[4] = value_group == 0 ? state.sums : zero[value_group];
+        mma(sums, zeros.get(parity, 0), ONES, zeros.get(parity, 1), ONES, weights[i][0],
+            weights[i][1], __half());
+        const uint32_t scaled[2] = {times(weights[i][0], scales.get(parity, 0)),
+                                    times(weights[i][1], scales.get(parity, 1))};
+        if (value_group == 0) value_products<BITS, 0, VALUE_STEPS>(state, codes, scaled);
+        if constexpr (VALUE_GROUPS > 1)
+          if (value_group == 1)
+            value_products<BITS, VALUE_STEPS, 2 * VALUE_STEPS>(state, codes, scaled);
+        if constexpr (VALUE_GROUPS > 2) {
+          if (value_group == 2)
+            value_products<BITS, 2 * VALUE_STEPS, 3 * VALUE_STEPS>(state, codes, scaled);
+          if (value_group == 3)
+            value_products<BITS, 3 * VALUE_STEPS, 4 * VALUE_STEPS>(state, codes, scaled);
+        }
+      }
+    }
+    if constexpr (VALUE_GROUPS > 1) {
+      // The maximum may rise with the next part, so these are added part by part.
+#pragma unroll
+      for (int tile = VALUE_STEPS; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          state.out[tile][c] += zero[tile / VALUE_STEPS][c & 1] / out_unit<BITS>(tile, c >> 1);
+#pragma unroll
+      for (int value_group = 1; value_group < VALUE_GROUPS; ++value_group)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) zero[value_group][c] = 0.0f;
+    }
+  }
+}

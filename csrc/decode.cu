@@ -1,0 +1,217 @@
+// decode: attention of a few queries per sequence over packed pages, 16-bit blocks and new tokens.
+//
+// Work is a line of items, segment after segment: a segment is one (sequence, KV head, tile of up
+// to 8 query columns), its items are first the new tokens, then halves of 16-bit blocks (16 tokens
+// each), then pages. Every thread block takes an equal part of the line; its warps take items in
+// turn. Keys are operand A (16 tokens x 16 channels), queries B (16 channels x 8 columns), then
+// values transposed A (16 channels x 16 tokens) and probabilities B, so that a column keeps its
+// lanes throughout. Codes are used as float16 subnormals (page.cuh): the power of two of their
+// place and a channel's scale go into the query, a token's scale into its probability.
+//
+// Compiled with, besides page.cuh's: BITS_A, BITS_B (0: none), ELEMENT (__half, __nv_bfloat16),
+// WARPS (at least 8), BUFFERS (at least WARPS), BULK (copy.cuh), ROTATE.
+
+#include "attend_block.cuh"
+#include "attend_page.cuh"
+#include "hadamard.cuh"
+#include "merge.cuh"
+#include "params.cuh"
+#include "request.cuh"
+
+// A column's queries, a warp a column. They are fetched before the first pages are requested, which
+// would keep them waiting.
+struct Query {
+  ELEMENT plain[PER_LANE];
+  float sigma[PER_LANE];
+
+  __device__ __forceinline__ void fetch(const Params& params, const Assignment& part, int warp,
+                                        int lane) {
+    if (warp >= COLUMNS) return;
+    const int column = part.column_tile * COLUMNS + warp;
+    const int token = column / params.group, head = column % params.group;
+    const ELEMENT* row = params.queries + part.sequence * params.query_stride[0] +
+                         (part.head * params.group + head) * params.query_stride[1] +
+                         token * params.query_stride[2];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int channel = channel_of(i, lane);
+      plain[i] = token < params.tokens ? row[channel] : ELEMENT(0.0f);
+      sigma[i] = 1.0f;
+      if (params.sigma != nullptr)
+        sigma[i] = params.sigma[(params.sigma_rows > 1 ? part.head : 0) * HEAD_DIM + channel];
+    }
+  }
+
+  // As they came, and balanced and rotated.
+  __device__ __forceinline__ void store(Shared& shared, int warp, int lane) const {
+    if (warp >= COLUMNS) return;
+    float x[PER_LANE];
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      shared.plain[warp][channel_of(i, lane)] = plain[i];
+      x[i] = static_cast<float>(plain[i]) * sigma[i];
+    }
+#if ROTATE
+    hadamard(x, lane);
+#endif
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      shared.stored[warp][channel_of(i, lane)] = x[i];
+      largest = fmaxf(largest, fabsf(x[i]));
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    if (lane == 0) shared.largest[warp] = largest;
+  }
+};
+
+// Fragments of the rotated queries, within [-1, 1], divided by the factor of their codes' place.
+template <int BITS>
+__device__ __forceinline__ void query_fragments(uint32_t (&query)[KSTEPS][2], const Shared& shared,
+                                                float largest, int lane) {
+  const float* row = shared.stored[lane >> 2];
+#pragma unroll
+  for (int step = 0; step < KSTEPS; ++step)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int channel = step * TILE + half * 8 + 2 * (lane & 3);
+      const float factor = 1.0f / (largest * (1 << (BITS * place_of<BITS>(step, half))));
+      query[step][half] = packed(row[channel] * factor, row[channel + 1] * factor, __half());
+    }
+}
+
+// Take State::out from the units of one bit width to those of the other.
+template <int FROM, int TO>
+__device__ __forceinline__ void change_units(State& state) {
+#pragma unroll
+  for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      state.out[tile][c] *= out_unit<FROM>(tile, c >> 1) / out_unit<TO>(tile, c >> 1);
+}
+
+__device__ __forceinline__ void attend_segment(const Params& params, Shared& shared,
+                                               const Assignment& part, State& state,
+                                               uint32_t taken, int warp, int lane) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int column = 0; column < COLUMNS; ++column) largest = fmaxf(largest, shared.largest[column]);
+  largest = largest > 0.0f ? exp2f(ceilf(log2f(largest))) : 1.0f;
+  const float unit = largest * params.scaling * LOG2E * SUBNORMAL;
+  uint32_t query[KSTEPS][2];
+  query_fragments<BITS_A>(query, shared, largest, lane);
+  bool second = false;  // whether state and query are in units of the second bit width
+  const Run run = run_of(part);
+  // Item run.first + i is the (taken + i)-th of this thread block. Entries are read an item ahead.
+  int i = (warp + WARPS - taken % WARPS) % WARPS;
+  int2 entry = {0, 0}, coming = {0, 0}, next = {0, 0};
+  if (run.first + i < run.last) entry = entry_of(params, part, run.first + i);
+  for (; run.first + i < run.last; i += WARPS, entry = coming) {
+    const int item = run.first + i, refill = item + BUFFERS;
+    if (item + WARPS < run.last) coming = entry_of(params, part, item + WARPS);
+    if (refill < run.last) next = entry_of(params, part, refill);
+    const uint32_t turn = taken + i;
+    const int buffer = turn % BUFFERS;
+    const uint8_t* rows = shared.buffers[buffer];
+    const int tokens = entry.y & 0xffff;
+    // Warps run ahead of each other: a barrier's parity alone could be that of two turns before.
+    while (load_acquire(&shared.holds[buffer]) != turn) {
+    }
+    barrier_wait(&shared.full[buffer], turn / BUFFERS & 1);
+    if (item <= part.halves) {
+      int visible[2] = {TILE, TILE};
+      if (item == 0)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          visible[c] = (part.column_tile * COLUMNS + 2 * (lane & 3) + c) / params.group + 1;
+      attend_block(state, rows, tokens, shared.plain, params.scaling * LOG2E, visible, lane);
+      // Unless the warp's next item is such a one too, its output goes over to the units of pages.
+      if (item + WARPS > part.halves || item + WARPS >= run.last)
+        settle_blocks<BITS_A>(state, lane);
+    } else {
+      if constexpr (HAS_B) {
+        if (second != (entry.y >> 16 != 0)) {
+          second = !second;
+          if (second) {
+            change_units<BITS_A, BITS_B>(state);
+            query_fragments<BITS_B>(query, shared, largest, lane);
+          } else {
+            change_units<BITS_B, BITS_A>(state);
+            query_fragments<BITS_A>(query, shared, largest, lane);
+          }
+        }
+      }
+      const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
+      if (!HAS_B || !second) {
+        attend_page<BITS_A>(state, rows, norms, query, unit, tokens, lane);
+      } else if constexpr (HAS_B) {
+        if constexpr (SCALING == 1) norms = rows + PageB::norms;
+        attend_page<BITS_B>(state, rows, norms, query, unit, tokens, lane);
+      }
+    }
+    __syncwarp();
+    if (refill < run.last) request(params, shared, part, refill, next, turn + BUFFERS, lane);
+  }
+  if constexpr (HAS_B)
+    if (second) change_units<BITS_B, BITS_A>(state);
+#pragma unroll
+  for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      state.out[tile][c] *= out_unit<BITS_A>(tile, c >> 1);
+      if (tile < VALUE_GROUP / TILE) state.out[tile][c] += state.sums[c & 1];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    decode(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) uint8_t raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
+  // By a shuffle, so that the compiler knows that a warp's branches on it do not diverge.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  Assignment part = params.assignments[blockIdx.x];
+  if (threadIdx.x < BUFFERS) {
+    barrier_init(&shared.full[threadIdx.x]);
+    shared.holds[threadIdx.x] = ~0u;
+  }
+#if BULK
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  __syncthreads();
+  if (part.begin == part.end) return;
+  uint32_t taken = 0;
+  Query query;
+  query.fetch(params, part, warp, lane);
+  request_first(params, shared, part, taken, warp, lane);
+  while (true) {
+    query.store(shared, warp, lane);
+    __syncthreads();
+    State state;
+    state.clear();
+    attend_segment(params, shared, part, state, taken, warp, lane);
+    if (WARPS > SLOTS) {
+      // Shared memory has room for half the states: the upper warps' first.
+      if (warp >= SLOTS) give_state(shared, state, warp - SLOTS, lane);
+      __syncthreads();
+      if (warp < WARPS - SLOTS) take_state(shared, state, warp, lane);
+      __syncwarp();
+    }
+    if (warp < SLOTS) give_state(shared, state, warp, lane);
+    __syncthreads();
+    const Assignment done = part;
+    const Run run = run_of(part);
+    taken += run.last - run.first;
+    const bool goes_on = part.start + part.items() < part.end;
+    if (goes_on) {
+      // The next segment's pages are on their way while this one's states are added up.
+      part.advance(params);
+      query.fetch(params, part, warp, lane);
+      request_first(params, shared, part, taken, warp, lane);
+    }
+    finish_segment(params, shared, done, warp, lane);
+    if (!goes_on) return;
+    __syncthreads();
+  }
+}

@@ -1,0 +1,87 @@
+// What decode is launched with, what a thread block is told, and what its warps share.
+#pragma once
+
+#include "page.cuh"
+#include "state.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int SLOTS = (WARPS + 1) / 2;
+constexpr int HAS_B = BITS_B != 0;
+using PageA = Page<BITS_A>;
+using PageB = Page<HAS_B ? BITS_B : BITS_A>;
+constexpr int HEAD_BYTES = PageA::head_bytes > PageB::head_bytes ? PageA::head_bytes
+                                                                 : PageB::head_bytes;
+constexpr int BUFFER_BYTES = HEAD_BYTES + PageA::shared_bytes;
+static_assert(BUFFER_BYTES >= 2 * TILE * HEAD_DIM * 2, "a buffer holds 16 tokens in 16 bit");
+// Floats of a partial: output, sum of weights, maximum, and one so that give_state's stores have no
+// bank conflicts.
+constexpr int RECORD = HEAD_DIM + 3;
+
+struct Params;
+
+// What a thread block is told (oscar_mm/cache/tables.py): its part [begin, end) of the line, and the
+// segment that the part begins in.
+struct alignas(16) Assignment {
+  int begin, end;
+  int length, workers;  // of the line; thread blocks that share it
+  int sequence, head, column_tile, index;
+  int start;            // of the segment on the line
+  int halves, pages;    // of the sequence
+  int first, parts;     // thread blocks of the segment, where each has but one segment; else parts 0
+
+  __device__ int items() const { return 1 + halves + pages; }
+
+  // Thread block that has a position of the line.
+  __device__ int worker(uint32_t position) const {
+    return ((position + 1) * workers - 1) / static_cast<uint32_t>(length);
+  }
+
+  // Go on to the next segment.
+  __device__ __forceinline__ void advance(const Params& params);
+};
+
+struct Params {
+  const ELEMENT* queries;  // (batch, query heads, tokens, HEAD_DIM), strides in elements
+  const ELEMENT* keys;     // (batch, KV heads, tokens, HEAD_DIM) of the new tokens
+  const ELEMENT* values;
+  ELEMENT* output;         // (batch, tokens, query heads, HEAD_DIM) contiguous
+  const uint8_t* pages_a;  // (slots, page_bytes)
+  const uint8_t* pages_b;
+  const ELEMENT* blocks;   // (slots, 2, KV heads, 32, HEAD_DIM)
+  const int2* items;       // (batch, item_stride): halves {2 * block + half, tokens}, then pages
+                           // {slot, tokens + (second bit width ? 1 << 16 : 0)}
+  const int2* counts;      // (batch): halves, pages
+  const Assignment* assignments;  // (thread blocks)
+  const float* sigma;      // (KV heads or 1, HEAD_DIM) or null
+  float* partials;         // (segments + thread blocks, COLUMNS, RECORD)
+  int* arrivals;           // (segments), zero before and after
+  int64_t query_stride[3];
+  int64_t key_stride[3];
+  int64_t value_stride[3];
+  int batch, kv_heads, group, tokens, item_stride, sigma_rows;
+  float scaling;
+};
+
+struct Shared {
+  alignas(128) uint8_t buffers[BUFFERS][(BUFFER_BYTES + 127) / 128 * 128];
+  alignas(16) float merge[SLOTS][COLUMNS][RECORD];
+  alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // queries as they came
+  alignas(16) float stored[COLUMNS][HEAD_DIM];   // balanced and rotated
+  uint64_t full[BUFFERS];
+  uint32_t holds[BUFFERS];  // the turn (page number of this thread block) a buffer is filled for
+  float largest[COLUMNS];
+  int is_last;
+};
+
+__device__ __forceinline__ void Assignment::advance(const Params& params) {
+  start += items();
+  ++index;
+  if (++column_tile * COLUMNS < params.group * params.tokens) return;
+  column_tile = 0;
+  if (++head < params.kv_heads) return;
+  head = 0;
+  ++sequence;
+  const int2 count = params.counts[sequence];
+  halves = count.x, pages = count.y;
+}

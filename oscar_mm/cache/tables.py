@@ -1,0 +1,146 @@
+"""Tables of a decode step: where every stored token is, and which thread block attends to what.
+
+Made on the host once a step and used by all layers of a device. ``csrc/decode.cu`` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.layout import BLOCK_TOKENS
+from oscar_mm.cache.ledger import Sequence
+
+COLUMNS = 8
+"""Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
+_HALF = BLOCK_TOKENS // 2
+_SECOND = 1 << 16
+"""Set in a page's entry if the page is of the second bit width."""
+_FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables on a device, all int32.
+
+    Attributes:
+        items: (batch, longest, 2): for each sequence the halves of its 16-bit blocks,
+            {2 * block + half, tokens}, then its pages, {slot, tokens + second bit width flag}.
+        counts: (batch, 2): halves and pages.
+        assignments: (thread blocks, 16).
+        segments: pairs of sequence and KV head, times tiles of 8 query columns.
+    """
+
+    items: torch.Tensor
+    counts: torch.Tensor
+    assignments: torch.Tensor
+    segments: int
+
+
+def tables_of(
+    sequences: SequenceOf[Sequence],
+    bits: tuple[int, int | None],
+    kv_heads: int,
+    columns: int,
+    workers: int,
+    device: torch.device,
+) -> Tables:
+    """Tables for attention over what sequences hold.
+
+    Args:
+        sequences: as they are before the step.
+        bits: first and second bit width of pages.
+        kv_heads: KV heads of a layer.
+        columns: query tokens times query heads of a KV head.
+        workers: thread blocks, as many as the device runs at a time.
+    """
+    rows = [_entries(sequence, bits) for sequence in sequences]
+    counts = np.array([[len(halves), len(pages)] for halves, pages in rows], dtype=np.int32)
+    longest = max(1, int(counts.sum(axis=1).max()))
+    items = np.zeros((len(rows), longest, 2), dtype=np.int32)
+    for row, (halves, pages) in enumerate(rows):
+        items[row, : len(halves)] = halves
+        items[row, len(halves) : len(halves) + len(pages)] = pages
+    tiles = kv_heads * -(-columns // COLUMNS)
+    assignments = assign(tuple(map(tuple, counts.tolist())), kv_heads, columns, workers)
+    # One copy to the device instead of three. Assignments come first: they are read 16 bytes at a
+    # time.
+    parts = (assignments, items, counts)
+    whole = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
+    split = whole.split([part.size for part in parts])
+    first, second, third = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
+    return Tables(second, third, first, len(rows) * tiles)
+
+
+def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Halves and pages of a sequence, (n, 2) each."""
+    halves, pages = [np.zeros((0, 2), np.int32)], [np.zeros((0, 2), np.int32)]
+    for stream in sequence.streams.values():
+        places = np.arange(-(-stream.tail // _HALF))
+        blocks = np.asarray(stream.blocks, dtype=np.int32)[places // 2]
+        filled = np.minimum(stream.tail - places * _HALF, _HALF)
+        halves.append(np.stack([2 * blocks + places % 2, filled], axis=1))
+        if stream.pages:
+            flag = _SECOND if stream.bits == bits[1] else 0
+            pages.append(np.stack([stream.pages, np.add(stream.page_tokens, flag)], axis=1))
+    return np.concatenate(halves), np.concatenate(pages)
+
+
+@lru_cache(maxsize=64)
+def assign(
+    counts: tuple[tuple[int, int], ...], kv_heads: int, columns: int, workers: int
+) -> np.ndarray:
+    """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode.cu.
+
+    With no more segments than thread blocks each thread block works on one segment, and segments
+    get thread blocks by their length. Otherwise all get equal parts of the line.
+    """
+    column_tiles = -(-columns // COLUMNS)
+    per_sequence = kv_heads * column_tiles
+    lengths = np.repeat([1 + halves + pages for halves, pages in counts], per_sequence)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(starts[-1])
+    if total * workers >= 1 << 31:
+        raise ValueError(f"{total} items are more than one launch can share out")
+    table = np.zeros((workers, _FIELDS), dtype=np.int32)
+
+    def fill(worker: int, begin: int, end: int, segment: int, first: int, parts: int) -> None:
+        sequence, within = divmod(segment, per_sequence)
+        head, column_tile = divmod(within, column_tiles)
+        halves, pages = counts[sequence]
+        table[worker, :13] = (
+            *(begin, end, total, min(workers, total), sequence, head, column_tile, segment),
+            *(starts[segment], halves, pages, first, parts),
+        )
+
+    if len(lengths) <= workers:
+        first = 0
+        for segment, parts in enumerate(_shares(lengths, workers)):
+            start, length = int(starts[segment]), int(lengths[segment])
+            for part in range(parts):
+                begin, end = start + length * part // parts, start + length * (part + 1) // parts
+                fill(first + part, begin, end, segment, first, parts)
+            first += parts
+    else:
+        used = min(workers, total)
+        for worker in range(used):
+            begin, end = total * worker // used, total * (worker + 1) // used
+            segment = int(np.searchsorted(starts, begin, side="right")) - 1
+            fill(worker, begin, end, segment, 0, 0)
+    return table
+
+
+def _shares(lengths: np.ndarray, workers: int) -> list[int]:
+    """Thread blocks for each segment: at least one, at most its items, the longest part minimal."""
+    shares = np.ones(len(lengths), dtype=np.int64)
+    for _ in range(workers - len(lengths)):
+        load = np.where(shares < lengths, lengths / shares, 0.0)
+        longest = int(load.argmax())
+        if not load[longest]:
+            break
+        shares[longest] += 1
+    return shares.tolist()

@@ -1,0 +1,96 @@
+"""Tables of a decode step: every token once, work shared out evenly, segments' parts in order."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.tables import COLUMNS, assign, tables_of
+from oscar_mm.policy import KVPolicy
+
+COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 300)), min_size=1, max_size=5)
+
+
+@given(COUNTS, st.integers(1, 8), st.integers(1, 40), st.integers(1, 140))
+@settings(max_examples=150, deadline=None)
+def test_line_is_shared_out(
+    counts: list[tuple[int, int]], kv_heads: int, columns: int, workers: int
+) -> None:
+    table = assign(tuple(counts), kv_heads, columns, workers)
+    assert table.shape == (workers, 16)
+    tiles = -(-columns // COLUMNS)
+    lengths = np.repeat([1 + sum(count) for count in counts], kv_heads * tiles)
+    starts = np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    working = table[table[:, 0] < table[:, 1]]
+    # The parts follow each other without gaps and cover the line.
+    assert working[0, 0] == 0 and working[-1, 1] == total
+    assert (working[1:, 0] == working[:-1, 1]).all()
+    assert (working[:, 2] == total).all()
+    for (
+        begin,
+        end,
+        _,
+        used,
+        sequence,
+        head,
+        tile,
+        segment,
+        start,
+        halves,
+        pages,
+        first,
+        parts,
+    ) in working[:, :13].tolist():
+        assert segment == (sequence * kv_heads + head) * tiles + tile
+        assert start == starts[segment] <= begin < start + lengths[segment]
+        assert (halves, pages) == counts[sequence]
+        if parts:
+            assert end <= start + lengths[segment]
+            group = working[(working[:, 7] == segment)]
+            assert len(group) == parts and group[0, 11] == first
+            assert (group[:, 11] == first).all()
+        else:
+            assert used == min(workers, total)
+    if len(lengths) <= workers:
+        # With a shorter longest part the segments would need more thread blocks than there are.
+        longest = int((working[:, 1] - working[:, 0]).max())
+        assert longest == 1 or (-(-lengths // (longest - 1))).sum() > workers
+    else:
+        spread = working[:, 1] - working[:, 0]
+        assert spread.max() - spread.min() <= 1
+
+
+def test_more_segments_than_thread_blocks_straddle() -> None:
+    table = assign(((0, 3), (1, 5)), 8, 4, 5)
+    assert (table[:, 12] == 0).all()
+    assert (table[:, 1] - table[:, 0]).sum() == 8 * (4 + 7)
+
+
+def test_every_token_is_listed_once() -> None:
+    policy = KVPolicy.preset("compact", bits={"text": 4, "image": 2}, window=16, sinks=3)
+    ledger = Ledger(policy)
+    generator = np.random.default_rng(0)
+    for tokens in (700, 1, 1, 333):
+        ids = np.repeat(generator.integers(0, 2, (2, tokens // 7 + 1)), 7, axis=1)[:, :tokens]
+        ledger.advance(ids.astype(np.int8))
+    ledger.crop(150)
+    tables = tables_of(ledger.sequences, (2, 4), 2, 3, 10, torch.device("cpu"))
+    for row, sequence in enumerate(ledger.sequences):
+        halves, pages = tables.counts[row].tolist()
+        items = tables.items[row, : halves + pages].tolist()
+        blocks = [block for stream in sequence.streams.values() for block in stream.blocks]
+        assert {half // 2 for half, _ in items[:halves]} == set(blocks)
+        assert len({half for half, _ in items[:halves]}) == halves
+        assert all(1 <= tokens <= 16 for _, tokens in items[:halves])
+        held = sum(tokens & 0xFFFF for _, tokens in items)
+        assert held == sum(stream.tokens for stream in sequence.streams.values()) == 885
+        for slot, tokens in items[halves:]:
+            [stream] = [
+                one
+                for one in sequence.streams.values()
+                if slot in one.pages and (one.bits == 4) == bool(tokens >> 16)
+            ]
+            assert stream.page_tokens[stream.pages.index(slot)] == tokens & 0xFFFF
+    assert tables.segments == 4

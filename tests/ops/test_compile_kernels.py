@@ -1,0 +1,94 @@
+"""The kernels compile for every architecture, in the shape they run in there. No GPU is needed."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import product
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.cache.layout import PageFormat
+from oscar_mm.ops.nvrtc import Report, compile_text, csrc_folder
+from oscar_mm.ops.packed_attention import Params, Specialization
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+
+SHARED_LIMITS = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90a": 227,
+    "sm_100a": 227,
+    "sm_120": 99,
+}
+"""KiB of shared memory that a thread block may have."""
+BULK = {"sm_90a", "sm_100a", "sm_120"}
+POLICIES = {
+    "compact": KVPolicy.preset("compact"),
+    "oscar": KVPolicy.preset("oscar"),
+    "kivi": KVPolicy.preset("kivi"),
+    "bf16": KVPolicy.preset("bf16"),
+    "4 bit": KVPolicy(bits=4),
+    "mixed": KVPolicy(bits={"text": 4, "image": 2}),
+    "groups of 64": KVPolicy(key_group=64, value_group=64),
+}
+
+
+def specialization(policy: KVPolicy, head_dim: int) -> Specialization:
+    formats = {
+        bits: PageFormat.of(policy, bits, 8, head_dim) for bits in set(policy.bits) if bits < 16
+    }
+    found = Specialization.of(formats, head_dim, policy.rotate, torch.bfloat16)
+    assert isinstance(found, Specialization)
+    return found
+
+
+@pytest.fixture
+def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Report | None]:
+    """Compile decode.cu for a policy, check the host's picture of it, record what it takes."""
+
+    def compile_decode(arch: str, policy: KVPolicy, head_dim: int) -> Report | None:
+        made = specialization(policy, head_dim)
+        shape = made.shape(SHARED_LIMITS[arch] * 1024)
+        if shape is None:
+            return None
+        # The host computes these sizes on its own: the twins must agree.
+        text = (csrc_folder() / "decode.cu").read_text() + (
+            f"static_assert(sizeof(Shared) <= {made.shared_bytes(*shape)} &&"
+            f" sizeof(Shared) > {made.shared_bytes(*shape) - 128});\n"
+            f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+            "static_assert(sizeof(Assignment) == 64);\n"
+        )
+        macros = made.macros(*shape, arch in BULK)
+        report = compile_text("decode.cu", text, arch, macros).reports["decode"]
+        print(arch, head_dim, shape, report)
+        for name, value in asdict(report).items():
+            record_property(name, value)
+        assert report.shared == 0, "decode takes its shared memory at launch"
+        return report
+
+    return compile_decode
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMITS)
+def test_default_on_every_architecture(compiled: Callable[..., Report | None], arch: str) -> None:
+    report = compiled(arch, POLICIES["compact"], 128)
+    assert report is not None
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+def test_every_specialization(
+    compiled: Callable[..., Report | None], name: str, head_dim: int
+) -> None:
+    report = compiled("sm_90a", POLICIES[name], head_dim)
+    assert report is not None
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+def test_pages_too_large_for_a_small_gpu(compiled: Callable[..., Report | None]) -> None:
+    """Eight warps need eight buffers; 4-bit pages of a head of 128 do not fit 99 KiB so."""
+    assert compiled("sm_89", POLICIES["4 bit"], 128) is None
+    assert compiled("sm_89", POLICIES["4 bit"], 64) is not None

@@ -1,0 +1,201 @@
+"""The decode kernel against float64 attention over exactly the unpacked values. Needs a GPU."""
+
+import logging
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.cache.attend import attend_stored
+from oscar_mm.modality import PADDING
+from oscar_mm.ops import packed_attention as host
+from oscar_mm.policy import ModalityBits
+from tests.cache.invariants import Chunk, announce, chunk, plain_attention
+
+pytestmark = pytest.mark.gpu
+
+MIXED = KVPolicy(bits=ModalityBits(text=4, image=2, video=2, audio=16))
+BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 1.5e-3}
+"""Rounding the output alone costs 1.7e-3 and 2e-4; the rest is that of queries and weights."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test makes its kernels anew, so that none inherits another one's trust or switch."""
+    monkeypatch.setattr(host, "_made", {})
+
+
+def filled(
+    policy: str | KVPolicy, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16, **shape: int
+) -> OscarCache:
+    """A layer on the GPU that holds random keys and values of these modalities (batch, tokens)."""
+    cache = OscarCache(policy)
+    _, keys, values = (x.to("cuda", dtype) for x in chunk(0, ids.shape[1], **shape))
+    cache.expect(ids)
+    cache.update(keys, values, 0)
+    return cache
+
+
+def attention(
+    cache: OscarCache, new: Chunk, real: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one more chunk, not stored: by the cache, and in float64 over its unpacked copy."""
+    queries, keys, values = new
+    layer, batch, tokens = cache.layers[0], keys.shape[0], keys.shape[2]
+    stored = cache.unpacked(0, torch.float32)
+    announce(cache, batch, tokens, None)
+    step = cache.ledger.advance(cache._modalities(batch, tokens))
+    output = attend_stored(layer, queries, keys, values, queries.shape[-1] ** -0.5, step)
+    everything = (
+        torch.cat([past, x], dim=2).cpu() for past, x in zip(stored, new[1:], strict=True)
+    )
+    if real is not None:
+        real = torch.cat([real, torch.ones(batch, tokens, dtype=torch.bool)], dim=1)
+    return output, plain_attention(queries.cpu(), *everything, real)
+
+
+def on_gpu(tokens: int, dtype: torch.dtype = torch.bfloat16, **shape: int) -> Chunk:
+    return tuple(x.to("cuda", dtype) for x in chunk(1, tokens, **shape))
+
+
+def error_of(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.double().cpu() - expected).norm() / expected.norm())
+
+
+def images_and_text(tokens: int, batch: int = 1) -> torch.Tensor:
+    return (torch.arange(tokens) // 37 % 3 == 1).to(torch.int64).expand(batch, tokens)
+
+
+@pytest.mark.parametrize("switch", ["auto", "no-bulk"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", "bf16", KVPolicy(bits=4), MIXED])
+def test_policies(
+    policy: str | KVPolicy, head_dim: int, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(host.SWITCH, switch)
+    shape = {"kv_heads": 2, "group": 4, "head_dim": head_dim}
+    cache = filled(policy, images_and_text(1500), **shape)
+    output, expected = attention(cache, on_gpu(1, **shape))
+    assert cache.layers[0].kernel.trusted
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+def test_queries(tokens: int, group: int, dtype: torch.dtype) -> None:
+    shape = {"batch": 2, "kv_heads": 2, "group": group, "head_dim": 128}
+    cache = filled("compact", images_and_text(700, 2), dtype, **shape)
+    output, expected = attention(cache, on_gpu(tokens, dtype, **shape))
+    assert cache.layers[0].kernel.trusted
+    assert error_of(output, expected) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 15, 31, 36, 37, 127, 164, 165, 292, 4099, 70_000])
+def test_lengths(tokens: int) -> None:
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", images_and_text(tokens), **shape)
+    output, expected = attention(cache, on_gpu(1, **shape))
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+def test_unequal_rows_and_padding() -> None:
+    ids = torch.zeros(5, 900, dtype=torch.int64)
+    for row, pads in enumerate((0, 899, 500, 33, 800)):
+        ids[row, :pads] = PADDING
+    shape = {"batch": 5, "kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", ids, **shape)
+    output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+def test_a_row_that_has_ended_is_zero() -> None:
+    shape = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", torch.zeros(2, 300, dtype=torch.int64), **shape)
+    queries, keys, values = on_gpu(1, **shape)
+    cache.expect(torch.tensor([[PADDING], [0]]))
+    step = cache.ledger.advance(cache._modalities(2, 1))
+    output = attend_stored(cache.layers[0], queries, keys, values, 0.1, step)
+    assert not output[0].any() and output[1].abs().sum() > 0
+
+
+def test_extreme_values() -> None:
+    """Token norms over four decades, a few huge channels, one key that takes all attention."""
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = OscarCache("compact")
+    _, keys, values = (x.to("cuda") for x in chunk(0, 2000, **shape))
+    keys *= torch.logspace(-2, 2, 2000, device="cuda")[torch.randperm(2000)][:, None]
+    keys[..., 5] *= 50
+    values *= torch.logspace(-1, 1, 2000, device="cuda").flip(0)[:, None]
+    cache.expect(images_and_text(2000))
+    cache.update(keys.bfloat16(), values.bfloat16(), 0)
+    queries, *rest = on_gpu(1, **shape)
+    output, expected = attention(cache, (queries, *rest))
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+def test_memory_that_was_never_written_is_not_used() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+        cache = filled("compact", images_and_text(777), **shape)
+        output, expected = attention(cache, on_gpu(3, **shape))
+        assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_on_any_stream_and_in_a_graph() -> None:
+    shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
+    cache = filled("compact", images_and_text(9000), **shape)
+    layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
+    step = cache.ledger.advance(cache._modalities(1, 1))
+
+    def run() -> torch.Tensor:
+        return attend_stored(layer, queries, keys, values, 0.1, step)
+
+    first = run().clone()
+    assert all(torch.equal(run(), first) for _ in range(20))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        other = run()
+    stream.synchronize()
+    assert torch.equal(other, first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, first)
+
+
+def test_a_kernel_that_disagrees_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", images_and_text(700), **shape)
+    right = host.PackedAttention.__call__
+    monkeypatch.setattr(host.PackedAttention, "__call__", lambda *a: right(*a).roll(1, dims=1))
+    with caplog.at_level(logging.ERROR):
+        output, expected = attention(cache, on_gpu(1, **shape))
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    assert cache.layers[0].kernel.trusted is False
+    assert "disagrees" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("policy", "head_dim", "dtype"),
+    [
+        ("quarot", 128, torch.bfloat16),
+        ("compact", 96, torch.bfloat16),
+        ("compact", 128, torch.float32),
+    ],
+)
+def test_what_the_kernel_does_not_take(policy: str, head_dim: int, dtype: torch.dtype) -> None:
+    shape = {"kv_heads": 1, "group": 2, "head_dim": head_dim}
+    cache = filled(policy, images_and_text(300), dtype, **shape)
+    assert cache.layers[0].kernel is None
+    output, expected = attention(cache, on_gpu(1, dtype, **shape))
+    assert error_of(output, expected) < 5e-3
