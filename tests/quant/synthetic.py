@@ -14,11 +14,12 @@ def multimodal(
     head_dim: int = 128,
     outliers: float = 6.0,
     imbalance: float = 3.0,
+    long: float = 5.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Text, image, text, audio, image: queries, keys, values (1, heads, tokens, d), modality ids.
 
-    Text keys are ``imbalance`` times as long as image keys, a few image tokens longer still, some
-    key channels are ``outliers`` times the others and not centred, and heads differ in size.
+    Text keys are ``imbalance`` times as long as image keys, 1.5% of keys ``long`` times, some key
+    channels are ``outliers`` times the others and not centred, and heads differ in size.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -31,7 +32,7 @@ def multimodal(
     keys = normal(kv_heads, tokens, head_dim) + normal(kv_heads, 1, head_dim)
     keys *= normal(kv_heads, 1, 1).exp()
     keys *= torch.where(ids == Modality.TEXT, imbalance, 1.0)[:, None]
-    keys *= torch.where(torch.rand(tokens, generator=generator) < 0.015, 5.0, 1.0)[:, None]
+    keys *= torch.where(torch.rand(tokens, generator=generator) < 0.015, long, 1.0)[:, None]
     channels = torch.randperm(head_dim // 2, generator=generator)[:3]
     channels = torch.cat([channels, channels + head_dim // 2])  # rotary pairs
     keys[..., channels] = outliers * (keys[..., channels] + 0.5)

@@ -1,0 +1,195 @@
+"""The benchmarks report what the library says, on small sizes; timing itself needs a GPU."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+
+from benchmarks import fidelity, kernels, memory
+from benchmarks.bounds import (
+    BOUNDS,
+    HEAD_64,
+    QWEN_BATCH,
+    QWEN_SHORT,
+    SHAPES,
+    Shape,
+    check,
+    rate,
+    verdict,
+)
+from benchmarks.feed import filled, text_and_images
+from benchmarks.record import Record
+from benchmarks.reference import error_of, stored_pair
+from oscar_mm import KVPolicy, roundtrip
+from tests.quant.synthetic import relative_error
+
+SMALL = Shape(2, 4, 2, 800)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+class HostTimer:
+    """The interface of ``timing.Timer`` on a CPU, where nothing is captured."""
+
+    def cold(self, call: Callable[[], torch.Tensor]) -> float:
+        start = perf_counter()
+        call()
+        return 1e6 * (perf_counter() - start)
+
+    host = cold
+
+    def graph(self, call: Callable[[], torch.Tensor]) -> tuple[None, str]:
+        return None, "no GPU"
+
+
+@pytest.mark.parametrize("preset", KVPolicy.preset_names())
+def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.Generator) -> None:
+    [row] = memory.measure([1024], [preset])
+    shape = (1, memory.KV_HEADS, 1024, memory.HEAD_DIM)
+    cache = filled(preset, shape, memory.QUERY_HEADS, generator, memory.ANSWER)
+    report = cache.memory().to_dict()
+    assert row == {"preset": preset, "context": 1024, "page_bits": row["page_bits"]} | report
+    [layer] = cache.layers
+    pools = [layer.blocks, *layer.pages.values()]
+    held = sum(pool.storage.nbytes for pool in pools) + cache.ledger.table_bytes
+    assert row["kv_bytes"] == held + (0 if layer.sigma is None else layer.sigma.nbytes)
+    assert (layer.sigma is not None) == (cache.policy.balance is not None and cache.policy.packs)
+    assert sum(row["tokens"].values()) == cache.get_seq_length() == 1024
+    assert row["tokens"]["image"] == int((text_and_images(1024 - memory.ANSWER) == 1).sum())
+
+
+def test_longer_contexts_come_nearer_to_the_page_format() -> None:
+    rows = memory.measure([1024, 4096], ["compact"])
+    assert rows[0]["ratio"] < rows[1]["ratio"] < 16 / rows[1]["page_bits"]
+    assert rows[0]["page_bits"] == pytest.approx(2.3125)
+
+
+def test_fidelity_rows_are_those_of_roundtrip() -> None:
+    scenario = fidelity.SCENARIOS["all four"]
+    policies = {"compact": KVPolicy(), "bf16": KVPolicy.preset("bf16")}
+    packed, plain = fidelity.measure([3], policies, {"one": scenario}, tokens=1024)
+    queries, keys, values, ids = scenario.inputs(3, 1024)
+    back = roundtrip(keys, values, "compact", ids, q=queries)
+    assert packed["bits_per_value"] == back.bits_per_value
+    assert packed["key_error"] == relative_error(back.k, keys)
+    assert packed["value_error"] == relative_error(back.v, values)
+    assert packed["kl_by_seed"] == [packed["kl"]] and packed["kl"] > 0
+    assert all(plain[name] == pytest.approx(0, abs=1e-12) for name in fidelity.MEASURES)
+
+
+def test_stress_leaves_exact_attention_alone() -> None:
+    last = slice(-8, None)
+    outputs = []
+    for name in ("plain", "rotary pairs x8, queries /8"):
+        queries, keys, values, _ = fidelity.SCENARIOS[name].inputs(0, 256)
+        outputs.append(fidelity.attention(queries[:, :, last], keys, values)[0])
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("name", kernels.POLICIES)
+def test_reference_reads_what_the_cache_unpacks(name: str, generator: torch.Generator) -> None:
+    call = kernels.LayerCall(kernels.POLICIES[name], SMALL, generator)
+    layer, step = call.layer, call.step
+    past = SMALL.context - 1
+    unpacked = layer.unpacked(step.past, past)
+    for row, sequence in enumerate(step.past):
+        order = [torch.from_numpy(sequence.positions(code)) for code in sequence.streams]
+        held = [where[where < past] for where in order]
+        for side, pair in zip(stored_pair(layer, sequence, [1]), unpacked, strict=True):
+            assert torch.equal(side.bfloat16(), pair[row, [1]][:, torch.cat(held)])
+    # Keys and values as the model made them differ from what is stored; attention must not.
+    assert call.error() < 4e-3
+
+
+def test_bytes_read_are_pages_and_tails(generator: torch.Generator) -> None:
+    token = 2 * SMALL.kv_heads * SMALL.head_dim * 2
+    plain = kernels.LayerCall(kernels.POLICIES["bf16"], SMALL, generator)
+    assert kernels.bytes_read(plain.layer, plain.step) == 2 * (SMALL.context - 1) * token
+    packed = kernels.LayerCall(kernels.POLICIES["compact"], SMALL, generator)
+    used = packed.cache.ledger.allocators[2].used - sum(len(j.pages) for j in packed.step.packs)
+    tails = 2 * (SMALL.context - 1) - 128 * used
+    pages = used * packed.layer.formats[2].page_bytes
+    assert used and kernels.bytes_read(packed.layer, packed.step) == pages + tails * token
+
+
+def test_an_error_is_seen() -> None:
+    keys, values, queries = torch.randn(3, 2, 4, 50, 16).unbind()
+    pair = lambda row, heads: (keys[row, heads], values[row, heads])  # noqa: E731
+    asked = queries[:, :, :1]
+    found = torch.nn.functional.scaled_dot_product_attention(asked, keys, values)
+    assert error_of(found, asked, 4, pair) < 1e-6
+    found[1, 3] *= 1.5
+    assert 0.1 < error_of(found, asked, 4, pair) < 0.5
+
+
+def test_kernel_rows_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], generator: torch.Generator
+) -> None:
+    rows = kernels.measure([SMALL], 1e9, HostTimer(), generator)
+    names = [row["name"] for row in rows]
+    assert names[-len(kernels.POLICIES) :] == list(kernels.POLICIES)
+    for row in rows:
+        assert row["floor_share"]["cold"] == pytest.approx(row["bytes"] / 1e3 / row["us"]["cold"])
+        assert row["us"]["graph"] is row["speedup"]["graph"] is row["floor_share"]["graph"] is None
+        assert row["error"] < 1e-2 and row["bounds"] == []
+    path = Record("kernels", "none", "cpu", rows, []).write(tmp_path)
+    capsys.readouterr()
+    kernels._tables(rows)
+    kernels.compare(rows, path)
+    text = capsys.readouterr().out
+    assert "NOT by the decode kernel, but by PyTorch operations: bf16, compact" in text
+    assert "not captured in a graph: compact: no GPU" in text
+    assert text.count("1.000") == len(rows)
+
+
+def test_bounds_are_judged_by_both_measures() -> None:
+    peers = [{"us": {"cold": us, "graph": us / 2}} for us in (300.0, 260.0)]
+    row = {"name": "compact", "bytes": 155_000_000, "us": {"cold": 45.0, "graph": 60.0}}
+    rate(row, peers, bandwidth=4.3e12)
+    floor, speed = check(QWEN_BATCH, row)
+    assert floor["found"]["cold"] == pytest.approx(155e6 / 4.3e12 * 1e6 / 45)
+    assert floor["met"] == {"cold": True, "graph": False}
+    assert speed["found"] == {"cold": pytest.approx(260 / 45), "graph": pytest.approx(130 / 60)}
+    assert verdict(floor["met"]) == "NOT met (graph)"
+    assert verdict({"cold": True, "graph": None}) == "met (graph not measured)"
+    assert verdict({"cold": True, "graph": True}) == "met"
+    assert [bound["least"] for bound in check(QWEN_SHORT, row)] == [2.0]
+    assert check(HEAD_64, row) == []
+    assert {bound.policy for bound in BOUNDS} <= set(kernels.POLICIES)
+    assert all(shape in SHAPES for bound in BOUNDS for shape in bound.shapes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_kernels_need_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main(["--quick"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and re.fullmatch(r"[^\n]*CUDA[^\n]*\n", printed.err)
+
+
+def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = Record("memory", "python -m x", "Some (R) CPU", [{"a": 1.5}], ["note"], {"b": 2})
+    path = record.write(tmp_path / "new")
+    assert path.name == "memory-some-r-cpu.json"
+    assert Record.load(path) == record
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record.date)
+    assert {"oscar_mm", "python", "torch", "transformers"} <= set(record.versions)
+
+
+def test_main_prints_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "SIZES", (1024,))
+    assert memory.main(["--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    [path] = tmp_path.iterdir()
+    record = Record.load(path)
+    assert record.command == f"python -m benchmarks.memory --out {tmp_path}"
+    assert [row["preset"] for row in record.rows] == list(KVPolicy.preset_names())
+    assert all(f"{row['ratio']:.2f}x" in printed for row in record.rows)
+    assert all(note in printed for note in record.notes)
