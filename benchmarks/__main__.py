@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import fidelity, kernels, memory
+from benchmarks import fidelity, kernels, memory, packing
 from benchmarks.record import parser
 
 
@@ -15,9 +15,9 @@ def main(arguments: Sequence[str]) -> int:
     memory.main(arguments)
     fidelity.main(arguments)
     if not torch.cuda.is_available():
-        print("no CUDA device: benchmarks.kernels was not run")
+        print("no CUDA device: benchmarks.kernels and benchmarks.packing were not run")
         return 0
-    return kernels.main(arguments)
+    return kernels.main(arguments) or packing.main(arguments)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+
 import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.ops.kernel import Kernel, architecture
+from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.ops.pack_kernel import kernel_for, pack_by_kernel, takes
+from oscar_mm.ops.packed_attention import SWITCH
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.fit import assign_codes, fit_group
@@ -12,6 +20,11 @@ from oscar_mm.quant.scaling import divide_by_norm, fitted_norm, token_rms
 
 _CHUNK_ELEMENTS = 1 << 22
 """Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""
+_CHECKED_PAGES = 4
+_WORST_SHARE = 0.01
+"""Bytes of the first pages in which a kernel may differ from PyTorch operations."""
+_trusted: dict[Kernel, bool] = {}
+_log = logging.getLogger(__name__)
 
 
 def pack(
@@ -22,6 +35,8 @@ def pack(
     basis: Basis,
 ) -> torch.Tensor:
     """Quantize whole pages.
+
+    On a GPU by csrc/pack.cu, whose first pages are compared with those of PyTorch operations.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE; any
@@ -38,17 +53,28 @@ def pack(
         FloatingPointError: a scale, zero or norm is NaN, infinite or beyond float16 (65504), which
             is so exactly where the input is NaN, infinite or out of range.
     """
-    count, kv_heads, tokens, head_dim = keys.shape
     expected = (page_format.kv_heads, PAGE_TOKENS, page_format.head_dim)
-    if (kv_heads, tokens, head_dim) != expected or values.shape != keys.shape:
+    if tuple(keys.shape[1:]) != expected or values.shape != keys.shape:
         raise ValueError(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)}: "
             f"must both be (pages, {', '.join(map(str, expected))})"
         )
-    pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
-    step = max(1, _CHUNK_ELEMENTS // (kv_heads * tokens * head_dim))
-    for start in range(0, count, step):
-        part = slice(start, start + step)
+    if keys.is_cuda and os.environ.get(SWITCH) != "off":
+        pages = _by_kernel(keys, values, page_format, policy, basis)
+        if pages is not None:
+            return pages
+    return _by_torch(keys, values, page_format, policy, basis)
+
+
+def _by_torch(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_format: PageFormat,
+    policy: KVPolicy,
+    basis: Basis,
+) -> torch.Tensor:
+    pages = torch.zeros(len(keys), page_format.page_bytes, dtype=torch.uint8, device=keys.device)
+    for part in _parts(keys):
         arrays = _packed_keys(basis.keys_in(keys[part]), page_format, policy)
         arrays |= _packed_values(basis.values_in(values[part]), page_format, policy)
         for name, array in arrays.items():
@@ -59,6 +85,49 @@ def pack(
                 "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
             )
     return pages
+
+
+def _by_kernel(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_format: PageFormat,
+    policy: KVPolicy,
+    basis: Basis,
+) -> torch.Tensor | None:
+    """None where the kernel does not take such pages, or is not to be trusted."""
+    if not takes(keys, values, page_format, policy) or architecture(keys.device) is None:
+        return None
+    try:
+        kernel = kernel_for(page_format, policy, basis.rotate, keys.dtype, keys.device)
+    except KernelError as error:
+        _log.warning("packing uses PyTorch operations, which are slow: %s", error)
+        return None
+    if _trusted.get(kernel) is False:
+        return None
+    norms = None
+    if page_format.token_scaling == "shared":
+        rows = [token_rms(basis.balanced(keys[part]), "shared") for part in _parts(keys)]
+        norms = torch.cat(rows).view(len(keys), PAGE_TOKENS)
+    pages = pack_by_kernel(kernel, keys, values, page_format, basis, norms)
+    if kernel not in _trusted:
+        # Single bytes may differ where a value lies between two codes.
+        few = slice(0, _CHECKED_PAGES)
+        expected = _by_torch(keys[few], values[few], page_format, policy, basis)
+        _trusted[kernel] = float((pages[few] != expected).float().mean()) < _WORST_SHARE
+        if not _trusted[kernel]:
+            _log.error(
+                "the pack kernel disagrees with PyTorch operations on %s: it is not used. Please "
+                "report this with the output of `oscar-mm doctor`",
+                keys.device,
+            )
+            return None
+    return pages
+
+
+def _parts(keys: torch.Tensor) -> Iterator[slice]:
+    """Pages at a time."""
+    step = max(1, _CHUNK_ELEMENTS // keys.shape[1:].numel())
+    return (slice(start, start + step) for start in range(0, len(keys), step))
 
 
 def _packed_keys(

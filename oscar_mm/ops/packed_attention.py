@@ -22,8 +22,8 @@ MAX_QUERY_TOKENS = 16
 SWITCH = "OSCAR_MM_KERNELS"
 """Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
 of GPUs before sm_90, on any GPU)."""
-_SHARES = {None: 0, "per_head": 1, "shared": 2}
-_ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+SCALINGS = {None: 0, "per_head": 1, "shared": 2}
+ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 _POINTERS = (
     *("queries", "keys", "values", "output", "pages_a", "pages_b", "blocks", "items", "counts"),
     *("assignments", "sigma", "partials", "arrivals"),
@@ -63,7 +63,7 @@ class Specialization:
         cls, formats: Mapping[int, PageFormat], head_dim: int, rotate: bool, dtype: torch.dtype
     ) -> Specialization | str:
         """For a layer's page formats, or the reason why there is none."""
-        if dtype not in _ELEMENTS:
+        if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
         if head_dim not in (64, 128):
             return f"head_dim is {head_dim}; the kernel takes 64 and 128"
@@ -90,10 +90,10 @@ class Specialization:
             "HEAD_DIM": self.head_dim,
             "KEY_GROUP": self.key_group,
             "VALUE_GROUP": self.value_group,
-            "SCALING": _SHARES[self.token_scaling],
+            "SCALING": SCALINGS[self.token_scaling],
             "BITS_A": self.bits[0],
             "BITS_B": self.bits[1] or 0,
-            "ELEMENT": _ELEMENTS[self.dtype],
+            "ELEMENT": ELEMENTS[self.dtype],
             "ROTATE": int(self.rotate),
             "WARPS": warps,
             "BUFFERS": buffers,

@@ -31,8 +31,12 @@ class Basis:
 
     def keys_in(self, keys: torch.Tensor) -> torch.Tensor:
         """(..., KV heads, tokens, head_dim) any float dtype -> the same shape, float32."""
+        return self._rotated(self.balanced(keys))
+
+    def balanced(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys divided by sigma, not rotated: the same shape, float32, and the same norms."""
         keys = keys.float()
-        return self._rotated(keys if self.sigma is None else keys / self.sigma[:, None])
+        return keys if self.sigma is None else keys / self.sigma[:, None]
 
     def keys_out(self, keys: torch.Tensor) -> torch.Tensor:
         """Inverse of ``keys_in``: float32 to float32."""

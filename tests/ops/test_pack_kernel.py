@@ -1,0 +1,116 @@
+"""The pack kernel against PyTorch operations. The compilation needs no GPU, the rest does."""
+
+import logging
+from itertools import product
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.ops import pack as packing
+from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+from oscar_mm.ops.pack import pack
+from oscar_mm.ops.pack_kernel import PackParams, macros, shared_bytes
+from oscar_mm.ops.packed_attention import SWITCH
+from oscar_mm.quant.basis import Basis
+
+POLICIES = {
+    "compact": KVPolicy.preset("compact"),
+    "oscar": KVPolicy.preset("oscar"),
+    "kivi": KVPolicy.preset("kivi"),
+    "4 bit": KVPolicy(bits=4),
+    "groups of 64": KVPolicy(key_group=64, value_group=64, norm="refit"),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+def test_compiles(arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    import ctypes
+
+    text = (csrc_folder() / "pack.cu").read_text() + (
+        f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n"
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
+    )
+    policy = POLICIES["compact"]
+    page_format = PageFormat.of(policy, 2, 8, 128)
+    made = macros(page_format, policy, True, torch.bfloat16)
+    report = compile_text("pack.cu", text, arch, made).reports["pack"]
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+    assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
+
+
+def states(pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, heads, pages, PAGE_TOKENS, head_dim)
+    keys, values = torch.randn(shape, generator=generator)
+    keys *= torch.randn(heads, pages, PAGE_TOKENS, 1, generator=generator).mul(0.7).exp()
+    keys[..., 3] *= 30
+    keys[0, 0, 5] = 0
+    values[0, 0, 7] = 0
+    # Strided, as pages are when tokens of a layer are regrouped.
+    return tuple(x.to("cuda", dtype).transpose(0, 1) for x in (keys, values))
+
+
+def both(
+    policy: KVPolicy, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, torch.Tensor, PageFormat]:
+    """Pages by the kernel and by PyTorch operations."""
+    keys, values = states(40, 3, head_dim, dtype)
+    bits = policy.bits.text
+    page_format = PageFormat.of(policy, bits, 3, head_dim)
+    sigma = torch.rand(3, head_dim, device="cuda") + 0.5 if policy.balance else None
+    basis = Basis(head_dim, policy.rotate, sigma)
+    monkeypatch.setattr(packing, "_trusted", {})
+    found = pack(keys, values, page_format, policy, basis)
+    assert list(packing._trusted.values()) == [True]
+    monkeypatch.setenv(SWITCH, "off")
+    return found, pack(keys, values, page_format, policy, basis), page_format
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+def test_equals_torch(
+    name: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, expected, page_format = both(POLICIES[name], head_dim, dtype, monkeypatch)
+    for field in page_format.fields:
+        ours, theirs = (page_format.read(x, field).float() for x in (found, expected))
+        # Values between two codes may go either way; where that happens in a round of the least
+        # squares fit, the group's scale and zero follow.
+        if field.endswith("codes"):
+            assert (ours != theirs).float().mean() < 1e-4
+            assert (ours - theirs).abs().max() <= 1
+        else:
+            far = (ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-6
+            assert far.float().mean() < (2e-3 if POLICIES[name].fit == "lsq" else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_no_page_can_hold(side: int, wrong: float) -> None:
+    sides = [x.clone() for x in states(2, 2, 128, torch.bfloat16)]
+    sides[side][1, 1, 77, 99] = wrong
+    policy = POLICIES["compact"]
+    with pytest.raises(FloatingPointError, match="NaN, infinity or numbers beyond"):
+        pack(*sides, PageFormat.of(policy, 2, 2, 128), policy, Basis(128, True))
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_disagrees_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = packing.pack_by_kernel
+    monkeypatch.setattr(packing, "_trusted", {})
+    monkeypatch.setattr(packing, "pack_by_kernel", lambda *a: right(*a).roll(1, dims=1))
+    keys, values = states(3, 2, 128, torch.bfloat16)
+    policy = POLICIES["compact"]
+    page_format = PageFormat.of(policy, 2, 2, 128)
+    with caplog.at_level(logging.ERROR):
+        found = pack(keys, values, page_format, policy, Basis(128, True))
+    assert "disagrees" in caplog.text and list(packing._trusted.values()) == [False]
+    monkeypatch.setenv(SWITCH, "off")
+    assert torch.equal(found, pack(keys, values, page_format, policy, Basis(128, True)))
