@@ -14,7 +14,7 @@ PICTURES := $(foreach round,1 2 3 4 5 6 7 8,$(THREE))
 demo: $(RUN_STAMP)
 	@echo "The model's weights are random, so its words mean nothing; the path is real:" \
 	  "image files -> packed 2-bit cache -> answer -> memory table."
-	@$(BIN)/python -m tests.checkpoints qwen3_vl $(TINY) >/dev/null
+	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -m tests.checkpoints qwen3_vl $(TINY) >/dev/null
 	@HF_HUB_OFFLINE=1 $(BIN)/oscar-mm ask $(PICTURES) --model $(TINY) --dtype bfloat16 \
 	  --prompt "What does the receipt total?" --max-new-tokens 24
 

@@ -4,26 +4,23 @@ import json
 import sys
 import unicodedata
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from oscar_mm.apps import progress
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
 from oscar_mm.media.source import existing_file
 from oscar_mm.policy import KVPolicy
 
-if TYPE_CHECKING:
-    from oscar_mm import OscarVLPipeline
-
 
 def ask(
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")],
     images: Annotated[
-        list[str] | None, typer.Argument(metavar="IMAGE...", help="Image files, in order.")
+        list[str] | None, typer.Argument(metavar="IMAGE", help="Image files, in order.")
     ] = None,
     model: Annotated[
         str | None,
@@ -52,11 +49,14 @@ def ask(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: the best."),
+        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="bfloat16, float16 or float32; default: the model's."),
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
+        ),
     ] = None,
     allow_remote: Annotated[
         bool, typer.Option("--allow-remote", help="Fetch images that are http(s) addresses.")
@@ -84,9 +84,11 @@ def ask(
         top_k=top_k,
         seed=seed,
     )
-    with _status("loading model"):
-        pipe = _load(model, policy=policy, device=device, dtype=dtype)
-    with _status("reading images and prompt"):
+    with progress.loading():
+        from oscar_mm import OscarVLPipeline
+
+        pipe = OscarVLPipeline(model, policy=policy, device=device, dtype=dtype)
+    with progress.prefill(pipe.model):
         stream = pipe.stream(pictures, prompt, videos=video, system=system, **asdict(sampling))
         pieces = iter(stream)
         first = next(pieces, "")
@@ -119,26 +121,6 @@ def _check_request(
         raise InputError("nothing to look at: pass at least one IMAGE or --video FILE")
 
 
-def _load(model: str, **options: Any) -> "OscarVLPipeline":
-    from transformers.utils import logging
-
-    # stdout and stderr are this command's own: progress is shown by _status, errors by the cli.
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    from oscar_mm import OscarVLPipeline
-
-    return OscarVLPipeline(model, **options)
-
-
-def _status(text: str) -> AbstractContextManager[object]:
-    """A spinner on stderr where somebody is looking at it, else nothing."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
-
-
 def _write(first: str, rest: Iterator[str]) -> None:
     for piece in chain([first], rest):
         print(_harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
@@ -162,4 +144,5 @@ def _as_dict(result: Any) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "memory": result.memory.to_dict(),
         "timings": asdict(result.timings),
+        "prompt_tokens": result.prompt_tokens,
     }

@@ -1,4 +1,4 @@
-"""`oscar-mm doctor`: what runs on this machine, and whether packing and video work on it."""
+"""`oscar-mm doctor`: what runs on this machine, and whether packing, video and kernels do."""
 
 import importlib.metadata
 import json

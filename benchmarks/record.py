@@ -92,8 +92,12 @@ class Record:
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """The command line of a run."""
-    return shlex.join(["python", "-m", module, *arguments])
+    """The command line of a run, without ``--out``: that names a folder of one machine."""
+    kept = list(arguments)
+    if "--out" in kept:
+        place = kept.index("--out")
+        del kept[place : place + 2]
+    return shlex.join(["python", "-m", module, *kept])
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Long image, audio and video conversations with a 2-bit KV cache.
+"""Questions about images and videos with a 2-bit KV cache.
 
 Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
 wait for torch.
@@ -9,8 +9,10 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from oscar_mm.answer import Answer
     from oscar_mm.cache.cache import OscarCache
     from oscar_mm.errors import InputError
+    from oscar_mm.media import MediaLimits
     from oscar_mm.memory import MemoryReport
     from oscar_mm.modality import Modality, Span
     from oscar_mm.pipelines import OscarVLPipeline
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
     "InputError",
     "KVPolicy",
+    "MediaLimits",
     "MemoryReport",
     "Modality",
     "OscarCache",
@@ -32,8 +36,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "Answer": "oscar_mm.answer",
     "InputError": "oscar_mm.errors",
     "KVPolicy": "oscar_mm.policy",
+    "MediaLimits": "oscar_mm.media",
     "MemoryReport": "oscar_mm.memory",
     "Modality": "oscar_mm.modality",
     "OscarCache": "oscar_mm.cache.cache",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.modality import PADDING
+from oscar_mm.modality import PADDING, Span, spans_of
 from oscar_mm.prefill import prefill_in_chunks
 from oscar_mm.sampling import Sampling
 
@@ -37,6 +37,11 @@ class Prompt:
         """Tokens of a row, padding included."""
         return self.modalities.shape[1]
 
+    @property
+    def spans(self) -> list[list[Span]]:
+        """Runs of tokens of one modality, for each row."""
+        return [spans_of(row) for row in self.modalities.tolist()]
+
 
 @torch.inference_mode()
 def decode(
@@ -50,8 +55,8 @@ def decode(
 ) -> Iterator[list[int | None]]:
     """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
 
-    The token that ends a row is not given. The cache ends up with the prompt and all tokens given
-    but the last.
+    The token that ends a row is not given. The cache ends up with the prompt and all tokens given,
+    where max_new_tokens or the caller ends the answer without the last.
 
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.

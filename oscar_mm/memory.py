@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 KINDS = ("codes", "scales", "norms", "tails", "tables", "unused")
 _SHARED = "shared"
+_TAILS = "tails: tokens outside of full pages of 128, in the model's dtype"
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class MemoryReport:
         values: key and value elements stored (2 * layers * KV heads * head_dim * tokens).
         by_modality: bytes of "text", "image", "video", "audio", and "shared" (tables, balancing
             vectors and free slots).
-        by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (16-bit blocks: recent
-            tokens, sinks, incomplete pages), "tables" (page tables, token map, balancing vectors),
-            "unused" (free slots of the pools).
+        by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (tokens in the model's
+            dtype: recent ones, sinks, incomplete pages), "tables" (page tables, token map,
+            balancing vectors), "unused" (free slots of the pools).
         tokens: stored tokens by modality, summed over the batch; of shared slots counted once
             for each sequence.
     """
@@ -63,6 +64,8 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """A table of a few lines."""
+        if not self.kv_bytes:
+            return "KV cache: empty"
         per_token = self.bf16_bytes / max(1, sum(self.tokens.values()))
         rows = [("KV cache", "tokens", "held", "in 16 bit", "ratio")]
         for name, held in self.by_modality.items():
@@ -92,7 +95,10 @@ class MemoryReport:
         rule = "-" * len(lines[0])
         kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in self.by_kind.items() if size)
         bits = f"{self.bits_per_value:.2f} bits per value: {kinds}"
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits])
+        mostly_tails = 2 * self.by_kind["tails"] > self.kv_bytes
+        return "\n".join(
+            [lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *[_TAILS] * mostly_tails]
+        )
 
 
 def measure(cache: OscarCache) -> MemoryReport:

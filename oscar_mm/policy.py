@@ -100,7 +100,7 @@ class KVPolicy:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
         """A named policy, with fields changed on request: ``preset("compact", window=128)``."""
-        if name not in _PRESETS:
+        if not isinstance(name, str) or name not in _PRESETS:
             raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}")
         unknown = set(changes) - {field.name for field in fields(cls)}
         if unknown:

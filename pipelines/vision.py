@@ -21,6 +21,7 @@ from oscar_mm.detokenize import Detokenizer
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image, load_video
 from oscar_mm.media.source import describe
+from oscar_mm.modality import Modality
 from oscar_mm.pipelines.loading import load
 from oscar_mm.pipelines.qwen3_vl import Qwen3VL
 from oscar_mm.policy import KVPolicy
@@ -224,9 +225,11 @@ class OscarVLPipeline:
 
     def _check_length(self, prompt: Prompt, max_new_tokens: int) -> None:
         if prompt.tokens + max_new_tokens > self.max_context:
-            media = int((prompt.modalities > 0).sum())
+            media = [span for span in prompt.spans[0] if span.modality is not Modality.TEXT]
+            largest = max((span.length for span in media), default=0)
             raise InputError(
-                f"the prompt has {prompt.tokens} tokens ({media} of media) and max_new_tokens is "
+                f"the prompt has {prompt.tokens} tokens ({sum(span.length for span in media)} of "
+                f"media, at most {largest} for one image or pair of frames) and max_new_tokens is "
                 f"{max_new_tokens}, together over the context of {self.max_context}: give fewer or "
                 "smaller media, a shorter prompt or a smaller max_new_tokens"
             )

@@ -43,12 +43,18 @@ def test_central_invariant(policy: str, prompt: str) -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("policy", ["compact", "oscar"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_heads(policy: str, head_dim: int, group: int) -> None:
     shape = {"head_dim": head_dim, "group": group}
-    cache, _ = filled(policy, random_ids(2, 60, 200, 140), **shape)
+    cache, _ = filled(POLICIES[policy], random_ids(2, 60, 200, 140), **shape)
     for tokens in (1, 5):
         check_chunk(cache, chunk(tokens, tokens, **shape))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_span_of_thousands(policy: str) -> None:
+    cache, _ = filled(POLICIES[policy], random_ids(3, 1, 3000, 2))
+    check_chunk(cache, chunk(5, 2))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,7 +14,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import oscar_mm
-from oscar_mm.apps import ask as ask_module
 from oscar_mm.apps import doctor as doctor_module
 from oscar_mm.cli import app, run
 from oscar_mm.policy import KVPolicy
@@ -61,7 +60,9 @@ def test_json_is_all_there_is(model, picture, capsys) -> None:
     assert run(request(picture, model, "--max-new-tokens", "5", "--json")) == 0
     captured = capsys.readouterr()
     answer = json.loads(captured.out)
-    assert set(answer) == {"text", "token_ids", "finish_reason", "memory", "timings"}
+    assert set(answer) == {
+        *("text", "token_ids", "finish_reason", "memory", "timings", "prompt_tokens")
+    }
     assert 1 <= len(answer["token_ids"]) <= 5
     assert answer["memory"]["kv_bytes"] > 0
     assert answer["timings"]["prefill_s"] > 0
@@ -119,7 +120,7 @@ def a_text_file_named_png(tmp_path: Path) -> str:
         (["PICTURE", "--top-p", "0"], "top_p"),
         (["PICTURE", "--temperature", "-1"], "temperature"),
         (["PICTURE", "--no-such-option"], "--no-such-option"),
-        (["https://example.org/a.png"], "pass allow_remote=True or download the file"),
+        (["https://example.org/a.png"], "(--allow-remote) or download the file"),
     ],
 )
 def test_bad_request(
@@ -167,7 +168,7 @@ def test_unexpected_error_is_one_line_unless_debugging(picture, monkeypatch, cap
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the pages\nran out")
 
-    monkeypatch.setattr(ask_module, "_load", fail)
+    monkeypatch.setattr(oscar_mm, "OscarVLPipeline", fail, raising=False)
     monkeypatch.delenv("OSCAR_MM_DEBUG", raising=False)
     assert run(request(picture, "model")) == 1
     assert "RuntimeError: the pages ran out" in only_line(capsys)
@@ -189,8 +190,8 @@ def test_an_answer_cannot_command_a_terminal(terminal, shown, picture, monkeypat
         def __next__(self) -> str:
             return next(self.pieces)
 
-    pipeline = SimpleNamespace(stream=lambda *_, **__: Stream())
-    monkeypatch.setattr(ask_module, "_load", lambda *_, **__: pipeline)
+    pipeline = SimpleNamespace(stream=lambda *_, **__: Stream(), model=None)
+    monkeypatch.setattr(oscar_mm, "OscarVLPipeline", lambda *_, **__: pipeline, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     assert run(request(picture, "model")) == 0
     assert capsys.readouterr().out == shown

@@ -49,7 +49,7 @@ def test_generate_with_a_padded_batch(reference, attention: str, end: int | None
     inputs = reference.inputs(BATCH)
     assert (inputs["attention_mask"] == 0).any() and not inputs["attention_mask"][:, 0].all()
     reference.model.set_attn_implementation({"text_config": "sdpa"})
-    options = {"max_new_tokens": 24, "eos_token_id": NEVER}
+    options = {"max_new_tokens": 64, "eos_token_id": NEVER}
     plain = reference.generate(inputs, **options)
     if end is None:
         # A token that some rows choose early and others late or never.

@@ -101,18 +101,26 @@ def test_numbers_of_a_report() -> None:
 def test_empty() -> None:
     report = OscarCache().memory()
     assert (report.kv_bytes, report.ratio, report.bits_per_value) == (0, 1.0, 0.0)
-    assert "KV cache" in str(report)
+    assert str(report) == "KV cache: empty"
 
 
 def test_table() -> None:
     cache, _ = filled("oscar", random_ids(0, 100, 2000))
     report = cache.memory()
-    lines = str(report).splitlines()
+    lines = [line for line in str(report).splitlines() if not line.startswith("tails:")]
     assert max(map(len, lines[:-1])) <= 80
     assert any(line.startswith("text") and "100" in line for line in lines)
     assert any("2,000" in line for line in lines)
     assert f"{report.ratio:.2f}x" in lines[-2] and lines[-2].startswith("all")
     assert f"{report.bits_per_value:.2f} bits per value" in lines[-1]
+
+
+def test_table_of_a_short_prompt_says_what_tails_are() -> None:
+    """Its ratio may be below 1, which nobody would understand otherwise."""
+    report = filled("compact", random_ids(0, 100, 50))[0].memory()
+    lines = str(report).splitlines()
+    assert report.ratio < 1 and lines[-1].startswith("tails:")
+    assert "bits per value" in lines[-2]
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,5 @@ def test_of() -> None:
         KVPolicy.of("int2")
     with pytest.raises(InputError, match="not int"):
         KVPolicy.of(2)
+    with pytest.raises(InputError, match="unknown policy"):
+        KVPolicy.preset(["oscar"])

@@ -71,7 +71,8 @@ def read_bytes(source: str | Path, *, allow_remote: bool, limits: MediaLimits, l
         if scheme and scheme[1].lower() in ("http", "https"):
             if not allow_remote:
                 raise InputError(
-                    f"{label}: remote media are off; pass allow_remote=True or download the file"
+                    f"{label}: remote media are off; pass allow_remote=True (--allow-remote) or "
+                    "download the file"
                 )
             return _fetch(source, limits, label)
     path = existing_file(source, label)

@@ -100,6 +100,9 @@ def _as_pages(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None) -> None:
+    for name, tensor in (("k", k), ("v", v), ("q", q)):
+        if not isinstance(tensor, torch.Tensor) and not (name == "q" and q is None):
+            raise InputError(f"roundtrip: {name} must be a tensor, not {type(tensor).__name__}")
     if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
         raise InputError(
             f"roundtrip: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} must both "
