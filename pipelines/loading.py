@@ -89,6 +89,10 @@ def load(
         raise InputError("give device or model_kwargs['device_map'], not both")
     target = None if placed else _device(device)
     options["dtype"] = _dtype(dtype, target)
+    quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
+    if quantized and target is not None:
+        # Weights in few bits cannot be moved once they are made (bitsandbytes).
+        options["device_map"], target = {"": target}, None
     if processor is None:
         processor = _processor(source, shared)
     _check_processor(processor)

@@ -73,9 +73,11 @@ class Qwen3VL(Family):
     def _positions(
         self, inputs: dict[str, torch.Tensor], types: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """(4, 1, tokens) int64 on the CPU. Never the model's own rope_deltas: those are one
+        """(4, 1, tokens) int64 on the CPU.
 
-        number on the model, overwritten by whichever conversation comes next."""
+        Never from the model's own rope_deltas: that is one number on the model, overwritten by
+        whichever request comes next.
+        """
         text = (mask.cumsum(-1) - 1).clamp(min=0)
         grids = {name: inputs[name] for name in _GRIDS if name in inputs}
         if not grids:

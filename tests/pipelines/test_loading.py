@@ -214,3 +214,22 @@ def test_context_of_the_model(qwen3_vl_folder, loaded) -> None:
     assert OscarVLPipeline(loaded).max_context == 65536
     assert OscarVLPipeline(loaded, max_context=10**9).max_context == 65536
     assert OscarVLPipeline(loaded, max_context=100).max_context == 100
+
+
+def test_quantized_weights_are_placed_as_they_are_loaded(qwen3_vl_folder, monkeypatch) -> None:
+    """They cannot be moved afterwards: bitsandbytes raises where a model is sent to a device."""
+    load = AutoModelForImageTextToText.from_pretrained
+    seen: dict[str, Any] = {}
+
+    def fake(source: str, **options: Any) -> Any:
+        seen.update(options)
+        options.pop("quantization_config")
+        model = load(source, **options)
+        model.to = None
+        return model
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", fake)
+    OscarVLPipeline(
+        qwen3_vl_folder, device="cpu", model_kwargs={"quantization_config": {"bits": 4}}
+    )
+    assert seen["device_map"] == {"": torch.device("cpu")}
