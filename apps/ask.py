@@ -84,10 +84,10 @@ def ask(
         top_k=top_k,
         seed=seed,
     )
-    with progress.loading():
-        from oscar_mm import OscarVLPipeline
+    progress.on_loading()
+    from oscar_mm import OscarVLPipeline  # brings transformers' models, slow to import
 
-        pipe = OscarVLPipeline(model, policy=policy, device=device, dtype=dtype)
+    pipe = OscarVLPipeline(model, policy=policy, device=device, dtype=dtype)
     with progress.prefill(pipe.model):
         stream = pipe.stream(pictures, prompt, videos=video, system=system, **asdict(sampling))
         pieces = iter(stream)

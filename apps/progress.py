@@ -3,27 +3,22 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from typing import Any
 
 
-@contextmanager
-def loading() -> Iterator[None]:
-    """Transformers' own bar over the weights; nothing if stderr is no terminal."""
+def on_loading() -> None:
+    """From now on transformers' own bar over the weights; nothing if stderr is no terminal."""
     from transformers.utils import logging
 
     # stdout and stderr are the command's own: errors are shown by the command line.
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    yield
 
 
 @contextmanager
 def prefill(model: Any) -> Iterator[None]:
-    """A bar over the decoder's layers during the first forward pass; see ``loading``.
+    """A bar over the decoder's layers during the first forward pass, on a terminal.
 
     Args:
         model: a model of transformers that generates.
@@ -31,8 +26,11 @@ def prefill(model: Any) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     layers = model.get_decoder().layers
-    with _bar() as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading images and prompt", total=len(layers))
 
         def advance(*_: object) -> None:
@@ -44,10 +42,3 @@ def prefill(model: Any) -> Iterator[None]:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _bar() -> "Progress":
-    from rich.console import Console
-    from rich.progress import Progress
-
-    return Progress(console=Console(stderr=True), transient=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -46,14 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, policy in POLICIES.items():
         page_format = PageFormat.of(policy, policy.bits.text, KV_HEADS, HEAD_DIM)
         basis = Basis(HEAD_DIM, policy.rotate)
-
-        def call(
-            page_format: PageFormat = page_format,
-            policy: KVPolicy = policy,
-            basis: Basis = basis,
-        ) -> torch.Tensor:
-            return pack(keys, values, page_format, policy, basis)
-
+        call = partial(pack, keys, values, page_format, policy, basis)
         moved = keys.nbytes + values.nbytes + call().nbytes
         floor = moved / bandwidth * 1e6
         found = timer.cold(call)

@@ -5,7 +5,8 @@
 // same in PyTorch, and the arithmetic follows it operation by operation where order matters).
 //
 // Compiled with, besides page.cuh's: CODE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE, FIT (0
-// min-max, 1 least squares), NORM_FIT (0 plain, 1 refit, 2 unbiased).
+// min-max, 1 least squares), LSQ_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0 plain, 1 refit,
+// 2 unbiased).
 
 #include "hadamard.cuh"
 #include "page.cuh"
@@ -13,8 +14,6 @@
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int STEPS = (1 << CODE_BITS) - 1;
-constexpr float LSQ_START = CODE_BITS == 2 ? 0.75f : 0.95f;
-constexpr int LSQ_ROUNDS = 3;
 // Floats and codes of a row: no bank conflicts along rows or columns.
 constexpr int STRIDE = HEAD_DIM + 1;
 constexpr int CODE_STRIDE = HEAD_DIM + 4;
@@ -122,6 +121,12 @@ __device__ int in_fragments(int index) {
   return index - within + within / 2 % 4 * 8 + within / 16 * 4 + within / 8 % 2 * 2 + within % 2;
 }
 
+// Place of a token's norm: in a run of 64 tokens group, tile % 4, half (cache/fragments.py).
+__device__ int norm_place(int token) {
+  const int within = token % 64;
+  return token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;
+}
+
 // Words of codes in fragment order, from the codes of shared memory.
 template <bool VALUES>
 __device__ void write_codes(const Shared& shared, uint8_t* target) {
@@ -201,8 +206,8 @@ __device__ void pack_keys(Shared& shared, const Params& params, uint8_t* page, i
 #pragma unroll 8
       for (int channel = 0; channel < HEAD_DIM; ++channel) {
         const float x = shared.x[token * STRIDE + channel];
-        const float coded = shared.codes[token * CODE_STRIDE + channel] * shared.scales[row + channel] +
-                            shared.zeros[row + channel];
+        const uint8_t code = shared.codes[token * CODE_STRIDE + channel];
+        const float coded = code * shared.scales[row + channel] + shared.zeros[row + channel];
         overlap += x * coded;
         squares += NORM_FIT == 2 ? x * x : coded * coded;
       }
@@ -210,9 +215,8 @@ __device__ void pack_keys(Shared& shared, const Params& params, uint8_t* page, i
       if (!(overlap > 0.0f) || !isfinite(fitted)) fitted = norm;
       fitted = fminf(fmaxf(fitted, norm / 2), norm * 2);
     }
-    const int within = token % 64;
-    const int place = token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;
-    reinterpret_cast<__half*>(page + P::norms)[place] = __float2half_rn(as_half(fitted, bad));
+    reinterpret_cast<__half*>(page + P::norms)[norm_place(token)] =
+        __float2half_rn(as_half(fitted, bad));
   }
 }
 
@@ -254,11 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant
   __syncthreads();
   pack_values(shared, page, bad);
   if (SCALING == 2 && head == 0)
-    for (int token = threadIdx.x; token < PAGE_TOKENS; token += THREADS) {
-      const int within = token % 64;
-      const int place = token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;
-      reinterpret_cast<__half*>(whole + params.kv_heads * P::head_bytes)[place] =
+    for (int token = threadIdx.x; token < PAGE_TOKENS; token += THREADS)
+      reinterpret_cast<__half*>(whole + params.kv_heads * P::head_bytes)[norm_place(token)] =
           __float2half_rn(shared.norms[token]);
-    }
   if (bad) *params.bad = 1;
 }

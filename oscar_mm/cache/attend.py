@@ -88,10 +88,14 @@ def _by_kernel(
     output = kernel(
         queries, keys, values, scaling, pages, layer.blocks.storage, layer.sigma, tables
     )
-    if step.real is not None:
-        present = torch.tensor([len(real) > 0 for real in step.real], device=layer.device)
-        output = output * present.view(-1, 1, 1, 1)
-    return output
+    if step.real is None:
+        return output
+
+    def rows_that_go_on() -> torch.Tensor:
+        present = [len(real) > 0 for real in step.real]
+        return torch.tensor(present, device=layer.device).view(-1, 1, 1, 1)
+
+    return output * step.once(("rows that go on", layer.device), rows_that_go_on)
 
 
 def _attend_rows(

@@ -8,6 +8,8 @@ is the cheapest call from Python, and it is captured by CUDA graphs of torch.
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,15 @@ import torch
 
 from oscar_mm.ops.nvrtc import KernelError, Report, compile_kernel, not_installed
 
+SWITCH = "OSCAR_MM_KERNELS"
+"""Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
+of GPUs before sm_90, on any GPU)."""
+SCALINGS = {None: 0, "per_head": 1, "shared": 2}
+"""Token scaling as the kernels' macro SCALING."""
+ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+"""Dtypes of keys and values that the kernels take, as their macro ELEMENT."""
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
 _ARCHITECTURES = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -28,6 +39,19 @@ _ARCHITECTURES = {
 }
 _kernels: dict[tuple[object, ...], Kernel] = {}
 _loading = threading.Lock()
+
+
+def switched_off() -> bool:
+    """Whether the user wants PyTorch operations instead of kernels."""
+    return os.environ.get(SWITCH) == "off"
+
+
+def tell_once(what: str, reason: str) -> None:
+    """Log why an operation is not done by its kernel, once for each reason."""
+    message = f"{what} uses PyTorch operations, which are slow: {reason}"
+    if message not in _told:
+        _told.add(message)
+        _log.warning(message)
 
 
 def architecture(device: torch.device) -> str | None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 
 import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.kernel import Kernel, architecture
-from oscar_mm.ops.nvrtc import KernelError
-from oscar_mm.ops.pack_kernel import kernel_for, pack_by_kernel, takes
-from oscar_mm.ops.packed_attention import SWITCH
+from oscar_mm.ops.kernel import Kernel, switched_off
+from oscar_mm.ops.pack_kernel import NOT_STORABLE, kernel_for, pack_by_kernel, takes
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.fit import assign_codes, fit_group
@@ -59,7 +56,7 @@ def pack(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)}: "
             f"must both be (pages, {', '.join(map(str, expected))})"
         )
-    if keys.is_cuda and os.environ.get(SWITCH) != "off":
+    if keys.is_cuda and not switched_off():
         pages = _by_kernel(keys, values, page_format, policy, basis)
         if pages is not None:
             return pages
@@ -81,9 +78,7 @@ def _by_torch(
             page_format.write(pages[part], name, array)
         finite = [x.half().isfinite().all() for name, x in arrays.items() if "codes" not in name]
         if not bool(torch.stack(finite).all()):
-            raise FloatingPointError(
-                "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
-            )
+            raise FloatingPointError(NOT_STORABLE)
     return pages
 
 
@@ -95,14 +90,10 @@ def _by_kernel(
     basis: Basis,
 ) -> torch.Tensor | None:
     """None where the kernel does not take such pages, or is not to be trusted."""
-    if not takes(keys, values, page_format, policy) or architecture(keys.device) is None:
+    if not takes(keys, values, page_format, policy):
         return None
-    try:
-        kernel = kernel_for(page_format, policy, basis.rotate, keys.dtype, keys.device)
-    except KernelError as error:
-        _log.warning("packing uses PyTorch operations, which are slow: %s", error)
-        return None
-    if _trusted.get(kernel) is False:
+    kernel = kernel_for(page_format, policy, basis.rotate, keys.dtype, keys.device)
+    if kernel is None or _trusted.get(kernel) is False:
         return None
     norms = None
     if page_format.token_scaling == "shared":

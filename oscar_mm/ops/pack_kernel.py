@@ -6,18 +6,21 @@ The host side of ``csrc/pack.cu``. ``oscar_mm.ops.pack`` decides when it is used
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.kernel import Kernel, load_kernel
-from oscar_mm.ops.packed_attention import ELEMENTS, SCALINGS
+from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, load_kernel, tell_once
+from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.fit import LSQ_ROUNDS, LSQ_START
 
 _THREADS = 128
 _FITS = {"minmax": 0, "lsq": 1}
 _NORMS = {"plain": 0, "refit": 1, "unbiased": 2}
+NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
 _POINTERS = ("keys", "values", "pages", "sigma", "norms", "bad")
 
 
@@ -52,6 +55,8 @@ def macros(
         "ELEMENT": ELEMENTS[dtype],
         "ROTATE": int(rotate),
         "FIT": _FITS[policy.fit],
+        "LSQ_START": f"{LSQ_START[page_format.bits]}f",
+        "LSQ_ROUNDS": LSQ_ROUNDS,
         "NORM_FIT": _NORMS[policy.norm],
     }
 
@@ -69,19 +74,24 @@ def takes(
     return page_format.in_fragments and keys.dtype in ELEMENTS and contiguous and not shared_fit
 
 
+@lru_cache(maxsize=64)
 def kernel_for(
     page_format: PageFormat,
     policy: KVPolicy,
     rotate: bool,
     dtype: torch.dtype,
     device: torch.device,
-) -> Kernel:
+) -> Kernel | None:
     """The kernel of a specialization, compiled when first asked for.
 
-    Raises:
-        KernelError: it cannot be compiled, or the device cannot run it.
+    None where it cannot be compiled or the device cannot run it: tried and logged once, because
+    every layer asks at every page.
     """
-    return load_kernel("pack.cu", macros(page_format, policy, rotate, dtype), device)
+    try:
+        return load_kernel("pack.cu", macros(page_format, policy, rotate, dtype), device)
+    except KernelError as error:
+        tell_once("packing", str(error))
+        return None
 
 
 def pack_by_kernel(
@@ -121,7 +131,5 @@ def pack_by_kernel(
         torch.cuda.current_stream(keys.device).cuda_stream,
     )
     if bool(bad):
-        raise FloatingPointError(
-            "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
-        )
+        raise FloatingPointError(NOT_STORABLE)
     return pages

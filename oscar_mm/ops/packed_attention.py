@@ -6,31 +6,33 @@ The host side of ``csrc/decode.cu``: which specialization, its parameters, the l
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from oscar_mm.cache.layout import PageFormat
+from oscar_mm.cache.fragments import KERNEL_HEAD_DIMS
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.tables import COLUMNS, Tables
-from oscar_mm.ops.kernel import Kernel, architecture, load_kernel
+from oscar_mm.ops.kernel import (
+    ELEMENTS,
+    SCALINGS,
+    SWITCH,
+    Kernel,
+    architecture,
+    load_kernel,
+    switched_off,
+    tell_once,
+)
 from oscar_mm.ops.nvrtc import KernelError
 
 MAX_QUERY_TOKENS = 16
-SWITCH = "OSCAR_MM_KERNELS"
-"""Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
-of GPUs before sm_90, on any GPU)."""
-SCALINGS = {None: 0, "per_head": 1, "shared": 2}
-ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 _POINTERS = (
     *("queries", "keys", "values", "output", "pages_a", "pages_b", "blocks", "items", "counts"),
     *("assignments", "sigma", "partials", "arrivals"),
 )
 _INTS = ("batch", "kv_heads", "group", "tokens", "item_stride", "sigma_rows")
-_log = logging.getLogger(__name__)
-_told: set[str] = set()
 
 
 class Params(ctypes.Structure):
@@ -65,10 +67,12 @@ class Specialization:
         """For a layer's page formats, or the reason why there is none."""
         if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
-        if head_dim not in (64, 128):
-            return f"head_dim is {head_dim}; the kernel takes 64 and 128"
-        if not formats:  # everything in 16 bit: blocks only
-            return cls(head_dim, (2, None), 128, head_dim, None, False, dtype, 0)
+        if head_dim not in KERNEL_HEAD_DIMS:
+            return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
+        if not formats:
+            # Everything is in 16 bit. The kernel knows of some page that it will never see.
+            unseen = PageFormat(2, 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
+            return cls.of({2: unseen}, head_dim, False, dtype)
         if not all(page_format.in_fragments for page_format in formats.values()):
             return "keys are quantized per token; the kernel takes key_axis 'channel'"
         any_format = next(iter(formats.values()))
@@ -102,8 +106,7 @@ class Specialization:
 
     def shared_bytes(self, warps: int, buffers: int) -> int:
         """``sizeof(Shared)`` of csrc/decode.cu."""
-        buffer = self.head_bytes + (256 if self.token_scaling == "shared" else 0)
-        buffer = max(buffer, _no_page_bytes(self.head_dim) if not self.head_bytes else 0)
+        buffer = self.head_bytes + (2 * PAGE_TOKENS if self.token_scaling == "shared" else 0)
         size = buffers * _aligned(buffer, 128)
         size = _aligned(size, 16) + -(-warps // 2) * COLUMNS * (self.head_dim + 3) * 4
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
@@ -218,7 +221,7 @@ class PackedAttention:
         return arrivals
 
 
-_made: dict[tuple[Specialization, torch.device, str], PackedAttention | None] = {}
+_made: dict[tuple[Specialization, torch.device, str | None], PackedAttention | None] = {}
 
 
 def packed_attention(
@@ -229,26 +232,20 @@ def packed_attention(
     device: torch.device,
 ) -> PackedAttention | None:
     """The kernel for a layer; None, with the reason once in the log, for PyTorch operations."""
-    if device.type != "cuda" or (switch := os.environ.get(SWITCH, "auto")) == "off":
+    if device.type != "cuda" or switched_off():
         return None
     specialization = Specialization.of(formats, head_dim, rotate, dtype)
     if isinstance(specialization, str):
-        _tell(specialization)
+        tell_once("decode attention", specialization)
         return None
-    key = (specialization, device, switch)
+    key = (specialization, device, os.environ.get(SWITCH))
     if key not in _made:
         try:
             _made[key] = PackedAttention(specialization, device)
         except KernelError as error:
-            _tell(str(error))
+            tell_once("decode attention", str(error))
             _made[key] = None
     return _made[key]
-
-
-def _tell(reason: str) -> None:
-    if reason not in _told:
-        _told.add(reason)
-        _log.warning("decode attention uses PyTorch operations, which are slow: %s", reason)
 
 
 def _in_rows(states: torch.Tensor) -> torch.Tensor:
@@ -259,12 +256,6 @@ def _in_rows(states: torch.Tensor) -> torch.Tensor:
         if aligned and states.stride(3) == 1 and states.data_ptr() % 16 == 0
         else (states.contiguous())
     )
-
-
-def _no_page_bytes(head_dim: int) -> int:
-    """Buffer of the specialization without pages: csrc/decode.cu takes 2 bits, groups of a page."""
-    codes = 2 * 128 * head_dim * 2 // 8
-    return codes + 2 * head_dim * 2 + 2 * 128 * 2
 
 
 def _aligned(size: int, unit: int) -> int:

@@ -8,11 +8,13 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.ops import kernel as kernel_module
 from oscar_mm.ops import pack as packing
-from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+from oscar_mm.ops import pack_kernel
+from oscar_mm.ops.kernel import SWITCH
+from oscar_mm.ops.nvrtc import KernelError, compile_text, csrc_folder
 from oscar_mm.ops.pack import pack
 from oscar_mm.ops.pack_kernel import PackParams, macros, shared_bytes
-from oscar_mm.ops.packed_attention import SWITCH
 from oscar_mm.quant.basis import Basis
 
 POLICIES = {
@@ -39,6 +41,27 @@ def test_compiles(arch: str) -> None:
     report = compile_text("pack.cu", text, arch, made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
+
+
+def test_a_kernel_that_cannot_be_made_is_tried_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def refuse(*arguments: object) -> None:
+        tried.append(arguments)
+        raise KernelError("no compiler today")
+
+    monkeypatch.setattr(pack_kernel, "load_kernel", refuse)
+    monkeypatch.setattr(kernel_module, "_told", set())
+    policy = POLICIES["compact"]
+    asked = (PageFormat.of(policy, 2, 8, 128), policy, True, torch.float16, torch.device("cpu"))
+    pack_kernel.kernel_for.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert [pack_kernel.kernel_for(*asked) for _ in range(3)] == [None] * 3
+    pack_kernel.kernel_for.cache_clear()
+    assert len(tried) == 1
+    assert caplog.text.count("packing uses PyTorch operations, which are slow: no compiler") == 1
 
 
 def states(pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
