@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +32,11 @@ ERROR_BOUND = {2: 0.66, 4: 0.14, 16: 0.003}
 # Scales, zeros and norms on top of the codes: 32 bits a group of 32, and 16 bits a key.
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
-BY_KERNEL = "CUDA kernel over packed pages (decode), PyTorch operations (prompts)"
+BY_KERNEL = "CUDA kernels over packed pages"
+NO_KERNELS = (
+    "none run here; on an NVIDIA GPU of capability 8.0 or more, append, decode, pack and unpack "
+    "are compared with PyTorch operations and timed"
+)
 SHAPE = (1, 4, 512, 128)
 CLIP_FRAMES = 8
 CLIP_FPS = 4
@@ -57,7 +62,7 @@ def doctor(
     for device in devices:
         checks += [_roundtrip_check(name, device["name"]) for name in KVPolicy.preset_names()]
         if device["attention"] == BY_KERNEL:
-            checks.append(_kernel_check(device["name"]))
+            checks += _kernel_checks(device["name"])
     healthy = all(check.ok for check in checks)
     report = {
         "versions": _versions(),
@@ -101,7 +106,7 @@ def _devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
-    from oscar_mm.ops.kernel import architecture
+    from oscar_mm.ops.kernel import architecture, switched_off
 
     memory = psutil.virtual_memory()
     devices = [
@@ -115,13 +120,14 @@ def _devices() -> list[dict[str, Any]]:
     ]
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
+        by_kernel = architecture(torch.device("cuda", index)) and not switched_off()
         devices.append(
             {
                 "name": f"cuda:{index}",
                 "model": torch.cuda.get_device_name(index),
                 "total_bytes": total,
                 "free_bytes": free,
-                "attention": BY_KERNEL if architecture(torch.device("cuda", index)) else BY_TORCH,
+                "attention": BY_KERNEL if by_kernel else BY_TORCH,
             }
         )
     return devices
@@ -212,32 +218,38 @@ def _roundtrip_check(preset: str, device: str) -> Check:
     return _tried(f"roundtrip {preset} on {device}", trial)
 
 
-def _kernel_check(device: str) -> Check:
-    """The decode kernel against PyTorch operations, as at the first use of a pipeline."""
+def _kernel_checks(device: str) -> list[Check]:
+    """Each operation's kernel against PyTorch operations, and its speed beside a plain copy."""
+    import torch
 
-    def trial() -> tuple[bool, str]:
-        import numpy as np
-        import torch
+    from oscar_mm.apps import kernels
 
-        from oscar_mm import OscarCache
-        from oscar_mm.cache.attend import attend_stored
+    place = torch.device(device)
+    speeds: list[float] = []
 
-        generator = torch.Generator().manual_seed(0)
+    def copy() -> tuple[bool, str]:
+        speeds.append(kernels.copy_speed(place))
+        return True, f"{speeds[0] / 1e9:.0f} GB/s read and written"
 
-        def normal(heads: int, tokens: int) -> torch.Tensor:
-            shape = (1, heads, tokens, 128)
-            return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+    def kernel(operation: str) -> tuple[bool, str]:
+        verdict = kernels.checked(operation, place)
+        far = f"off by {verdict.disagreement:.2g}, at most {verdict.bound:g} is right"
+        if not verdict.agrees:
+            return False, f"disagrees with PyTorch operations ({far}): it is not used"
+        job = kernels.job(operation, place)
+        seconds = kernels.seconds_of(job.call, place)
+        speed = job.moved / seconds
+        share = "".join(f", {speed / copied:.0%} of a copy" for copied in speeds)
+        timed = f"{seconds * 1e6:.1f} us, {speed / 1e9:.0f} GB/s{share}"
+        return True, f"agrees with PyTorch operations ({far}), {timed}"
 
-        cache = OscarCache("compact")
-        cache.update(normal(2, 1000), normal(2, 1000), 0)
-        layer, step = cache.layers[0], cache.ledger.advance(np.zeros((1, 1), np.int8))
-        if layer.kernel is None:
-            return False, "not available; the log says why"
-        attend_stored(layer, normal(8, 1), normal(2, 1), normal(2, 1), 128**-0.5, step)
-        agrees = bool(layer.kernel.trusted)
-        return agrees, "agrees with PyTorch operations" if agrees else "disagrees: it is not used"
-
-    return _tried(f"decode kernel on {device}", trial)
+    return [
+        _tried(f"copy on {device}", copy),
+        *(
+            _tried(f"{name} kernel on {device}", partial(kernel, name))
+            for name in kernels.OPERATIONS
+        ),
+    ]
 
 
 def _relative_error(found: "torch.Tensor", wanted: "torch.Tensor") -> float:
@@ -264,6 +276,9 @@ def _as_text(report: dict[str, Any]) -> str:
         else:
             state = "present"
         lines.append(f"  {extra:<13} {state}")
+    if all(device["attention"] == BY_TORCH for device in report["devices"]):
+        lines.append("kernels")
+        lines.append(f"  {NO_KERNELS}")
     lines.append("checks")
     for check in report["checks"]:
         lines.append(f"  {'ok' if check['ok'] else 'FAILED':<7} {check['name']}: {check['detail']}")

@@ -6,7 +6,7 @@ import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.ledger import Step
+from oscar_mm.cache.step import Step
 from oscar_mm.modality import Modality
 
 _ROUND, _ROUND_TEXT = 512, 64

@@ -8,7 +8,7 @@ import torch
 
 from oscar_mm.cache.layer import OscarLayer, joined
 from oscar_mm.cache.layout import BLOCK_TOKENS
-from oscar_mm.cache.ledger import Sequence
+from oscar_mm.cache.sequence import Sequence
 from oscar_mm.ops.unpack import unpack
 
 _BLOCKS_AT_ONCE = 256

@@ -107,11 +107,12 @@ struct GroupQuery {
 constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
 
 // unit: what a score in units of codes and normalized queries is to be multiplied by, in log2.
+// Tokens [start, stop) are in use.
 template <int BITS>
 __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
                                             const uint8_t* norms,
                                             const uint32_t (&query)[KSTEPS][2], float unit,
-                                            int tokens, int lane) {
+                                            int start, int stop, int lane) {
   using P = Page<BITS>;
   constexpr uint32_t ONES = 0x3c003c00;
   constexpr int GROUP_TILES = KEY_GROUP / TILE;
@@ -149,14 +150,15 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
         scores[i][2] *= norm.y, scores[i][3] *= norm.y;
       }
     }
-    if (tokens < PAGE_TOKENS) {
+    if (stop - start < PAGE_TOKENS) {
       asm volatile("");  // a branch, not selects in every page
 #pragma unroll
       for (int i = 0; i < PART_TILES; ++i)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          if ((part * PART_TILES + i) * TILE + group + (c & 2) * 4 >= tokens)
-            scores[i][c] = -INFINITY;
+        for (int c = 0; c < 4; ++c) {
+          const int token = (part * PART_TILES + i) * TILE + group + (c & 2) * 4;
+          if (token < start || token >= stop) scores[i][c] = -INFINITY;
+        }
     }
     float next[2] = {-INFINITY, -INFINITY};
 #pragma unroll

@@ -115,7 +115,7 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
     const uint32_t turn = taken + i;
     const int buffer = turn % BUFFERS;
     const uint8_t* rows = shared.buffers[buffer];
-    const int tokens = entry.y & 0xffff;
+    const int stop = entry.y & 0xff, start = entry.y >> 8 & 0xff;
     // Warps run ahead of each other: a barrier's parity alone could be that of two turns before.
     while (load_acquire(&shared.holds[buffer]) != turn) {
     }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
 #pragma unroll
         for (int c = 0; c < 2; ++c)
           visible[c] = (part.column_tile * COLUMNS + 2 * (lane & 3) + c) / params.group + 1;
-      attend_block(state, rows, tokens, shared.plain, params.scaling * LOG2E, visible, lane);
+      attend_block(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
       // Unless the warp's next item is such a one too, its output goes over to the units of pages.
       if (item + WARPS > part.halves || item + WARPS >= run.last)
         settle_blocks<BITS_A>(state, lane);
@@ -145,10 +145,10 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
       }
       const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
       if (!HAS_B || !second) {
-        attend_page<BITS_A>(state, rows, norms, query, unit, tokens, lane);
+        attend_page<BITS_A>(state, rows, norms, query, unit, start, stop, lane);
       } else if constexpr (HAS_B) {
         if constexpr (SCALING == 1) norms = rows + PageB::norms;
-        attend_page<BITS_B>(state, rows, norms, query, unit, tokens, lane);
+        attend_page<BITS_B>(state, rows, norms, query, unit, start, stop, lane);
       }
     }
     __syncwarp();

@@ -51,8 +51,8 @@ __device__ __forceinline__ T read(const T* source) {
     return *source;
 }
 
-// Sum of up to 32 records at a time, `stride` floats apart, in their order. All of a batch's loads
-// are independent: first each lane takes one record's maximum and sum, then all take the outputs.
+// Sum of some records at a time, `stride` floats apart, in their order. All of their loads are
+// independent: each lane takes one record's maximum and sum, and all take the outputs.
 struct Column {
   float x[PER_LANE];
   float total, maximum;
@@ -63,13 +63,19 @@ struct Column {
     for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
   }
 
-  template <bool GLOBAL>
+  // AT_ONCE: at least `count`, at most 32.
+  template <bool GLOBAL, int AT_ONCE>
   __device__ __forceinline__ void add(const float* records, int stride, int count, int lane) {
-    float top = -INFINITY, sum = 0.0f;
+    float top = -INFINITY, sum = 0.0f, rows[AT_ONCE][PER_LANE];
     if (lane < count) {
       sum = read<GLOBAL>(records + lane * stride + HEAD_DIM);
       top = read<GLOBAL>(records + lane * stride + HEAD_DIM + 1);
     }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+      for (int j = 0; j < PER_LANE; ++j)
+        rows[i][j] = i < count ? read<GLOBAL>(records + i * stride + channel_of(j, lane)) : 0.0f;
     float next = fmaxf(top, maximum);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
@@ -82,12 +88,11 @@ struct Column {
     maximum = next;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) x[i] *= before;
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
       const float factor = __shfl_sync(~0u, mine, i);
 #pragma unroll
-      for (int j = 0; j < PER_LANE; ++j)
-        x[j] = fmaf(factor, read<GLOBAL>(records + i * stride + channel_of(j, lane)), x[j]);
+      for (int j = 0; j < PER_LANE; ++j) x[j] = fmaf(factor, rows[i][j], x[j]);
     }
   }
 };
@@ -123,11 +128,11 @@ __device__ __forceinline__ void finish_segment(const Params& params, Shared& sha
     first = part.worker(part.start);
     parts = part.worker(part.start + part.items() - 1) - first + 1;
   }
-  constexpr int PART = COLUMNS * RECORD;
+  constexpr int PART = COLUMNS * RECORD, AT_ONCE = 24;
   Column sum;
   for (int column = warp; column < COLUMNS; column += WARPS) {
     sum.clear();
-    sum.add<false>(shared.merge[0][column], PART, SLOTS, lane);
+    sum.add<false, SLOTS>(shared.merge[0][column], PART, SLOTS, lane);
     if (parts == 1) {
       write_column(params, part, column, sum.x, sum.total, lane);
       continue;
@@ -140,20 +145,25 @@ __device__ __forceinline__ void finish_segment(const Params& params, Shared& sha
     if (lane == 0) record[HEAD_DIM] = sum.total, record[HEAD_DIM + 1] = sum.maximum;
   }
   if (parts == 1) return;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0)
-    shared.is_last = atomicAdd(&params.arrivals[part.index], 1) == parts - 1;
+  if (threadIdx.x == 0) {
+    // Takes along what the whole thread block wrote before the barrier.
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(params.arrivals + part.index)
+                 : "memory");
+    shared.is_last = before == parts - 1;
+  }
   __syncthreads();
   if (!shared.is_last) return;
-  __threadfence();
   if (threadIdx.x == 0) params.arrivals[part.index] = 0;
   const float* records = params.partials + static_cast<int64_t>(part.index + first) * PART;
   for (int column = warp; column < COLUMNS; column += WARPS) {
     sum.clear();
-    for (int done = 0; done < parts; done += 32)
-      sum.add<true>(records + static_cast<int64_t>(done) * PART + column * RECORD, PART,
-              min(parts - done, 32), lane);
+    for (int done = 0; done < parts; done += AT_ONCE)
+      sum.add<true, AT_ONCE>(records + static_cast<int64_t>(done) * PART + column * RECORD, PART,
+                             min(parts - done, AT_ONCE), lane);
     write_column(params, part, column, sum.x, sum.total, lane);
   }
 }

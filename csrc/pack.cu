@@ -1,265 +1,355 @@
-// pack: whole pages of 16-bit keys and values -> page bytes. A thread block per page and KV head.
+// pack: 16-bit keys and values -> page bytes. A thread block per page and KV head.
 //
 // Keys are balanced, rotated, divided by their norm and fitted per channel over a group of tokens;
 // values are rotated and fitted per token over a group of channels (oscar_mm/ops/pack.py says the
-// same in PyTorch, and the arithmetic follows it operation by operation where order matters).
+// same in PyTorch). Both stay in registers from the rotation to the codes: the rotation is a matrix
+// product on the tensor cores, exact because its other factor is +-1 (over a sigma whose reciprocal
+// has 8 bits, quant/balance.py), and its accumulators are the lines of fit.cuh. Of keys a warp has
+// 16 channels of all tokens, of values all channels of 16 tokens.
 //
 // Compiled with, besides page.cuh's: CODE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE, FIT (0
-// min-max, 1 least squares), LSQ_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0 plain, 1 refit,
-// 2 unbiased).
+// min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0
+// plain, 1 refit, 2 unbiased).
 
-#include "hadamard.cuh"
-#include "page.cuh"
+#include "fit.cuh"
+#include "rotate.cuh"
+#include "rows.cuh"
 
-constexpr int THREADS = 128;
-constexpr int WARPS = THREADS / 32;
-constexpr int STEPS = (1 << CODE_BITS) - 1;
-// Floats and codes of a row: no bank conflicts along rows or columns.
-constexpr int STRIDE = HEAD_DIM + 1;
-constexpr int CODE_STRIDE = HEAD_DIM + 4;
+constexpr int THREADS = HEAD_DIM * 2;
+static_assert(THREADS >= PAGE_TOKENS, "a thread for every token");
+constexpr int WARPS = THREADS / 32;  // one for every 16 channels
 using P = Page<CODE_BITS>;
 
 struct Params {
-  const ELEMENT* keys;  // (pages, KV heads, 128, HEAD_DIM), strides in elements
+  const ELEMENT* keys;    // (batch, KV heads, tokens, HEAD_DIM), strides in elements
   const ELEMENT* values;
-  uint8_t* pages;       // (pages, page_bytes)
-  const float* sigma;   // (KV heads or 1, HEAD_DIM) or null
-  const float* norms;   // (pages, 128): shared norms, made before; null with other scaling
-  int* bad;             // set to 1 where a scale, zero or norm is no finite float16
+  const ELEMENT* blocks;  // (slots, 2, KV heads, 32, HEAD_DIM)
+  const int* source;      // (jobs, 128): token of keys and values, or ~(32 * block + place)
+  const int* rows;        // (jobs): row of the batch
+  const int* slots;       // (jobs): where the page goes; below 0: nothing to do
+  uint8_t* pages;         // (slots, page_bytes)
+  const float* sigma;     // (KV heads or 1, HEAD_DIM) or null
+  const float* norms;     // (jobs, 128): shared norms (norms.cu); null with other scaling
+  int* bad;               // set to 1 where a scale, zero or norm is no finite float16
   int64_t key_stride[3];
   int64_t value_stride[3];
-  int kv_heads, sigma_rows;
+  int jobs, kv_heads, sigma_rows;
 };
 
 struct Shared {
-  float x[PAGE_TOKENS * STRIDE];
-  uint8_t codes[PAGE_TOKENS * CODE_STRIDE];
-  float scales[4 * PAGE_TOKENS];  // of keys (groups, channels)
-  float zeros[4 * PAGE_TOKENS];
+  alignas(16) uint8_t rows[3][SIDE_BYTES];  // keys and values in turn
+  int sources[2][PAGE_TOKENS];
+  uint32_t sizes[HEAD_DIM / 2];  // what keys are balanced with: pairs of 1 / sigma
   float norms[PAGE_TOKENS];
+  float factors[PAGE_TOKENS];  // what keys are multiplied by
 };
+constexpr int PARITIES = CODE_BITS == 2 ? 2 : 1;
 
-struct Fit {
-  float scale, zero, inverse;
-
-  __device__ void invert() { inverse = scale > 0.0f ? 1.0f / scale : 0.0f; }
-
-  __device__ float code(float x) const {
-    return fminf(fmaxf(rintf((x - zero) * inverse), 0.0f), static_cast<float>(STEPS));
-  }
+// What is where a page's keys were, once they are in registers.
+struct KeyShared {
+  alignas(16) uint32_t codes[PARITIES][P::CODES / 4];
+  float partial[WARPS][PAGE_TOKENS];  // sums over the channels of a warp
 };
+static_assert(sizeof(KeyShared) <= SIDE_BYTES);
 
-__device__ float as_half(float x, int& bad) {
-  x = __half2float(__float2half_rn(x));
-  if (!isfinite(x)) bad = 1;
-  return x;
-}
-
-// Scale and zero of COUNT values `step` floats apart (quant/fit.py).
-template <int COUNT>
-__device__ Fit fit_group(const float* x, int step, int& bad) {
-  float low = x[0], high = x[0];
-  bool finite = true;
-#pragma unroll 8
-  for (int i = 0; i < COUNT; ++i) {
-    const float value = x[i * step];
-    finite = finite && isfinite(value);
-    low = fminf(low, value), high = fmaxf(high, value);
-  }
-  // fminf and fmaxf pass over NaN.
-  if (!finite) bad = 1;
-  Fit fit;
-  const float range = high - low;
-  if (FIT == 0) {
-    fit.scale = range / STEPS, fit.zero = low;
-  } else {
-    fit.scale = range * (LSQ_START / STEPS);
-    fit.zero = (high + low - range * LSQ_START) * 0.5f;
-    for (int round = 0; round < LSQ_ROUNDS; ++round) {
-      fit.invert();
-      // Values are taken from the zero point, so that no digits are lost to a common offset.
-      float codes = 0.0f, squares = 0.0f, values = 0.0f, products = 0.0f;
-#pragma unroll 8
-      for (int i = 0; i < COUNT; ++i) {
-        const float value = x[i * step], code = fit.code(value), rest = value - fit.zero;
-        codes += code, squares += code * code, values += rest, products += code * rest;
-      }
-      const float mean_code = codes / COUNT, mean_value = values / COUNT;
-      const float variance = squares / COUNT - mean_code * mean_code;
-      const float covariance = products / COUNT - mean_code * mean_value;
-      if (variance > 0.0f) fit.scale = covariance / fmaxf(variance, 1e-12f);
-      fit.zero += mean_value - fit.scale * mean_code;
-    }
-  }
-  fit.scale = as_half(fit.scale, bad), fit.zero = as_half(fit.zero, bad);
-  fit.invert();
-  return fit;
-}
-
-// Balance and rotate the rows of one side into shared memory, a warp a row.
-__device__ void load_rows(Shared& shared, const ELEMENT* rows, int64_t stride, const float* sigma,
-                          int warp, int lane) {
-  for (int token = warp; token < PAGE_TOKENS; token += WARPS) {
-    float x[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int channel = channel_of(i, lane);
-      x[i] = static_cast<float>(rows[token * stride + channel]);
-      if (sigma != nullptr) x[i] /= sigma[channel];
-    }
-#if ROTATE
-    hadamard(x, lane);
-#endif
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) shared.x[token * STRIDE + channel_of(i, lane)] = x[i];
-  }
+// What a word starts at, so that the bits of ROUND cancel that come with its codes: all of them, or
+// those of one step of two.
+__device__ constexpr uint32_t first_word(bool one_step) {
+  uint32_t sum = 0;
+  for (int k = 0; k < 32 / CODE_BITS; ++k)
+    if (!one_step || k / 2 % 2 == 0) sum += 0x4b400000u << (CODE_BITS * k);
+  return 0u - sum;
 }
 
 // Place of an element in a run of 32: quad, step % 2, half, odd (cache/fragments.py).
-__device__ int in_fragments(int index) {
+__device__ __forceinline__ int in_fragments(int index) {
   const int within = index % 32;
   return index - within + within / 2 % 4 * 8 + within / 16 * 4 + within / 8 % 2 * 2 + within % 2;
 }
 
 // Place of a token's norm: in a run of 64 tokens group, tile % 4, half (cache/fragments.py).
-__device__ int norm_place(int token) {
+__device__ __forceinline__ int norm_place(int token) {
   const int within = token % 64;
   return token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;
 }
 
-// Words of codes in fragment order, from the codes of shared memory.
-template <bool VALUES>
-__device__ void write_codes(const Shared& shared, uint8_t* target) {
-  constexpr int WORDS = P::LANE_WORDS, NEAR = WORDS < 4 ? WORDS : 4;
-  constexpr int PARITIES = CODE_BITS == 2 ? 2 : 1;
-  for (int word = threadIdx.x; word < P::CODES / 4; word += THREADS) {
-    const int tile = word / (32 * WORDS), within = word % (32 * WORDS);
-    const int far = within / (32 * NEAR), lane = within / NEAR % 32, near = within % NEAR;
-    const int group = lane >> 2, quad = lane & 3, unit = far * NEAR + near;
-    uint32_t bits = 0;
+// Leave the sum of each token over a warp's channels; sums[tile][half] is of this lane's four. Of
+// the four lanes of a token each ends up with a quarter of the sums.
+__device__ __forceinline__ void leave_sums(KeyShared& shared, const float (&sums)[TILES][2],
+                                           int warp, int lane) {
+  float half[TILES], quarter[TILES / 2];
 #pragma unroll
-    for (int k = 0; k < 32 / CODE_BITS; ++k) {
-      // From the lowest bit: half of the channels, step % 2, half of the tokens, odd; of values
-      // the token has quad and odd, the channel the group.
-      const int chalf = k % 2, parity = k / 2 % PARITIES, half = k / (2 * PARITIES) % 2;
-      const int odd = k / (4 * PARITIES), step = unit * PARITIES + parity;
-      const int token = 16 * tile + 8 * half + (VALUES ? 2 * quad + odd : group);
-      const int channel =
-          VALUES ? value_channel(step, chalf, group) : 16 * step + 8 * chalf + 2 * quad + odd;
-      bits |= static_cast<uint32_t>(shared.codes[token * CODE_STRIDE + channel]) << (CODE_BITS * k);
-    }
-    reinterpret_cast<uint32_t*>(target)[word] = bits;
+  for (int i = 0; i < TILES; ++i) {
+    const float kept = lane & 1 ? sums[i][1] : sums[i][0], given = lane & 1 ? sums[i][0] : sums[i][1];
+    half[i] = kept + __shfl_xor_sync(~0u, given, 1);
   }
+#pragma unroll
+  for (int i = 0; i < TILES / 2; ++i) {
+    const float kept = lane & 2 ? half[2 * i + 1] : half[2 * i];
+    const float given = lane & 2 ? half[2 * i] : half[2 * i + 1];
+    quarter[i] = kept + __shfl_xor_sync(~0u, given, 2);
+  }
+  float* target = shared.partial[warp] + (lane & 2) * 8 + (lane & 1) * 8 + (lane >> 2);
+#pragma unroll
+  for (int i = 0; i < TILES / 2; ++i) target[32 * i] = quarter[i];
 }
 
-__device__ void pack_keys(Shared& shared, const Params& params, uint8_t* page, int warp, int lane,
-                          int& bad) {
-  if (SCALING) {
-    for (int token = warp; token < PAGE_TOKENS; token += WARPS) {
-      float norm;
-      if (SCALING == 2) {
-        norm = params.norms[static_cast<int64_t>(blockIdx.x) * PAGE_TOKENS + token];
-      } else {
-        float squares = 0.0f;
+__device__ __forceinline__ float sum_of_token(const KeyShared& shared, int token) {
+  float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-          const float x = shared.x[token * STRIDE + channel_of(i, lane)];
-          squares += x * x;
-        }
+  for (int warp = 0; warp < WARPS; ++warp) sum += shared.partial[warp][token];
+  return sum;
+}
+
+// Divide keys by their norms, in stored units; a thread's token, if it has one, then has a sum of
+// squares of `square`.
+__device__ __forceinline__ void scale_keys(float (&x)[TILES][2][4], Shared& shared, KeyShared& own,
+                                           const Params& params, int job, int warp, int lane,
+                                           float& square, float& bad) {
+  if (SCALING == 1) {
+    float sums[TILES][2] = {};
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-        norm = sqrtf(squares / HEAD_DIM);
-      }
-      norm = as_half(norm, bad);
-#pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) {
-        float& x = shared.x[token * STRIDE + channel_of(i, lane)];
-        x = norm > 0.0f ? x / norm : 0.0f;
-      }
-      if (lane == 0) shared.norms[token] = norm;
+    for (int i = 0; i < 8 * TILES; ++i) {
+      const float value = x[i / 8][i / 4 % 2][i % 4];
+      sums[i / 8][i / 2 % 2] = fmaf(value, value, sums[i / 8][i / 2 % 2]);
     }
+    leave_sums(own, sums, warp, lane);
     __syncthreads();
   }
-  __half* scales = reinterpret_cast<__half*>(page + P::key_scales);
-  __half* zeros = reinterpret_cast<__half*>(page + P::key_zeros);
-  for (int task = threadIdx.x; task < KEY_GROUPS * HEAD_DIM; task += THREADS) {
-    const int group = task / HEAD_DIM, channel = task % HEAD_DIM, first = group * KEY_GROUP;
-    const Fit fit = fit_group<KEY_GROUP>(shared.x + first * STRIDE + channel, STRIDE, bad);
-#pragma unroll 8
-    for (int i = 0; i < KEY_GROUP; ++i)
-      shared.codes[(first + i) * CODE_STRIDE + channel] =
-          static_cast<uint8_t>(fit.code(shared.x[(first + i) * STRIDE + channel]));
-    const int place = group * HEAD_DIM + in_fragments(channel);
-    scales[place] = __float2half_rn(fit.scale), zeros[place] = __float2half_rn(fit.zero);
-    shared.scales[task] = fit.scale, shared.zeros[task] = fit.zero;
-  }
-  __syncthreads();
-  write_codes<false>(shared, page + P::key_codes);
-  if (SCALING != 1) return;
-  // The norm to store, now that the codes are known (quant/scaling.py).
-  for (int token = threadIdx.x; token < PAGE_TOKENS; token += THREADS) {
-    const float norm = shared.norms[token];
-    float fitted = norm;
-    if (NORM_FIT) {
-      float overlap = 0.0f, squares = 0.0f;
-      const int row = token / KEY_GROUP * HEAD_DIM;
-#pragma unroll 8
-      for (int channel = 0; channel < HEAD_DIM; ++channel) {
-        const float x = shared.x[token * STRIDE + channel];
-        const uint8_t code = shared.codes[token * CODE_STRIDE + channel];
-        const float coded = code * shared.scales[row + channel] + shared.zeros[row + channel];
-        overlap += x * coded;
-        squares += NORM_FIT == 2 ? x * x : coded * coded;
-      }
-      fitted = NORM_FIT == 2 ? norm * squares / overlap : norm * overlap / squares;
-      if (!(overlap > 0.0f) || !isfinite(fitted)) fitted = norm;
-      fitted = fminf(fmaxf(fitted, norm / 2), norm * 2);
+  if (threadIdx.x < PAGE_TOKENS) {
+    float norm;
+    if (SCALING == 1) {
+      square = sum_of_token(own, threadIdx.x) * (UNIT * UNIT);
+      norm = sqrtf(square / HEAD_DIM);
+    } else {
+      norm = params.norms[static_cast<int64_t>(job) * PAGE_TOKENS + threadIdx.x];
     }
-    reinterpret_cast<__half*>(page + P::norms)[norm_place(token)] =
-        __float2half_rn(as_half(fitted, bad));
-  }
-}
-
-__device__ void pack_values(Shared& shared, uint8_t* page, int& bad) {
-  __half* scales = reinterpret_cast<__half*>(page + P::value_scales);
-  __half* zeros = reinterpret_cast<__half*>(page + P::value_zeros);
-  for (int task = threadIdx.x; task < VALUE_GROUPS * PAGE_TOKENS; task += THREADS) {
-    const int group = task / PAGE_TOKENS, token = task % PAGE_TOKENS;
-    const int first = token * STRIDE + group * VALUE_GROUP;
-    const Fit fit = fit_group<VALUE_GROUP>(shared.x + first, 1, bad);
-#pragma unroll 8
-    for (int i = 0; i < VALUE_GROUP; ++i)
-      shared.codes[token * CODE_STRIDE + group * VALUE_GROUP + i] =
-          static_cast<uint8_t>(fit.code(shared.x[first + i]));
-    const int place = group * PAGE_TOKENS + in_fragments(token);
-    scales[place] = __float2half_rn(fit.scale), zeros[place] = __float2half_rn(fit.zero);
+    norm = as_half(norm, bad);
+    square *= norm > 0.0f ? 1.0f / (norm * norm) : 0.0f;
+    shared.norms[threadIdx.x] = norm;
+    shared.factors[threadIdx.x] = norm > 0.0f ? UNIT / norm : 0.0f;
   }
   __syncthreads();
-  write_codes<true>(shared, page + P::value_codes);
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i) {
+    const float factor = shared.factors[8 * i + (lane >> 2)];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[i / 2][j / 2][i % 2 * 2 + j % 2] *= factor;
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Params params) {
+// The norm to store of a token: `overlap` is its product with what its codes are read as, `square`
+// that of the key with itself, or of what is read (quant/scaling.py).
+__device__ __forceinline__ float fitted_norm(float norm, float overlap, float square) {
+  const float fitted = NORM_FIT == 2 ? norm * square / overlap : norm * overlap / square;
+  if (!(overlap > 0.0f) || !isfinite(fitted)) return norm;
+  return fminf(fmaxf(fitted, norm / 2), norm * 2);
+}
+
+__device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, uint8_t* rows,
+                                          uint8_t* page, int job, int warp, int lane,
+                                          float& bad) {
+  constexpr int GROUP_TILES = KEY_GROUP / TILE, NEAR = P::LANE_WORDS < 4 ? P::LANE_WORDS : 4;
+  constexpr bool FITS_NORM = SCALING == 1 && NORM_FIT != 0;
+  const int quad = lane & 3;
+  float x[TILES][2][4], square = 0.0f;
+  rotate_keys(x, rows, shared.sizes, warp, lane);
+  __syncthreads();
+  KeyShared& own = *reinterpret_cast<KeyShared*>(rows);
+  constexpr float unit = SCALING ? 1.0f : UNIT;
+  if (SCALING) scale_keys(x, shared, own, params, job, warp, lane, square, bad);
+  const int line = own_line(lane);
+  const int place = in_fragments(16 * warp + line / 2 * 8 + 2 * quad + line % 2);
+  __half* scales = reinterpret_cast<__half*>(page + P::key_scales) + place;
+  __half* zeros = reinterpret_cast<__half*>(page + P::key_zeros) + place;
+  // Steps of one word are of two warps, which leave them apart.
+  const int step = warp % PARITIES, at = warp / PARITIES;
+  uint32_t* codes = own.codes[step] + at / NEAR * 32 * NEAR + lane * NEAR + at % NEAR;
+  float overlaps[TILES][2] = {}, squares[TILES][2] = {};
+#pragma unroll
+  for (int part = 0; part < KEY_GROUPS; ++part) {
+    const int first = part * GROUP_TILES;
+    Fit fit = fit_group<GROUP_TILES>(x, first, KEY_START, lane);
+    fit.round(unit, bad);
+    if (lane % 8 < 4) {
+      scales[part * HEAD_DIM] = __float2half_rn(fit.scale);
+      zeros[part * HEAD_DIM] = __float2half_rn(fit.zero);
+    }
+    const Assign assign(fit, unit, lane);
+    float scale[LINES], zero[LINES];
+    if (FITS_NORM) spread(scale, fit.scale, lane), spread(zero, fit.zero, lane);
+    uint32_t words[GROUP_TILES];
+#pragma unroll
+    for (int i = 0; i < GROUP_TILES; ++i) words[i] = first_word(PARITIES == 2);
+#pragma unroll
+    for (int i = 0; i < 2 * GROUP_TILES; ++i)
+#pragma unroll
+      for (int line = 0; line < LINES; ++line) {
+        const int tile = first + i / 2, half = i % 2;
+        const float value = value_of(x, first, line, i), raised = assign.raised(value, line);
+        const int k = line / 2 + 2 * PARITIES * (half + 2 * (line % 2));
+        words[i / 2] += __float_as_uint(raised) << (CODE_BITS * k);
+        if (FITS_NORM) {
+          const float coded = fmaf(raised - ROUND, scale[line], zero[line]);
+          overlaps[tile][half] = fmaf(value, coded, overlaps[tile][half]);
+          if (NORM_FIT == 1) squares[tile][half] = fmaf(coded, coded, squares[tile][half]);
+        }
+      }
+#pragma unroll
+    for (int i = 0; i < GROUP_TILES; ++i)
+      codes[(first + i) * 32 * P::LANE_WORDS] = words[i] << (2 * CODE_BITS * step);
+  }
+  if (FITS_NORM) leave_sums(own, overlaps, warp, lane);
+  __syncthreads();
+  const uint4* left = reinterpret_cast<const uint4*>(own.codes);
+  uint4* target = reinterpret_cast<uint4*>(page + P::key_codes);
+  for (int i = threadIdx.x; i < P::CODES / 16; i += THREADS) {
+    uint4 four = left[i];
+    if (PARITIES == 2) {
+      const uint4 other = left[i + P::CODES / 16];
+      four.x |= other.x, four.y |= other.y, four.z |= other.z, four.w |= other.w;
+    }
+    target[i] = four;
+  }
+  if (SCALING != 1) return;
+  float overlap = 0.0f;
+  if (FITS_NORM && threadIdx.x < PAGE_TOKENS) overlap = sum_of_token(own, threadIdx.x);
+  if (NORM_FIT == 1) {
+    __syncthreads();
+    leave_sums(own, squares, warp, lane);
+    __syncthreads();
+    if (threadIdx.x < PAGE_TOKENS) square = sum_of_token(own, threadIdx.x);
+  }
+  if (threadIdx.x < PAGE_TOKENS) {
+    float norm = shared.norms[threadIdx.x];
+    if (FITS_NORM) norm = fitted_norm(norm, overlap, square);
+    reinterpret_cast<__half*>(page + P::norms)[norm_place(threadIdx.x)] =
+        __float2half_rn(as_half(norm, bad));
+  }
+}
+
+__device__ __forceinline__ void pack_values(const uint8_t* rows, uint8_t* page, int tile, int lane,
+                                            float& bad) {
+  constexpr int GROUP_TILES = VALUE_GROUP / TILE;
+  float x[CHANNEL_TILES][2][4];
+  rotate_values(x, rows, tile, lane);
+  const int line = own_line(lane);
+  const int place = in_fragments(16 * tile + line / 2 * 8 + 2 * (lane & 3) + line % 2);
+  __half* scales = reinterpret_cast<__half*>(page + P::value_scales) + place;
+  __half* zeros = reinterpret_cast<__half*>(page + P::value_zeros) + place;
+  uint32_t words[P::LANE_WORDS];
+#pragma unroll
+  for (int i = 0; i < P::LANE_WORDS; ++i) words[i] = first_word(false);
+#pragma unroll
+  for (int part = 0; part < VALUE_GROUPS; ++part) {
+    const int first = part * GROUP_TILES;
+    Fit fit = fit_group<GROUP_TILES>(x, first, VALUE_START, lane);
+    fit.round(UNIT, bad);
+    if (lane % 8 < 4) {
+      scales[part * PAGE_TOKENS] = __float2half_rn(fit.scale);
+      zeros[part * PAGE_TOKENS] = __float2half_rn(fit.zero);
+    }
+    const Assign assign(fit, UNIT, lane);
+#pragma unroll
+    for (int i = 0; i < 2 * GROUP_TILES; ++i)
+#pragma unroll
+      for (int line = 0; line < LINES; ++line) {
+        const int step = first + i / 2, half = line / 2, odd = line % 2;
+        const int k = i % 2 + 2 * (step % PARITIES + PARITIES * (half + 2 * odd));
+        words[step / PARITIES] +=
+            __float_as_uint(assign.raised(value_of(x, first, line, i), line)) << (CODE_BITS * k);
+      }
+  }
+  constexpr int NEAR = P::LANE_WORDS < 4 ? P::LANE_WORDS : 4;
+  uint32_t* codes = reinterpret_cast<uint32_t*>(page + P::value_codes + tile * P::TILE_CODES);
+#pragma unroll
+  for (int i = 0; i < P::LANE_WORDS; ++i)
+    codes[i / NEAR * 32 * NEAR + lane * NEAR + i % NEAR] = words[i];
+}
+
+// An item of work is one head of one job. A thread block takes every gridDim-th.
+struct Item {
+  int job, head, slot;
+
+  // From the `at`-th on; at the end no job.
+  __device__ __forceinline__ static Item from(const Params& params, int& at) {
+    for (; at < params.jobs * params.kv_heads; at += gridDim.x) {
+      const int job = at / params.kv_heads, slot = params.slots[job];
+      if (slot >= 0) return {job, at % params.kv_heads, slot};
+    }
+    return {-1, 0, 0};
+  }
+
+  // Ask for a side's rows, if there is a job; the request is closed anyway, so that they count.
+  __device__ __forceinline__ void request(const Params& params, int side, uint8_t* target,
+                                          const int* which) const {
+    if (job >= 0)
+      Source::of(side ? params.values : params.keys, side ? params.value_stride : params.key_stride,
+                 params.blocks, side, params.rows[job], head, params.kv_heads)
+          .request<THREADS>(target, which);
+    close_request();
+  }
+
+  // 1 / sigma of a pair of channels.
+  __device__ __forceinline__ uint32_t sizes(const Params& params, int pair) const {
+    if (params.sigma == nullptr) return packed(1.0f, 1.0f, ELEMENT());
+    const float* sigma = params.sigma + (params.sigma_rows > 1 ? head * HEAD_DIM : 0) + 2 * pair;
+    return packed(1.0f / sigma[0], 1.0f / sigma[1], ELEMENT());
+  }
+
+  // This thread's part of the list of its sources.
+  __device__ __forceinline__ int which(const Params& params) const {
+    if (job < 0 || threadIdx.x >= PAGE_TOKENS) return 0;
+    return params.source[job * PAGE_TOKENS + threadIdx.x];
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+    pack(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-  uint8_t* whole = params.pages + static_cast<int64_t>(blockIdx.x) * P::page_bytes(params.kv_heads);
-  uint8_t* page = whole + static_cast<int64_t>(head) * P::head_bytes;
-  int bad = 0;
-  const float* sigma = params.sigma;
-  if (sigma != nullptr && params.sigma_rows > 1) sigma += head * HEAD_DIM;
-  load_rows(shared, params.keys + blockIdx.x * params.key_stride[0] + head * params.key_stride[1],
-            params.key_stride[2], sigma, warp, lane);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  int at = blockIdx.x;
+  Item item = Item::from(params, at);
+  if (item.job < 0) return;
+  at += gridDim.x;
+  Item next = Item::from(params, at);
+  if (threadIdx.x < PAGE_TOKENS) {
+    shared.sources[0][threadIdx.x] = item.which(params);
+    shared.sources[1][threadIdx.x] = next.which(params);
+  }
   __syncthreads();
-  pack_keys(shared, params, page, warp, lane, bad);
-  __syncthreads();
-  load_rows(shared,
-            params.values + blockIdx.x * params.value_stride[0] + head * params.value_stride[1],
-            params.value_stride[2], nullptr, warp, lane);
-  __syncthreads();
-  pack_values(shared, page, bad);
-  if (SCALING == 2 && head == 0)
-    for (int token = threadIdx.x; token < PAGE_TOKENS; token += THREADS)
-      reinterpret_cast<__half*>(whole + params.kv_heads * P::head_bytes)[norm_place(token)] =
-          __float2half_rn(shared.norms[token]);
-  if (bad) *params.bad = 1;
+  item.request(params, 0, shared.rows[0], shared.sources[0]);
+  item.request(params, 1, shared.rows[1], shared.sources[0]);
+  float bad = 0.0f;
+  // Two sides are on their way while one is packed.
+  for (int turn = 0, first = 0; item.job >= 0; turn ^= 1) {
+    const int second = first < 2 ? first + 1 : 0, third = second < 2 ? second + 1 : 0;
+    uint8_t* page = params.pages +
+                    static_cast<int64_t>(item.slot) * P::page_bytes(params.kv_heads) +
+                    item.head * P::head_bytes;
+    next.request(params, 0, shared.rows[third], shared.sources[turn ^ 1]);
+    if (threadIdx.x < HEAD_DIM / 2) shared.sizes[threadIdx.x] = item.sizes(params, threadIdx.x);
+    wait_request<2>();
+    __syncthreads();
+    pack_keys(shared, params, shared.rows[first], page, item.job, warp, lane, bad);
+    __syncthreads();
+    next.request(params, 1, shared.rows[first], shared.sources[turn ^ 1]);
+    at += gridDim.x;
+    const Item after = Item::from(params, at);
+    const int which = after.which(params);
+    wait_request<2>();
+    __syncthreads();
+    for (int tile = warp; tile < TILES; tile += WARPS)
+      pack_values(shared.rows[second], page, tile, lane, bad);
+    if (threadIdx.x < PAGE_TOKENS) {
+      if (SCALING == 2 && item.head == 0)
+        reinterpret_cast<__half*>(page + params.kv_heads * P::head_bytes)[norm_place(
+            threadIdx.x)] = __float2half_rn(shared.norms[threadIdx.x]);
+      shared.sources[turn][threadIdx.x] = which;
+    }
+    __syncthreads();
+    item = next, next = after, first = third;
+  }
+  if (isnan(bad)) *params.bad = 1;
 }

@@ -50,7 +50,8 @@ struct Params {
   const uint8_t* pages_b;
   const ELEMENT* blocks;   // (slots, 2, KV heads, 32, HEAD_DIM)
   const int2* items;       // (batch, item_stride): halves {2 * block + half, tokens}, then pages
-                           // {slot, tokens + (second bit width ? 1 << 16 : 0)}
+                           // {slot, stop + (start << 8) + (second bit width ? 1 << 16 : 0)}: tokens
+                           // [start, stop) of a page are in use
   const int2* counts;      // (batch): halves, pages
   const Assignment* assignments;  // (thread blocks)
   const float* sigma;      // (KV heads or 1, HEAD_DIM) or null

@@ -37,10 +37,6 @@ __device__ __forceinline__ constexpr float out_unit(int tile, int half) {
   return SUBNORMAL / (1 << (BITS * place_of<BITS>(tile, half)));
 }
 
-__device__ __forceinline__ uint4 load16(const void* pointer) {
-  return *reinterpret_cast<const uint4*>(pointer);
-}
-
 // Take `next`, each lane's largest score of its two columns, to the maximum over the warp and the
 // past, and rescale the state to it. Columns that see nothing yet keep the maximum -infinity, and
 // `next` is then 0, so that differences from it are defined.

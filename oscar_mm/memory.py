@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
-    from oscar_mm.cache.layer import OscarLayer
+    from oscar_mm.cache.ledger import Ledger
+    from oscar_mm.cache.store import LayerPools, PageStore
 
 KINDS = ("codes", "scales", "norms", "tails", "tables", "unused")
 _SHARED = "shared"
@@ -19,6 +24,9 @@ _TAILS = "tails: tokens outside of full pages of 128, in the model's dtype"
 @dataclass(frozen=True)
 class MemoryReport:
     """What a cache holds. Every byte is in exactly one modality and in exactly one kind.
+
+    Slots that caches share (``OscarCache.fork``) are in the report of each of them; free slots of
+    a store are in a cache's report while no other cache holds slots of the store.
 
     Attributes:
         kv_bytes: all bytes held: pools (used and free slots), balancing vectors, tables.
@@ -31,6 +39,7 @@ class MemoryReport:
             balancing vectors), "unused" (free slots of the pools).
         tokens: stored tokens by modality, summed over the batch; of shared slots counted once
             for each sequence.
+        shared_bytes: those of kv_bytes that other caches hold too.
     """
 
     kv_bytes: int
@@ -39,6 +48,7 @@ class MemoryReport:
     by_modality: dict[str, int]
     by_kind: dict[str, int]
     tokens: dict[str, int]
+    shared_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -57,6 +67,7 @@ class MemoryReport:
             "bf16_bytes": self.bf16_bytes,
             "ratio": self.ratio,
             "bits_per_value": self.bits_per_value,
+            "shared_bytes": self.shared_bytes,
             "tokens": dict(self.tokens),
             "by_modality": dict(self.by_modality),
             "by_kind": dict(self.by_kind),
@@ -95,36 +106,95 @@ class MemoryReport:
         rule = "-" * len(lines[0])
         kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in self.by_kind.items() if size)
         bits = f"{self.bits_per_value:.2f} bits per value: {kinds}"
-        mostly_tails = 2 * self.by_kind["tails"] > self.kv_bytes
-        return "\n".join(
-            [lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *[_TAILS] * mostly_tails]
-        )
+        notes = [_TAILS] if 2 * self.by_kind["tails"] > self.kv_bytes else []
+        if self.shared_bytes:
+            notes.append(f"shared with other caches: {_size(self.shared_bytes)}")
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *notes])
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """Bytes of a store's pools, each once, whoever holds them.
+
+    Attributes:
+        used_bytes: of slots that some cache holds.
+        free_bytes: of slots that nobody holds; they are used again before the pools grow.
+    """
+
+    used_bytes: int
+    free_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pools take on their devices."""
+        return self.used_bytes + self.free_bytes
+
+
+def measure_store(store: PageStore) -> StoreReport:
+    """Add up the pools of all layers."""
+    used = total = 0
+    for pools in store.layers.values():
+        for bits, pool in pools.by_bits.items():
+            held = store.allocators[bits].used * pool.slot_bytes
+            used += min(held, pool.storage.nbytes)
+            total += pool.storage.nbytes
+    return StoreReport(used, total - used)
+
+
+def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:
+    """Bytes that tokens ``start`` to ``stop - 1`` of a row take: their part of pages and blocks.
+
+    Tables and what is not in use of a page are in the whole report only; padding takes nothing.
+    """
+    sequence = cache.ledger.sequences[row]
+    codes = np.frombuffer(bytes(sequence.codes[:stop]), dtype=np.uint8)
+    before = np.bincount(codes[:start], minlength=256)
+    until = np.bincount(codes, minlength=256)
+    pools = [cache.store.layers[x.index].by_bits for x in cache.layers if x.is_initialized]
+    total = 0.0
+    for code, stream in sequence.streams.items():
+        first, last = int(before[code]), int(until[code])
+        packed = min(last, stream.packed) - min(first, stream.packed)
+        counts = ((stream.bits, packed, PAGE_TOKENS), (16, last - first - packed, BLOCK_TOKENS))
+        for bits, tokens, whole in counts:
+            total += sum(by_bits[bits].slot_bytes for by_bits in pools) * tokens / whole
+    return round(total)
+
+
+@dataclass
+class _Slots:
+    """Slots of one kind that a cache holds: how many by modality, how many of them others hold
+    too, and whether nobody else holds any of this kind."""
+
+    by_modality: Counter[str]
+    shared: int
+    alone: bool
 
 
 def measure(cache: OscarCache) -> MemoryReport:
     """Add up the tensors that a cache holds, layer by layer, and its tables."""
+    ledger = cache.ledger
+    ledger.store.collect()
     by_kind = dict.fromkeys(KINDS, 0)
     by_modality = {modality.label: 0 for modality in Modality} | {_SHARED: 0}
     tokens = {modality.label: 0 for modality in Modality}
-    for stream in cache.ledger.streams():
+    for stream in ledger.streams():
         tokens[stream.modality.label] += stream.tokens
-    # Slots that sequences share are held once.
-    pages: dict[int, dict[int, str]] = {bits: {} for bits in cache.ledger.allocators}
-    for stream in cache.ledger.streams():
-        pages[stream.bits].update(dict.fromkeys(stream.pages, stream.modality.label))
-        pages[16].update(dict.fromkeys(stream.blocks, stream.modality.label))
-    counts = {
-        bits: {label: list(slots.values()).count(label) for label in tokens}
-        for bits, slots in pages.items()
-    }
-    values = 0
+    slots = {bits: _slots(ledger, bits) for bits in ledger.allocators}
+    alone = all(one.alone for one in slots.values())
+    values = shared_bytes = 0
     for layer in cache.layers:
         if not layer.is_initialized:
             continue
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
-        _add_layer(layer, counts, by_kind, by_modality)
-    by_kind["tables"] += cache.ledger.table_bytes
-    by_modality[_SHARED] += cache.ledger.table_bytes
+        pools = cache.store.layers[layer.index]
+        _add_pools(pools, slots, alone, by_kind, by_modality)
+        shared_bytes += sum(slots[bits].shared * p.slot_bytes for bits, p in pools.by_bits.items())
+        own = layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
+        by_kind["tables"] += own
+        by_modality[_SHARED] += own
+    by_kind["tables"] += ledger.table_bytes
+    by_modality[_SHARED] += ledger.table_bytes
     return MemoryReport(
         kv_bytes=sum(by_kind.values()),
         bf16_bytes=2 * values,
@@ -132,33 +202,46 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_modality=by_modality,
         by_kind=by_kind,
         tokens=tokens,
+        shared_bytes=shared_bytes,
     )
 
 
-def _add_layer(
-    layer: OscarLayer,
-    counts: dict[int, dict[str, int]],
+def _slots(ledger: Ledger, bits: int) -> _Slots:
+    """Slots that sequences of a cache, or entries of a stream, have in common are held once."""
+    labels: dict[int, str] = {}
+    own: Counter[int] = Counter()
+    for stream in ledger.streams():
+        held = stream.blocks if bits == 16 else stream.pages if stream.bits == bits else []
+        labels.update(dict.fromkeys(held, stream.modality.label))
+        own.update(held)
+    allocator = ledger.allocators[bits]
+    shared = sum(allocator.owners(slot) > count for slot, count in own.items())
+    return _Slots(Counter(labels.values()), shared, allocator.used == len(own))
+
+
+def _add_pools(
+    pools: LayerPools,
+    slots: dict[int, _Slots],
+    alone: bool,
     by_kind: dict[str, int],
     by_modality: dict[str, int],
 ) -> None:
     """Add one layer's pools. Within a forward pass a layer may be a step behind the tables: its
     bytes are all counted, as unused where the tables speak of slots that it does not have yet."""
-    for bits, pool in {**layer.pages, 16: layer.blocks}.items():
+    for bits, pool in pools.by_bits.items():
         free = pool.storage.nbytes
-        for label, count in counts[bits].items():
+        for label, count in slots[bits].by_modality.items():
             held = min(count * pool.slot_bytes, free)
             free -= held
             by_modality[label] += held
             if bits == 16:
                 by_kind["tails"] += held
                 continue
-            for kind, size in layer.formats[bits].bytes_by_kind.items():
+            for kind, size in pools.formats[bits].bytes_by_kind.items():
                 by_kind[kind] += size * (held // max(1, pool.slot_bytes))
-        by_kind["unused"] += free
-        by_modality[_SHARED] += free
-    if layer.sigma is not None:
-        by_kind["tables"] += layer.sigma.nbytes
-        by_modality[_SHARED] += layer.sigma.nbytes
+        if alone:
+            by_kind["unused"] += free
+            by_modality[_SHARED] += free
 
 
 def _size(count: float) -> str:

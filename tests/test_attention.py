@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend
+from oscar_mm.cache import attend as attend_module
 from oscar_mm.cache.attend import attend_stored
+from oscar_mm.cache.step import Step
 from oscar_mm.modality import PADDING
 from tests.cache.invariants import (
     POLICIES,
@@ -178,17 +180,21 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
-def test_memory_of_a_step_does_not_grow_with_the_past(policy: str) -> None:
+def test_memory_of_a_later_turn_does_not_grow_with_the_past(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Of a step it is in tests/ops/test_decode.py.)"""
+    monkeypatch.setattr(attend_module, "_SCRATCH_PAGES", 8)
     largest = []
-    for tokens in (4096, 16384):
+    for tokens in (2048, 4096):
         cache, _ = filled(policy, torch.zeros(1, tokens, dtype=torch.int64), kv_heads=1, group=1)
         layer = cache.layers[0]
         pools = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
-        step = SimpleNamespace(past=cache.ledger.sequences, real=None)
+        step = Step(past=cache.ledger.sequences)
         with Largest(*pools) as counted:
-            attend_stored(layer, *chunk(1, 2, kv_heads=1, group=1), 0.125, step)
+            attend_stored(layer, *chunk(1, 20, kv_heads=1, group=1), 0.125, step)
         largest.append(counted.bytes)
-    assert largest[0] == largest[1] <= 2 * 2048 * 64 * 4
+    assert largest[0] == largest[1] <= 2 * 8 * 128 * 64 * 4
 
 
 def test_other_caches_and_none_get_sdpa() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from oscar_mm import OscarCache
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.memory import KINDS
+from oscar_mm.cache.layout import BLOCK_TOKENS
+from oscar_mm.memory import KINDS, token_bytes
 from oscar_mm.modality import Modality
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, left_padded, random_ids
 from tests.checkpoints import build_decoder
@@ -63,6 +64,8 @@ def test_every_byte_is_counted(policy: str) -> None:
         check_sums(cache)
     cache.crop(-400)
     check_sums(cache)
+    cache.forget(250, 480, row=1)
+    check_sums(cache)
     cache.batch_repeat_interleave(3)
     check_sums(cache)
     attend_oscar(cache, chunk(3, 1, batch=6))
@@ -96,6 +99,23 @@ def test_numbers_of_a_report() -> None:
     present = {m.label for m in Modality if (m == IDS).any()}
     assert {name for name, size in report.by_modality.items() if size} == present | {"shared"}
     assert json.loads(json.dumps(report.to_dict()))["kv_bytes"] == report.kv_bytes
+
+
+@pytest.mark.parametrize("policy", ["compact", "mixed", "bf16"])
+def test_bytes_of_tokens(policy: str) -> None:
+    cache, _ = filled(POLICIES[policy], IDS)
+    report = cache.memory()
+    ends = [0, 100, 101, 350, 512, 700, 890]
+    parts = [token_bytes(cache, *ends[at : at + 2], row=row) for row in (0, 1) for at in range(6)]
+    # All but the unused part of the last block of each stream.
+    held = sum(report.by_kind[kind] for kind in ("codes", "scales", "norms", "tails"))
+    idle = sum(-stream.tail % BLOCK_TOKENS for stream in cache.ledger.streams())
+    assert abs(held - idle * 2 * 2 * 64 * 4 - sum(parts)) <= len(parts)
+    assert token_bytes(cache, 0, 190, row=1) == 0  # padding
+    cache.forget(200, 700)
+    assert token_bytes(cache, 190, 710) == token_bytes(cache, 190, 200) + token_bytes(
+        cache, 700, 710
+    )
 
 
 def test_empty() -> None:

@@ -71,7 +71,7 @@ def test_packed_history_is_close(reference) -> None:
     for chunk in (100, 256):
         chunked = logits(reference, prompt, chunk, "compact")
         assert not torch.equal(chunked, exact)
-        assert torch.nn.functional.cosine_similarity(chunked, exact).item() > 0.9
+        assert torch.nn.functional.cosine_similarity(chunked, exact).item() > 0.85
 
 
 def test_the_hook_is_gone_afterwards(reference) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from oscar_mm.cache.layer import UNPACK_PAGES, OscarLayer, joined
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
-from oscar_mm.cache.ledger import Sequence, Step
+from oscar_mm.cache.layer import OscarLayer, joined
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.step import Step
 from oscar_mm.cache.tables import Tables, tables_of
-from oscar_mm.ops.decode import RunningAttention
-from oscar_mm.ops.packed_attention import MAX_QUERY_TOKENS, PackedAttention
-from oscar_mm.ops.unpack import unpack_stored
+from oscar_mm.ops.decode import decode, empty_output
+from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.kernel import multiprocessors
+from oscar_mm.ops.merged_attention import MergedAttention
+from oscar_mm.ops.packed_attention import (
+    MAX_QUERY_TOKENS,
+    PackedAttention,
+    packed_attention,
+)
+from oscar_mm.ops.unpack import unpack_slots
 
-_CHUNK_KEYS = UNPACK_PAGES * PAGE_TOKENS
-_WORST_ERROR = 0.02
-"""Relative error at which a kernel's first result is a mismatch: far above the rounding of 16 bit
-(0.002), far below that of a wrong token or head."""
-_log = logging.getLogger(__name__)
+_SCRATCH_PAGES = 64
+"""Pages that are unpacked at a time for a later turn: 8,192 tokens, 32 MB of 8 heads of 128."""
 
 
 def attend_stored(
@@ -32,8 +38,8 @@ def attend_stored(
 ) -> torch.Tensor:
     """Attention over the past of a step and, causally, over its chunk; before ``append``.
 
-    On a GPU a chunk of up to 16 tokens goes to the decode kernel, whose first result is compared
-    with that of PyTorch operations: a kernel that disagrees is not used again.
+    A chunk of up to 16 tokens attends to the packed pages (``oscar_mm.ops.decode``). For a longer
+    one the past is unpacked, a bounded part at a time.
 
     Args:
         layer: of the cache.
@@ -47,102 +53,119 @@ def attend_stored(
     """
     if step.real is None and not any(sequence.stored for sequence in step.past):
         return _causal(queries, keys, values, scaling)
-    kernel, tokens = layer.kernel, keys.shape[2]
+    states = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
+    chunk = _Chunk(layer, step, *states, scaling)
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     most = MAX_QUERY_TOKENS if step.real is None else 1
-    if kernel is None or kernel.trusted is False or tokens > most:
-        return _attend_rows(layer, queries, keys, values, scaling, step)
-    output = _by_kernel(layer, kernel, queries, keys, values, scaling, step)
-    if kernel.trusted is None:
-        expected = _attend_rows(layer, queries, keys, values, scaling, step)
-        error = (output.float() - expected.float()).norm() / expected.float().norm()
-        kernel.trusted = bool(error < _WORST_ERROR)
-        if not kernel.trusted:
-            _log.error(
-                "the decode kernel disagrees with PyTorch operations on %s (relative error %.3g): "
-                "it is not used. Please report this with the output of `oscar-mm doctor`",
-                layer.device,
-                float(error),
+    return chunk.decoded() if keys.shape[2] <= most else chunk.by_rows()
+
+
+class _Plan(NamedTuple):
+    """How all layers of a kind attend in a step."""
+
+    formats: tuple[PageFormat, ...]
+    tables: Tables
+    kernel: PackedAttention | None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """New tokens of a layer that are to attend to a past."""
+
+    layer: OscarLayer
+    step: Step
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
+
+    def decoded(self) -> torch.Tensor:
+        """By the decode kernel, or the operation ``decode`` where there is none."""
+        layer, plan = self.layer, self._plan()
+        tables = (plan.tables.items, plan.tables.counts, plan.tables.assignments)
+        pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
+        states = (self.queries, self.keys, self.values, pages, layer.blocks.storage, layer.sigma)
+        if plan.kernel is not None:
+            # The operation would check these arguments, which takes longer than the launch.
+            output = empty_output(self.queries)
+            plan.kernel(*states, *tables, self.scaling, output)
+        else:
+            formats = [text_of(page_format) for page_format in plan.formats]
+            output = decode(*states, *tables, self.scaling, formats, layer.basis.rotate)
+        if self.step.real is None:
+            return output
+
+        def rows_that_go_on() -> torch.Tensor:
+            present = [len(real) > 0 for real in self.step.real]
+            return torch.tensor(present, device=layer.device).view(-1, 1, 1, 1)
+
+        return output * self.step.once(("rows that go on", layer.device), rows_that_go_on)
+
+    def _plan(self) -> _Plan:
+        layer = self.layer
+        columns = self.keys.shape[2] * (self.queries.shape[1] // self.keys.shape[1])
+
+        def make() -> _Plan:
+            formats = tuple(layer.formats[bits] for bits in sorted(layer.formats))
+            widths = (*(page_format.bits for page_format in formats), None, None)[:2]
+            workers = multiprocessors(layer.device)
+            return _Plan(
+                formats,
+                tables_of(self.step.past, widths, layer.kv_heads, columns, workers, layer.device),
+                packed_attention(
+                    formats, layer.head_dim, layer.basis.rotate, layer.dtype, layer.device
+                ),
             )
-            return expected
-    return output
 
+        layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns)
+        return self.step.once(layers_alike, make)
 
-def _by_kernel(
-    layer: OscarLayer,
-    kernel: PackedAttention,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    step: Step,
-) -> torch.Tensor:
-    columns = keys.shape[2] * (queries.shape[1] // keys.shape[1])
-    bits = kernel.specialization.bits
-
-    def make() -> Tables:
-        return tables_of(step.past, bits, layer.kv_heads, columns, kernel.workers, layer.device)
-
-    tables = step.once((layer.device, layer.kv_heads, columns, bits, kernel.workers), make)
-    pages = {bits: pool.storage for bits, pool in layer.pages.items()}
-    output = kernel(
-        queries, keys, values, scaling, pages, layer.blocks.storage, layer.sigma, tables
-    )
-    if step.real is None:
+    def by_rows(self) -> torch.Tensor:
+        """A row of the batch at a time: the rows' pasts are of unequal length."""
+        output = torch.zeros_like(self.queries)
+        for row in range(len(output)):
+            if self.step.real is None:
+                output[row] = self._of_row(row, slice(None))
+            elif len(self.step.real[row]):
+                real = torch.from_numpy(self.step.real[row]).to(self.layer.device)
+                output[row][:, real] = self._of_row(row, real)
         return output
 
-    def rows_that_go_on() -> torch.Tensor:
-        present = [len(real) > 0 for real in step.real]
-        return torch.tensor(present, device=layer.device).view(-1, 1, 1, 1)
+    def _of_row(self, row: int, tokens: torch.Tensor | slice) -> torch.Tensor:
+        """(query heads, tokens, head_dim) of those tokens of a row that are no padding."""
+        queries, keys, values = (
+            x[row : row + 1, :, tokens] for x in (self.queries, self.keys, self.values)
+        )
+        merged = MergedAttention(queries, self.scaling)
+        merged.add(keys, values, causal=True)
+        for keys, values in self._past(row):
+            merged.add(keys[None], values[None])
+        return merged.output()[0]
 
-    return output * step.once(("rows that go on", layer.device), rows_that_go_on)
+    def _past(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a row's past, (KV heads, n, head_dim) each, a part at a time."""
+        layer = self.layer
+        for code, stream in self.step.past[row].streams.items():
+            for start in range(0, len(stream.pages), _SCRATCH_PAGES):
+                run = slice(start, start + _SCRATCH_PAGES)
 
+                def slots(pages: list[int] = stream.pages[run]) -> torch.Tensor:
+                    return torch.tensor(pages, dtype=torch.int32, device=layer.device)
 
-def _attend_rows(
-    layer: OscarLayer,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    step: Step,
-) -> torch.Tensor:
-    """By PyTorch operations, a row of the batch at a time."""
-    output = torch.zeros_like(queries)
-    for row, sequence in enumerate(step.past):
-        chunk = (queries[row], keys[row], values[row])
-        if step.real is None:
-            output[row] = _attend_row(layer, *chunk, scaling, sequence)
-        elif len(step.real[row]):
-            real = torch.from_numpy(step.real[row]).to(layer.device)
-            query, key, value = (states[:, real] for states in chunk)
-            output[row][:, real] = _attend_row(layer, query, key, value, scaling, sequence)
-    return output
-
-
-def _attend_row(
-    layer: OscarLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    sequence: Sequence,
-) -> torch.Tensor:
-    if not sequence.stored:
-        return _causal(query[None], key[None], value[None], scaling)[0]
-    packed = any(stream.pages for stream in sequence.streams.values())
-    running = RunningAttention(query, layer.kv_heads, scaling, layer.basis if packed else None)
-    for stream in sequence.streams.values():
-        for pages, tokens in layer.page_runs(stream):
-            stored = unpack_stored(pages, layer.formats[stream.bits])
-            running.add(*(joined(side, tokens) for side in stored), stored=True)
-        for start in range(0, stream.tail, _CHUNK_KEYS):
-            count = min(_CHUNK_KEYS, stream.tail - start)
-            blocks = stream.blocks[start // BLOCK_TOKENS : -(-(start + count) // BLOCK_TOKENS)]
-            running.add(*layer.tail(blocks, count), stored=False)
-    for start in range(0, key.shape[1], _CHUNK_KEYS):
-        block = slice(start, start + _CHUNK_KEYS)
-        running.add(key[:, block], value[:, block], stored=False, first_query=start)
-    return running.output()
+                sides = unpack_slots(
+                    layer.pages[stream.bits].storage,
+                    self.step.once(("slots", row, code, start, layer.device), slots),
+                    *(layer.sigma, text_of(layer.formats[stream.bits])),
+                    *(layer.basis.rotate, layer.dtype),
+                )
+                ranges = list(zip(stream.starts[run], stream.stops[run], strict=True))
+                keys, values = (joined(side, ranges) for side in sides)
+                yield keys, values
+            for start in range(0, stream.tail, _SCRATCH_PAGES * PAGE_TOKENS):
+                count = min(_SCRATCH_PAGES * PAGE_TOKENS, stream.tail - start)
+                blocks = stream.blocks[start // BLOCK_TOKENS : -(-(start + count) // BLOCK_TOKENS)]
+                keys, values = layer.tail(blocks, count)
+                yield keys, values
 
 
 def _causal(

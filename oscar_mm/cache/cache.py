@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
 import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
-from oscar_mm.cache.attend import attend_stored
+from oscar_mm.cache.chunk import Chunk, KeyLength
+from oscar_mm.cache.expected import Expected
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.ledger import Ledger, Step
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.step import Step
+from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.memory import MemoryReport, measure
-from oscar_mm.modality import PADDING, Modality
+from oscar_mm.modality import PADDING
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
 
@@ -24,50 +27,6 @@ _INCOMPLETE = (
     "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
     "start again"
 )
-
-
-class KeyLength(int):
-    """Length of the keys, as ``get_mask_sizes`` returns it, that knows its cache."""
-
-    cache: OscarCache
-
-    def __new__(cls, length: int, cache: OscarCache) -> KeyLength:
-        """An int with the attribute ``cache``."""
-        self = super().__new__(cls, length)
-        self.cache = cache
-        return self
-
-
-class Chunk:
-    """The new tokens of one layer in one forward pass, on their way through attention."""
-
-    def __init__(self, layer: OscarLayer, step: Step) -> None:
-        self._layer, self._step = layer, step
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.attend``."""
-        layer, step = self._layer, self._step
-        real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
-        layer.settle_basis(key, query, module, None if real is None else real.to(key.device))
-        past = layer.cache.get_seq_length() - key.shape[2]
-        if sliding_window is None or past + key.shape[2] <= sliding_window:
-            output = attend_stored(layer, query, key, value, scaling, step)
-        else:
-            keys, values = layer.cache.with_past(layer, step, key, value)
-            visible = layer.cache.window_mask(key.shape[2], sliding_window).to(key.device)
-            output = scaled_dot_product_attention(
-                query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=True
-            ).nan_to_num()  # a query that is padding sees nothing
-        layer.append(key, value, step)
-        return output
 
 
 class OscarCache(Cache):
@@ -90,18 +49,33 @@ class OscarCache(Cache):
         policy: a KVPolicy or a preset's name.
         model: optional; lets query-key balancing read the QK-norm weights with any attention
             implementation (attention "oscar" finds them by itself).
+        store: where the pages are kept, shared with other caches of the same model and policy; by
+            default a store of its own.
+
+    Raises:
+        InputError: the store is of another policy.
     """
 
     def __init__(
-        self, policy: str | KVPolicy = "compact", *, model: torch.nn.Module | None = None
+        self,
+        policy: str | KVPolicy = "compact",
+        *,
+        model: torch.nn.Module | None = None,
+        store: PageStore | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.policy = KVPolicy.of(policy)
-        self.ledger = Ledger(self.policy)
+        if store is not None and store.policy != self.policy:
+            raise InputError(f"the cache is of {self.policy}, but its store of {store.policy}")
+        self._own_store, self.closed = store is None, False
+        self.store = PageStore(self.policy) if store is None else store
+        self.ledger = Ledger(self.store)
         self._sigmas = sigmas_of_model(model) if model is not None else {}
-        self._expected: np.ndarray | None = None
+        self._expected = Expected()
         self._packed_attention = False
         self._padding: torch.Tensor | None = None
+        # Whether layers on a GPU have taken in a prompt or pages since the last check.
+        self.unchecked = False
 
     def expect(
         self, modalities: torch.Tensor | None = None, *, attention_mask: torch.Tensor | None = None
@@ -116,25 +90,7 @@ class OscarCache(Cache):
         Raises:
             InputError: shapes or ids that cannot be.
         """
-        if modalities is None and attention_mask is None:
-            raise InputError("expect: give modalities, attention_mask or both")
-        if modalities is None:
-            modalities = torch.zeros_like(attention_mask, dtype=torch.int8)
-        ids = modalities.detach().to("cpu").numpy()
-        if ids.ndim != 2 or not set(np.unique(ids).tolist()) <= {PADDING, *Modality}:
-            raise InputError(
-                "expect: modalities must be (batch, tokens) of 0 text, 1 image, 2 video, 3 audio, "
-                f"-1 padding, not {tuple(ids.shape)} of {np.unique(ids).tolist()[:8]}"
-            )
-        ids = ids.astype(np.int8)
-        if attention_mask is not None:
-            if attention_mask.shape != modalities.shape:
-                raise InputError(
-                    f"expect: attention_mask {tuple(attention_mask.shape)} and modalities "
-                    f"{tuple(ids.shape)} must have one shape: that of the new tokens"
-                )
-            ids[attention_mask.to("cpu").numpy() == 0] = PADDING
-        self._expected = ids
+        self._expected.announce(modalities, attention_mask)
 
     def attend_packed(self, padding: torch.Tensor | None) -> None:
         """Attention "oscar" announces a forward pass: (batch, tokens) bool, False for padding."""
@@ -149,6 +105,8 @@ class OscarCache(Cache):
         Returns:
             with attention "oscar" the new tokens, marked for it; else past and new tokens.
         """
+        if self.closed:
+            raise RuntimeError("the cache is closed")
         while len(self.layers) <= layer_idx:
             self.layers.append(OscarLayer(self, len(self.layers)))
         layer = self.layers[layer_idx]
@@ -172,11 +130,7 @@ class OscarCache(Cache):
         if layer.waits:
             raise RuntimeError(_INCOMPLETE.format(layer.index))
         if layer.steps == ledger.steps:
-            behind = [
-                one.index for one in self.layers if one.is_initialized and one.steps < ledger.steps
-            ]
-            if behind:
-                raise RuntimeError(_INCOMPLETE.format(behind[0]))
+            self.check_complete()
             batch, _, tokens, _ = key_states.shape
             if ledger.sequences and len(ledger.sequences) != batch:
                 raise InputError(
@@ -188,24 +142,33 @@ class OscarCache(Cache):
         layer.waits = True
         return ledger.last
 
+    def check_complete(self) -> None:
+        """Raise if a forward pass did not reach all layers, or brought what cannot be stored.
+
+        Raises:
+            RuntimeError: the cache can only be reset or closed.
+            FloatingPointError: of a prompt, on a GPU; on a CPU its forward pass raises it.
+        """
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        for layer in layers:
+            if layer.waits or layer.steps < self.ledger.steps:
+                raise RuntimeError(_INCOMPLETE.format(layer.index))
+        if self.unchecked:
+            for layer in layers:
+                layer.check_stored()
+            self.unchecked = False
+
     def _modalities(self, batch: int, tokens: int) -> np.ndarray:
         """(batch, tokens) int8 of the coming chunk, from what was expected and the mask."""
-        ids = np.zeros((batch, tokens), dtype=np.int8)
-        if self._expected is not None:
-            rows, known = self._expected.shape
-            if known < tokens or batch % rows:
-                raise InputError(
-                    f"expect() announced ({rows}, {known}) tokens, but ({batch}, {tokens}) came"
+        ids = self._expected.take(batch, tokens)
+        if ids is None:
+            ids = np.zeros((batch, tokens), dtype=np.int8)
+            if self._padding is None and not self._packed_attention and batch > 1 and tokens > 1:
+                warnings.warn(
+                    "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
+                    "that is stored too. Call cache.expect, or use attention 'oscar'",
+                    stacklevel=4,
                 )
-            # Beam search repeats each prompt.
-            ids = np.repeat(self._expected[:, :tokens], batch // rows, axis=0)
-            self._expected = self._expected[:, tokens:] if known > tokens else None
-        elif self._padding is None and not self._packed_attention and batch > 1 and tokens > 1:
-            warnings.warn(
-                "OscarCache: a batch without expect(attention_mask=...): if it has padding, that "
-                "is stored too. Call cache.expect, or use attention 'oscar'",
-                stacklevel=4,
-            )
         if self._padding is not None:
             ids[~self._padding.numpy().astype(bool)] = PADDING
         return ids
@@ -225,26 +188,67 @@ class OscarCache(Cache):
         unpacked = layer.unpacked(step.past, past)
         return torch.cat([unpacked[0], keys], dim=2), torch.cat([unpacked[1], values], dim=2)
 
-    def window_mask(self, queries: int, window: int) -> torch.Tensor:
-        """(batch, 1, queries, length) bool: causal, sliding, without padding."""
-        length = self.ledger.length
-        query = torch.arange(length - queries, length)[:, None]
-        key = torch.arange(length)
-        visible = (key <= query) & (key > query - window)
-        return visible & self.real_tokens(length)[:, None, None]
-
     def unpacked(
         self, layer_idx: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer holds, in sequence order: (batch, KV heads, length, head_dim) each.
 
-        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding.
+        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding
+        or forgotten.
         """
         return self.layers[layer_idx].unpacked(self.ledger.sequences, self.ledger.length, dtype)
 
     def memory(self) -> MemoryReport:
         """Bytes held, by modality and by kind."""
         return measure(self)
+
+    def fork(self) -> OscarCache:
+        """A cache with the same past, over the same pages: only tables are copied.
+
+        Each of the two goes on by itself, and may be cut, reset or closed: pages are never written
+        again, and a 16-bit block that both hold is copied before either writes to it. The fork has
+        the balancing of this cache.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+        """
+        self.check_complete()
+        twin = OscarCache(self.policy, store=self.store)
+        twin._own_store, twin.closed, twin._sigmas = self._own_store, self.closed, self._sigmas
+        twin.ledger = self.ledger.fork()
+        twin.layers += [layer.fork(twin) for layer in self.layers]
+        twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
+        """A fork: as independent as a copy, without the copy."""
+        return self.fork()
+
+    __copy__ = fork
+
+    def forget(self, start: int, stop: int, row: int = 0) -> None:
+        """Drop the tokens ``start`` to ``stop - 1`` of a row; their pages are free at once.
+
+        The row's length and the other tokens' positions stay (they are in the keys): the tokens
+        become like padding. Nothing is quantized again; 16-bit tokens behind them move up. With
+        another attention than "oscar", the attention_mask must be 0 for them from then on.
+
+        Args:
+            start: index in the row, counted from 0, padding included; ``stop`` likewise.
+            row: of the batch.
+
+        Raises:
+            InputError: tokens or a row that are not there.
+            RuntimeError: as of ``fork``.
+        """
+        self.check_complete()
+        moves = self.ledger.forget(row, start, stop)
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        for layer in layers:
+            layer.waits = True  # Interrupted, the cache would be incomplete.
+        for layer in layers:
+            layer.move(moves)
+            layer.waits = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of a row, padding included."""
@@ -288,11 +292,19 @@ class OscarCache(Cache):
         self.ledger.select(indices.tolist())
 
     def reset(self) -> None:
-        """Forget everything; pools and balancing are given up too."""
-        self.ledger = Ledger(self.policy)
+        """Forget everything, balancing too; pools of a store of its own are given up."""
+        self.ledger.clear()
+        if self._own_store:
+            self.store = PageStore(self.policy)
+        self.ledger = Ledger(self.store)
         self.layers.clear()
-        self._expected = self._padding = None
-        self._packed_attention = False
+        self._expected, self._padding = Expected(), None
+        self._packed_attention = self.unchecked = False
+
+    def close(self) -> None:
+        """Give up all pages; the cache takes no more tokens. A second time does nothing."""
+        self.reset()
+        self.closed = True
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: pages are small enough to stay."""

@@ -1,20 +1,24 @@
-"""OscarLayer: the bytes of one layer, and attention over them."""
+"""OscarLayer: one layer of a cache, which moves its bytes in and out of the store's pools."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
-from oscar_mm.cache.ledger import PackJob, Sequence, Step
-from oscar_mm.cache.pool import Pool
+from oscar_mm.cache.layout import PAGE_TOKENS
+from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.step import Step
 from oscar_mm.cache.stream import Stream
 from oscar_mm.errors import InputError
-from oscar_mm.ops.pack import pack
-from oscar_mm.ops.packed_attention import packed_attention
+from oscar_mm.ops.append import append
+from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 from oscar_mm.quant.basis import Basis
@@ -24,10 +28,14 @@ if TYPE_CHECKING:
 
 UNPACK_PAGES = 16
 """Pages of one stream that are unpacked at a time: 2,048 tokens."""
+_MOVED_TOKENS = 2048
+"""Tokens in 16 bit that move up at a time when others before them are forgotten."""
+Range = tuple[int, int]
+"""First token of a page that is in use, and the one after the last."""
 
 
 class OscarLayer(CacheLayerMixin):
-    """One layer of an ``OscarCache``: its pools, its basis, and what a ``Step`` does to them."""
+    """One layer of an ``OscarCache``: its basis, and what a ``Step`` does to its pools."""
 
     is_compileable = False
     is_sliding = False
@@ -36,11 +44,25 @@ class OscarLayer(CacheLayerMixin):
 
     def __init__(self, cache: OscarCache, index: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        # Weak, so that slots go back as soon as nobody has the cache.
+        self._cache, self.index = weakref.ref(cache), index
         # Steps carried out, and whether the next one has come in but is not carried out yet.
         self.steps, self.waits = 0, False
         self.sigma: torch.Tensor | None = None
         self.sigma_is_final = False
+
+    @property
+    def cache(self) -> OscarCache:
+        """Whose layer it is."""
+        return self._cache()
+
+    def fork(self, cache: OscarCache) -> OscarLayer:
+        """The same layer for a fork of the cache: the same pools and the same basis."""
+        twin = copy.copy(self)
+        twin._cache = weakref.ref(cache)
+        if self.is_initialized:
+            twin.bad = self.bad.clone()
+        return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take shapes, dtype and device from the first keys: (batch, KV heads, tokens, d)."""
@@ -49,22 +71,20 @@ class OscarLayer(CacheLayerMixin):
                 f"layer {self.index}: keys {tuple(key_states.shape)} and values "
                 f"{tuple(value_states.shape)} differ in shape: this model is not supported"
             )
-        _, self.kv_heads, _, self.head_dim = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
-        policy = self.cache.policy
-        block = (2, self.kv_heads, BLOCK_TOKENS, self.head_dim)
-        self.blocks = Pool(block, self.dtype, self.device)
-        self.formats = {
-            bits: PageFormat.of(policy, bits, self.kv_heads, self.head_dim)
-            for bits in set(policy.bits) - {16}
-        }
-        self.pages = {
-            bits: Pool((page_format.page_bytes,), torch.uint8, self.device)
-            for bits, page_format in self.formats.items()
-        }
-        self.kernel = packed_attention(
-            self.formats, self.head_dim, policy.rotate, self.dtype, self.device
-        )
+        _, kv_heads, _, head_dim = key_states.shape
+        self.use_pools(kv_heads, head_dim, key_states.dtype, key_states.device)
+
+    def use_pools(
+        self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Find or make the pools of this layer in the cache's store."""
+        pools = self.cache.store.layer(self.index, kv_heads, head_dim, dtype, device)
+        self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
+        self.blocks, self.pages = pools.blocks, pools.pages
+        self.formats = pools.formats
+        # Set by whatever finds that it cannot be stored; read where waiting costs nothing.
+        with torch.inference_mode(False):
+            self.bad = torch.zeros(1, dtype=torch.int32, device=device)
         self.is_initialized = True
 
     @property
@@ -110,58 +130,74 @@ class OscarLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def append(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
-        """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says."""
+        """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
+
+        Nothing waits for a GPU: there ``check_stored`` is left to the cache, before its next step.
+
+        Raises:
+            FloatingPointError: on a CPU, as ``check_stored``.
+        """
+        slots, policy = self.cache.ledger.allocators, self.cache.policy
+        # Blocks first: those that pages are packed from must be there, and stay where they are.
+        self.blocks.reserve(slots[16].capacity)
+        blocks = self.blocks.storage
+        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         for bits, pool in self.pages.items():
-            pool.reserve(self.cache.ledger.allocators[bits].capacity)
-        for job in step.packs:
-            self._pack(job, keys[job.row], values[job.row])
-        self.blocks.reserve(self.cache.ledger.allocators[16].capacity)
+            pool.reserve(slots[bits].capacity)
+        for bits, tables in step.packs_on(self.device).items():
+            pack_jobs(
+                *(keys, values, blocks, *tables, self.pages[bits].storage, self.bad, self.sigma),
+                *(text_of(self.formats[bits]), policy.rotate, policy.fit, policy.norm),
+            )
         for source, target in step.copies:
-            self.blocks.storage[target] = self.blocks.storage[source]
-        if step.writes is not None:
-            rows, tokens, blocks, places = step.writes_on(self.device)
-            for side, states in enumerate((keys, values)):
-                new = states[rows, :, tokens]
-                # One token is checked by its logits: a check per layer would stall a GPU.
-                if keys.shape[2] > 1 and not bool(new.isfinite().all()):
-                    raise FloatingPointError(
-                        f"layer {self.index}: keys or values hold NaN or infinity"
-                    )
-                self.blocks.storage[:, side][blocks, :, places] = new
+            blocks[target] = blocks[source]
+        writes = step.writes_on(self.device)
+        if writes is not None:
+            append(keys, values, blocks, writes, self.bad)
+        if self.device.type == "cpu":
+            self.check_stored()
+        elif keys.shape[2] > 1:
+            self.cache.unchecked = True
         self.steps += 1
         self.waits = False
 
-    def _pack(self, job: PackJob, keys: torch.Tensor, values: torch.Tensor) -> None:
-        source = torch.from_numpy(job.source).to(self.device)
-        parts = [torch.stack((keys[:, source], values[:, source]))]
-        if job.tail:
-            parts.insert(0, self.tail(job.blocks, job.tail))
-        both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        both = both.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2)
-        page_format = self.formats[job.bits]
-        try:
-            packed = pack(both[0], both[1], page_format, self.cache.policy, self.basis)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"layer {self.index}: {error}") from None
-        self.pages[job.bits].storage[job.pages] = packed
+    def check_stored(self) -> None:
+        """Look whether all that was stored can be read again; waits for the device.
+
+        Raises:
+            FloatingPointError: keys or values held NaN, infinity or numbers beyond float16.
+        """
+        if bool(self.bad):
+            raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
+
+    @torch.no_grad()
+    def move(self, moves: np.ndarray) -> None:
+        """Move tokens in 16 bit, (4, n): from block and place to block and place, in order."""
+        self.blocks.reserve(self.cache.ledger.allocators[16].capacity)
+        storage = self.blocks.storage
+        for start in range(0, moves.shape[1], _MOVED_TOKENS):
+            part = torch.from_numpy(moves[:, start : start + _MOVED_TOKENS]).to(self.device)
+            storage[part[2], :, :, part[3]] = storage[part[0], :, :, part[1]]
 
     def tail(self, blocks: list[int], tokens: int) -> torch.Tensor:
         """(2, KV heads, tokens, head_dim) from the first ``tokens`` places of blocks."""
         stored = self.blocks.storage[blocks]
         return stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
-    def page_runs(self, stream: Stream) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Page bytes of a stream, a bounded number of pages at a time, and their tokens."""
+    def page_runs(self, stream: Stream) -> Iterator[tuple[torch.Tensor, list[Range]]]:
+        """Page bytes of a stream, a bounded number of entries at a time, and their tokens."""
         for start in range(0, len(stream.pages), UNPACK_PAGES):
             run = slice(start, start + UNPACK_PAGES)
-            yield self.pages[stream.bits].storage[stream.pages[run]], stream.page_tokens[run]
+            ranges = list(zip(stream.starts[run], stream.stops[run], strict=True))
+            yield self.pages[stream.bits].storage[stream.pages[run]], ranges
 
     def unpacked(
         self, sequences: list[Sequence], length: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored keys and values in sequence order: (batch, KV heads, length, head_dim) each.
 
-        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding.
+        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding
+        or forgotten.
         """
         dtype = dtype or self.dtype
         shape = (2, len(sequences), self.kv_heads, length, self.head_dim)
@@ -171,11 +207,12 @@ class OscarLayer(CacheLayerMixin):
             for code, stream in sequence.streams.items():
                 places = torch.from_numpy(sequence.positions(code)).to(self.device)
                 start = 0
-                for pages, tokens in self.page_runs(stream):
+                for pages, ranges in self.page_runs(stream):
                     sides = unpack(pages, self.formats[stream.bits], self.basis, dtype)
-                    where = places[start : start + sum(tokens)]
+                    both_sides = torch.stack([joined(side, ranges) for side in sides])
+                    where = places[start : start + both_sides.shape[2]]
                     start += len(where)
-                    target[:, :, where] = torch.stack([joined(side, tokens) for side in sides])
+                    target[:, :, where] = both_sides
                 where = places[start : start + stream.tail]
                 target[:, :, where] = self.tail(stream.blocks, stream.tail).to(dtype)
         return both[0], both[1]
@@ -199,8 +236,9 @@ class OscarLayer(CacheLayerMixin):
         return -1
 
 
-def joined(pages: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+def joined(pages: torch.Tensor, ranges: list[Range]) -> torch.Tensor:
     """(n, KV heads, 128, head_dim) -> (KV heads, tokens in use, head_dim)."""
-    if all(count == PAGE_TOKENS for count in tokens):
+    if all(used == (0, PAGE_TOKENS) for used in ranges):
         return pages.transpose(0, 1).flatten(1, 2)
-    return torch.cat([page[:, :count] for page, count in zip(pages, tokens, strict=True)], dim=1)
+    used = [page[:, start:stop] for page, (start, stop) in zip(pages, ranges, strict=True)]
+    return torch.cat(used, dim=1)

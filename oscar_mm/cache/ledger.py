@@ -2,116 +2,53 @@
 
 A forward pass brings every layer the keys and values of the same new tokens. The ledger decides
 once what is to happen to them (a ``Step``: pages to pack, blocks to write) and every layer carries
-it out on its own pools. Crop, fork, beam reordering and reset are changes of the ledger alone.
+it out on its own pools. Crop, fork, beam reordering and reset are changes of the ledger alone, and
+so is forgetting tokens, but for 16-bit ones behind them, which move up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
-from oscar_mm.cache.pool import SlotAllocator
+from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
+from oscar_mm.cache.step import PackJob, Step
+from oscar_mm.cache.store import PageStore
 from oscar_mm.cache.stream import Stream
+from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
-from oscar_mm.policy import KVPolicy
 
 _BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
-_SINK = len(Modality)
-"""Stream codes are the modality, plus this for the sinks of a modality that is packed."""
-NOWHERE = 255
-"""Stream code of padding: such a token has an index but is not stored."""
-
-
-@dataclass
-class PackJob:
-    """Tokens of one stream that become pages: first those of its tail, then new ones."""
-
-    row: int
-    bits: int
-    pages: list[int]
-    blocks: list[int]
-    tail: int
-    source: np.ndarray
-
-
-@dataclass
-class Sequence:
-    """One row of the batch: the stream of every token, and the streams."""
-
-    codes: bytearray = field(default_factory=bytearray)
-    streams: dict[int, Stream] = field(default_factory=dict)
-    stored: int = 0
-
-    def positions(self, code: int) -> np.ndarray:
-        """Indices of the stream's tokens in the sequence, ascending."""
-        return np.flatnonzero(np.frombuffer(self.codes, dtype=np.uint8) == code)
-
-    def real_tokens(self, count: int) -> np.ndarray:
-        """(count,) bool: which of the last ``count`` tokens are stored, not padding."""
-        return np.frombuffer(bytes(self.codes[-count:]), dtype=np.uint8) != NOWHERE
-
-    def before(self) -> Sequence:
-        """The streams as they are now; the codes go on growing, beyond what these streams hold."""
-        streams = {code: stream.copy() for code, stream in self.streams.items()}
-        return Sequence(self.codes, streams, self.stored)
-
-    def recent(self, window: int) -> np.ndarray:
-        """Stream codes of the last ``window`` stored tokens."""
-        codes = np.frombuffer(self.codes, dtype=np.uint8)
-        tail = codes[-2 * window :] if window else codes[:0]
-        stored = tail[tail != NOWHERE]
-        if len(stored) < window < len(codes):
-            stored = codes[codes != NOWHERE]
-        return stored[-window:] if window else stored
-
-
-@dataclass
-class Step:
-    """What one forward pass does to the pools of every layer, in this order.
-
-    Attributes:
-        packs: pages to pack. All of them are read before anything is written, because a block
-            that a pack empties may be handed out again in the same step.
-        copies: (source, target) blocks: a shared block is copied before it is appended to.
-        writes: (4, n) int64: row and index of a new token, block and place that it is written to.
-        real: for each row the indices of its tokens that are not padding; None if all are real.
-        past: the sequences before the step. Their slots stay as they are until a layer carries
-            the step out, so attention over the past and the new tokens comes first.
-    """
-
-    packs: list[PackJob] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    writes: np.ndarray | None = None
-    real: list[np.ndarray] | None = None
-    past: list[Sequence] = field(default_factory=list)
-    _made: dict[Hashable, Any] = field(default_factory=dict)
-
-    def writes_on(self, device: torch.device) -> torch.Tensor:
-        """``writes`` on a device, moved there once for all its layers."""
-        return self.once(device, lambda: torch.from_numpy(self.writes).to(device))
-
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for all layers that ask with the same key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
 
 
 class Ledger:
     """Sequences of a batch and the slots that hold them."""
 
-    def __init__(self, policy: KVPolicy) -> None:
-        self.policy = policy
-        self.allocators = {bits: SlotAllocator() for bits in sorted({*policy.bits, 16})}
+    def __init__(self, store: PageStore) -> None:
+        self.store, self.policy, self.allocators = store, store.policy, store.allocators
+        # Always the same list: the store takes its slots back once the ledger is gone.
         self.sequences: list[Sequence] = []
         self.steps = 0
         self.last = Step()
+        store.register(self)
+
+    def fork(self) -> Ledger:
+        """A ledger of the same sequences, over the same slots; what it adds is its own."""
+        twin = Ledger(self.store)
+        twin.steps = self.steps
+        twin.hold([sequence.copy() for sequence in self.sequences])
+        return twin
+
+    def hold(self, sequences: list[Sequence]) -> None:
+        """Become an owner of all slots of these sequences, which take the place of those held."""
+        old = self.sequences[:]
+        # In this order, so that whatever interrupts it no slot is given back twice.
+        self.store.share(sequences)
+        self.sequences[:] = sequences
+        self.store.release(old)
 
     @property
     def length(self) -> int:
@@ -120,8 +57,9 @@ class Ledger:
 
     def advance(self, modalities: np.ndarray) -> Step:
         """Take in new tokens: (batch, tokens) modality ids, -1 for padding."""
+        self.store.collect()
         if not self.sequences:
-            self.sequences = [Sequence() for _ in range(len(modalities))]
+            self.sequences += [Sequence() for _ in range(len(modalities))]
         step = Step(past=[sequence.before() for sequence in self.sequences])
         if (modalities == PADDING).any():
             step.real = [np.flatnonzero(row != PADDING) for row in modalities]
@@ -131,8 +69,8 @@ class Ledger:
             sequence.codes += codes.tobytes()
             for code in np.unique(codes[codes != NOWHERE]).tolist():
                 if code not in sequence.streams:
-                    modality = Modality(code % _SINK)
-                    bits = 16 if code >= _SINK else self.policy.bits_for(modality)
+                    modality = Modality(code % SINK)
+                    bits = 16 if code >= SINK else self.policy.bits_for(modality)
                     sequence.streams[code] = Stream(modality, bits)
             for code, stream in sequence.streams.items():
                 new = np.flatnonzero(codes == code)
@@ -150,7 +88,7 @@ class Ledger:
         real = np.flatnonzero(ids != PADDING)
         for index in real[: max(0, self.policy.sinks - sequence.stored)].tolist():
             if self.policy.bits_for(Modality(int(ids[index]))) < 16:
-                codes[index] += _SINK
+                codes[index] += SINK
         sequence.stored += len(real)
         return codes
 
@@ -180,8 +118,7 @@ class Ledger:
             ids = self.allocators[stream.bits].allocate(pages)
             source = new[: taken - from_tail]
             step.packs.append(PackJob(row, stream.bits, ids, read, from_tail, source))
-            stream.pages += ids
-            stream.page_tokens += [PAGE_TOKENS] * pages
+            stream.add_pages(ids)
             stream.blocks = stream.blocks[len(read) :]
             stream.tail -= from_tail
             new = new[len(source) :]
@@ -218,13 +155,62 @@ class Ledger:
         for row in rows:
             if not 0 <= row < len(self.sequences):
                 raise IndexError(f"row {row} of a cache of {len(self.sequences)} sequences")
-        old, self.sequences = self.sequences, []
-        for row in rows:
-            streams = {code: stream.copy() for code, stream in old[row].streams.items()}
-            self._change_owners(streams.values(), SlotAllocator.share)
-            self.sequences.append(Sequence(old[row].codes[:], streams, old[row].stored))
-        for sequence in old:
-            self._change_owners(sequence.streams.values(), SlotAllocator.release)
+        self.hold([self.sequences[row].copy() for row in rows])
+
+    def forget(self, row: int, start: int, stop: int) -> np.ndarray:
+        """Take the tokens start to stop - 1 of a row out; its length and positions stay.
+
+        Returns:
+            (4, n) int64: blocks and places of 16-bit tokens that move up, and where to, for every
+            layer to carry out in this order before anything else.
+        """
+        if not 0 <= row < len(self.sequences):
+            raise InputError(f"forget: row {row} of a cache of {len(self.sequences)} sequences")
+        if not 0 <= start <= stop <= self.length:
+            raise InputError(
+                f"forget: tokens {start} to {stop} of a cache of {self.length}; "
+                "start <= stop, counted from 0"
+            )
+        sequence = self.sequences[row]
+        codes = np.frombuffer(bytes(sequence.codes[:stop]), dtype=np.uint8)
+        before, gone = codes[:start], codes[start:]
+        moves = []
+        for code in np.unique(gone[gone != NOWHERE]).tolist():
+            stream = sequence.streams[code]
+            first = int((before == code).sum())
+            last = first + int((gone == code).sum())
+            sequence.stored -= last - first
+            packed = stream.packed
+            if first < packed:
+                cut, left = stream.cut_pages(first, min(last, packed))
+                self.allocators[stream.bits].share(left)
+                self.allocators[stream.bits].release(cut)
+            if last > packed:
+                moves.append(self._close_gap(stream, max(first - packed, 0), last - packed))
+        sequence.codes[start:stop] = bytes([NOWHERE]) * (stop - start)
+        return np.concatenate([np.empty((4, 0), np.int64), *moves], axis=1)
+
+    def _close_gap(self, stream: Stream, start: int, stop: int) -> np.ndarray:
+        """Take the tokens start to stop - 1 out of a tail: those behind them move up."""
+        slots, old = self.allocators[16], stream.blocks[:]
+        if stop == stream.tail:
+            slots.release(stream.drop_last(stop - start)[1])
+            return np.empty((4, 0), np.int64)
+        first = start // BLOCK_TOKENS
+        # Tokens before the gap stay in place, unless their block is another owner's too.
+        copied = first * BLOCK_TOKENS if slots.is_shared(old[first]) else start
+        kept = np.concatenate([np.arange(copied, start), np.arange(stop, stream.tail)])
+        targets = copied + np.arange(len(kept))
+        stream.tail -= stop - start
+        del stream.blocks[-(-stream.tail // BLOCK_TOKENS) :]
+        for index in range(first, len(stream.blocks)):
+            if slots.is_shared(old[index]):
+                stream.blocks[index : index + 1] = slots.allocate(1)
+        staying = set(stream.blocks)
+        slots.release([block for block in old if block not in staying])
+        source = np.asarray(old)[kept // BLOCK_TOKENS], kept % BLOCK_TOKENS
+        target = np.asarray(stream.blocks)[targets // BLOCK_TOKENS], targets % BLOCK_TOKENS
+        return np.stack([*source, *target])
 
     def clear(self) -> None:
         """Forget all sequences."""
@@ -235,14 +221,8 @@ class Ledger:
         for sequence in self.sequences:
             yield from sequence.streams.values()
 
-    def _change_owners(self, streams, change) -> None:
-        for stream in streams:
-            if stream.pages:
-                change(self.allocators[stream.bits], stream.pages)
-            change(self.allocators[16], stream.blocks)
-
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables: a stream code per token, four bytes per page or block id."""
-        ids = sum(len(stream.pages) + len(stream.blocks) for stream in self.streams())
+        """Bytes of the tables: one per token, four per block, eight per entry of a page."""
+        ids = sum(2 * len(stream.pages) + len(stream.blocks) for stream in self.streams())
         return sum(len(sequence.codes) for sequence in self.sequences) + 4 * ids

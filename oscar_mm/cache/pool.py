@@ -24,9 +24,14 @@ class SlotAllocator:
         return len(self._references)
 
     @property
+    def free(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    @property
     def used(self) -> int:
         """Slots with at least one owner."""
-        return len(self._references) - len(self._free)
+        return self.capacity - self.free
 
     def allocate(self, count: int) -> list[int]:
         """``count`` slots with one owner each.
@@ -56,6 +61,17 @@ class SlotAllocator:
             if not self._references[slot]:
                 self._free.append(slot)
 
+    def compact(self) -> list[int]:
+        """Leave out the free slots: slot i of now is the i-th of the returned ones of before."""
+        kept = [slot for slot, owners in enumerate(self._references) if owners]
+        self._references = [self._references[slot] for slot in kept]
+        self._free = []
+        return kept
+
+    def owners(self, slot: int) -> int:
+        """How many owners a slot has."""
+        return self._references[slot]
+
     def is_shared(self, slot: int) -> bool:
         """Whether the slot has more than one owner and so must not be written to."""
         return self._references[slot] > 1
@@ -78,6 +94,11 @@ class Pool:
                 grown = self.storage.new_empty((capacity, *self.storage.shape[1:]))
             grown[: len(self.storage)] = self.storage
             self.storage = grown
+
+    def keep(self, slots: list[int]) -> None:
+        """Shrink to these slots, in this order."""
+        with torch.inference_mode(False):
+            self.storage = self.storage[slots]
 
     @property
     def slot_bytes(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oscar_mm.cache.layout import BLOCK_TOKENS
+import numpy as np
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.modality import Modality
 
 
@@ -12,11 +14,16 @@ from oscar_mm.modality import Modality
 class Stream:
     """Which slots hold a stream, the same ones in every layer; tokens are in sequence order.
 
+    A page is written once, with 128 tokens. An entry of the stream is a page and the range of its
+    tokens that are in use: all of them at first, fewer after a crop; a page out of whose middle
+    tokens were forgotten has two entries, one after the other.
+
     Attributes:
         modality: of all its tokens.
         bits: 2 or 4 where full pages are packed; 16 where all tokens stay in blocks.
-        pages: ids of packed pages.
-        page_tokens: tokens of each page that are in use: 128, or fewer after a crop.
+        pages: id of each entry's packed page.
+        starts: first token of the page that an entry uses.
+        stops: the token after the last one, more than its start.
         blocks: ids of the 16-bit blocks of the tail, filled in order.
         tail: tokens in the blocks.
     """
@@ -24,14 +31,20 @@ class Stream:
     modality: Modality
     bits: int
     pages: list[int] = field(default_factory=list)
-    page_tokens: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     tail: int = 0
 
     @property
+    def packed(self) -> int:
+        """Tokens in pages."""
+        return sum(self.stops) - sum(self.starts)
+
+    @property
     def tokens(self) -> int:
         """All tokens of the stream."""
-        return sum(self.page_tokens) + self.tail
+        return self.packed + self.tail
 
     def copy(self) -> Stream:
         """A second stream over the same slots; the caller adds the owners."""
@@ -39,10 +52,17 @@ class Stream:
             self.modality,
             self.bits,
             self.pages.copy(),
-            self.page_tokens.copy(),
+            self.starts.copy(),
+            self.stops.copy(),
             self.blocks.copy(),
             self.tail,
         )
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Full pages after those that there are."""
+        self.pages += pages
+        self.starts += [0] * len(pages)
+        self.stops += [PAGE_TOKENS] * len(pages)
 
     def drop_last(self, count: int) -> tuple[list[int], list[int]]:
         """Forget the last ``count`` tokens; returns the ids of pages and blocks given up.
@@ -56,10 +76,38 @@ class Stream:
         blocks, self.blocks = self.blocks[kept_blocks:], self.blocks[:kept_blocks]
         pages = []
         while count:
-            cut = min(count, self.page_tokens[-1])
-            self.page_tokens[-1] -= cut
+            cut = min(count, self.stops[-1] - self.starts[-1])
+            self.stops[-1] -= cut
             count -= cut
-            if not self.page_tokens[-1]:
-                self.page_tokens.pop()
+            if self.starts[-1] == self.stops[-1]:
+                self.starts.pop()
+                self.stops.pop()
                 pages.append(self.pages.pop())
         return pages, blocks
+
+    def cut_pages(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Take the packed tokens start to stop - 1 of the stream out.
+
+        Returns:
+            pages of the entries that were there, and of those that there are in their place: the
+            caller adds owners to the second, then takes them from the first.
+        """
+        ends = np.cumsum(np.subtract(self.stops, self.starts))
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = int(np.searchsorted(ends, stop, side="left"))
+        # What is left of the entries with the first and the last token that is taken out.
+        keep_to = self.stops[first] - int(ends[first] - start)
+        keep_from = self.stops[last] - int(ends[last] - stop)
+        left = [
+            (page, begin, end)
+            for page, begin, end in (
+                (self.pages[first], self.starts[first], keep_to),
+                (self.pages[last], keep_from, self.stops[last]),
+            )
+            if begin < end
+        ]
+        cut = slice(first, last + 1)
+        before = self.pages[cut]
+        columns = tuple(zip(*left, strict=True)) or ((), (), ())
+        self.pages[cut], self.starts[cut], self.stops[cut] = columns
+        return before, list(columns[0])

@@ -13,14 +13,17 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS
-from oscar_mm.cache.ledger import Sequence
+from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.step import upload
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
 _HALF = BLOCK_TOKENS // 2
-_SECOND = 1 << 16
+START = 1 << 8
+"""Unit of the first token in use in a page's entry; below it is the token after the last."""
+SECOND = 1 << 16
 """Set in a page's entry if the page is of the second bit width."""
-_FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
+FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Tables:
 
     Attributes:
         items: (batch, longest, 2): for each sequence the halves of its 16-bit blocks,
-            {2 * block + half, tokens}, then its pages, {slot, tokens + second bit width flag}.
+            {2 * block + half, tokens}, then its pages, {slot, stop + 256 * start + second bit width
+            flag}, of which tokens start to stop - 1 are in use.
         counts: (batch, 2): halves and pages.
         assignments: (thread blocks, 16).
         segments: pairs of sequence and KV head, times tiles of 8 query columns.
@@ -70,7 +74,7 @@ def tables_of(
     # One copy to the device instead of three. Assignments come first: they are read 16 bytes at a
     # time.
     parts = (assignments, items, counts)
-    whole = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
+    whole = upload(np.concatenate([part.ravel() for part in parts]), device)
     split = whole.split([part.size for part in parts])
     first, second, third = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
     return Tables(second, third, first, len(rows) * tiles)
@@ -85,8 +89,9 @@ def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarr
         filled = np.minimum(stream.tail - places * _HALF, _HALF)
         halves.append(np.stack([2 * blocks + places % 2, filled], axis=1))
         if stream.pages:
-            flag = _SECOND if stream.bits == bits[1] else 0
-            pages.append(np.stack([stream.pages, np.add(stream.page_tokens, flag)], axis=1))
+            flag = SECOND if stream.bits == bits[1] else 0
+            used = np.multiply(stream.starts, START) + stream.stops + flag
+            pages.append(np.stack([stream.pages, used], axis=1))
     return np.concatenate(halves), np.concatenate(pages)
 
 
@@ -106,7 +111,7 @@ def assign(
     total = int(starts[-1])
     if total * workers >= 1 << 31:
         raise ValueError(f"{total} items are more than one launch can share out")
-    table = np.zeros((workers, _FIELDS), dtype=np.int32)
+    table = np.zeros((workers, FIELDS), dtype=np.int32)
 
     def fill(worker: int, begin: int, end: int, segment: int, first: int, parts: int) -> None:
         sequence, within = divmod(segment, per_sequence)

@@ -1,103 +1,128 @@
-"""decode: attention of queries over blocks of keys and values, merged by running softmax.
+"""decode: attention of 1 to 16 new tokens over packed pages, 16-bit blocks and themselves.
 
-Nothing is unpacked beyond one block: each is scored, weighted and forgotten (the online softmax of
-FlashAttention, arXiv:2205.14135), so the extra memory does not grow with the past.
+    decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor blocks,
+           Tensor? sigma, Tensor items, Tensor counts, Tensor assignments, float scaling,
+           str[] formats, bool rotate) -> Tensor
+
+    queries       (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
+                  with contiguous channels
+    keys, values  (batch, KV heads, tokens, head_dim) of the new tokens, likewise; attention over
+                  them is causal
+    pages         one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two
+    blocks        (slots, 2, KV heads, 32, head_dim)
+    sigma         (KV heads or 1, head_dim) float32: balancing of the pages; None for none
+    items, counts, assignments   of ``oscar_mm.cache.tables.Tables``
+    scaling       factor of the scores
+    formats       of the pages (``oscar_mm.ops.formats``), by ascending bits
+    rotate        whether pages are stored rotated
+    result        (batch, query heads, tokens, head_dim), in memory by tokens, then heads
+
+The same bits from run to run. Calls may overlap on several streams and be captured in several
+CUDA graphs: what a launch needs besides its arguments is its stream's or its graph's own.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from oscar_mm.quant.basis import Basis
+from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.tables import FIELDS
+from oscar_mm.ops.decode_torch import decode_by_torch
+from oscar_mm.ops.formats import format_of
+from oscar_mm.ops.library import STATES, Arguments, define
+from oscar_mm.ops.packed_attention import MAX_QUERY_TOKENS, packed_attention
 
-_SCORE_ELEMENTS = 1 << 24
-"""Scores computed at a time (float32: 64 MB)."""
+_arguments = Arguments("decode")
 
 
-class RunningAttention:
-    """Attention of one sequence's queries over keys and values that arrive in blocks.
+def _empty(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: list[torch.Tensor],
+    blocks: torch.Tensor,
+    sigma: torch.Tensor | None,
+    items: torch.Tensor,
+    counts: torch.Tensor,
+    assignments: torch.Tensor,
+    scaling: float,
+    formats: list[str],
+    rotate: bool,
+) -> torch.Tensor:
+    """Check the arguments; a result without data."""
+    check, device = _arguments.check, queries.device
+    shape = ("batch", "query heads", "tokens", "d")
+    check("queries", queries, shape, STATES, device, rows=True)
+    batch, query_heads, tokens, head_dim = queries.shape
+    if not 1 <= tokens <= MAX_QUERY_TOKENS:
+        _arguments.refuse("queries", f"of {tokens} tokens", f"of 1 to {MAX_QUERY_TOKENS}")
+    check("keys", keys, (batch, "KV heads", tokens, head_dim), queries.dtype, device, rows=True)
+    check("values", values, keys.shape, queries.dtype, device, rows=True)
+    kv_heads = keys.shape[1]
+    if query_heads % kv_heads:
+        found, wanted = f"of {query_heads} heads", f"of a multiple of {kv_heads}, the KV heads"
+        _arguments.refuse("queries", found, wanted)
+    check("blocks", blocks, ("slots", 2, kv_heads, BLOCK_TOKENS, head_dim), queries.dtype, device)
+    known = _formats(tuple(formats))
+    if len(pages) != len(known):
+        _arguments.refuse("pages", f"of {len(pages)} pools", f"of {len(known)}, as formats")
+    for pool, page_format in zip(pages, known, strict=True):
+        if (page_format.kv_heads, page_format.head_dim) != (kv_heads, head_dim):
+            found = f"for {page_format.kv_heads} heads of {page_format.head_dim}"
+            _arguments.refuse("formats", found, f"for {kv_heads} of {head_dim}, as keys")
+        check("pages", pool, ("slots", page_format.page_bytes), torch.uint8, device)
+    _arguments.check_sigma(sigma, kv_heads, head_dim, device)
+    check("items", items, (batch, "longest", 2), torch.int32, device)
+    check("counts", counts, (batch, 2), torch.int32, device)
+    check("assignments", assignments, ("thread blocks", FIELDS), torch.int32, device)
+    return empty_output(queries)
 
-    Stored (balanced, rotated) and plain blocks may be mixed: queries exist in both coordinates,
-    scores are the same in either, and the two outputs are added at the end.
-    """
 
-    def __init__(
-        self, queries: torch.Tensor, kv_heads: int, scaling: float, basis: Basis | None
-    ) -> None:
-        """
-        Args:
-            queries: (query heads, tokens, head_dim), any float dtype; a query head attends to KV
-                head ``head // (query heads / kv_heads)``.
-            scaling: factor of the scores, usually head_dim ** -0.5.
-            basis: coordinates of stored blocks; None if there will be none.
-        """
-        self._shape, self._dtype, self._basis = queries.shape, queries.dtype, basis
-        self._tokens = queries.shape[1]
-        self._groups = queries.shape[0] // kv_heads
-        # (KV heads, group * tokens, head_dim)
-        grouped = queries.reshape(kv_heads, -1, queries.shape[2])
-        self._plain = grouped.float() * scaling
-        self._stored = None if basis is None else basis.queries_in(grouped) * scaling
-        rows = self._plain.shape[:2]
-        self._maximum = self._plain.new_full(rows, -torch.inf)
-        self._total = self._plain.new_zeros(rows)
-        self._out_plain = torch.zeros_like(self._plain)
-        self._out_stored = None if basis is None else torch.zeros_like(self._plain)
+def empty_output(queries: torch.Tensor) -> torch.Tensor:
+    """What ``decode`` returns, without data."""
+    batch, query_heads, tokens, head_dim = queries.shape
+    return queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
 
-    def add(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        stored: bool,
-        first_query: int | None = None,
-    ) -> None:
-        """Attend to one block.
 
-        Args:
-            keys: (KV heads, n, head_dim), any float dtype.
-            values: the same shape.
-            stored: whether they are in stored coordinates (else the model's).
-            first_query: the query token that sees exactly the first key; each later query sees one
-                key more. None: all queries see all keys.
-        """
-        keys, values = keys.float(), values.float()
-        heads, count = keys.shape[:2]
-        step = max(1, _SCORE_ELEMENTS // (heads * self._groups * max(1, count)))
-        queries = (self._stored if stored else self._plain).unflatten(1, (self._groups, -1))
-        for start in range(first_query or 0, self._tokens, step):
-            part = slice(start, min(start + step, self._tokens))
-            query = queries[:, :, part].flatten(1, 2)
-            scores = query @ keys.transpose(1, 2)
-            if first_query is not None and part.start - first_query < count - 1:
-                visible = torch.arange(part.start, part.stop, device=keys.device) - first_query
-                hidden = visible[:, None] < torch.arange(count, device=keys.device)
-                scores = scores.unflatten(1, (self._groups, -1))
-                scores = scores.masked_fill(hidden, -torch.inf).flatten(1, 2)
-            self._merge(scores, values, part, stored)
+def _decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: list[torch.Tensor],
+    blocks: torch.Tensor,
+    sigma: torch.Tensor | None,
+    items: torch.Tensor,
+    counts: torch.Tensor,
+    assignments: torch.Tensor,
+    scaling: float,
+    formats: list[str],
+    rotate: bool,
+) -> torch.Tensor:
+    states, tables = (queries, keys, values, pages, blocks, sigma), (items, counts, assignments)
+    output = _empty(*states, *tables, scaling, formats, rotate)
+    known = _formats(tuple(formats))
+    kernel = packed_attention(known, queries.shape[3], rotate, queries.dtype, queries.device)
+    if kernel is None:
+        return output.copy_(decode_by_torch(*states, items, counts, scaling, known, rotate))
+    kernel(*states, *tables, scaling, output)
+    return output
 
-    def _merge(self, scores: torch.Tensor, values: torch.Tensor, part: slice, stored: bool) -> None:
-        def of_part(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(1, (self._groups, -1))[:, :, part]
 
-        before = of_part(self._maximum).flatten(1, 2)
-        maximum = torch.maximum(before, scores.amax(-1))
-        weights = (scores - maximum[..., None]).exp()
-        shrink = (before - maximum).exp()
-        shape = (len(scores), self._groups, -1)
-        of_part(self._maximum).copy_(maximum.view(shape))
-        total = of_part(self._total)
-        total.mul_(shrink.view(shape)).add_(weights.sum(-1).view(shape))
-        gathered = (weights @ values).view(*shape, values.shape[-1])
-        for output, is_target in ((self._out_plain, not stored), (self._out_stored, stored)):
-            if output is not None:
-                output = of_part(output).mul_(shrink.view(shape)[..., None])
-                if is_target:
-                    output.add_(gathered)
+@lru_cache(maxsize=64)
+def _formats(texts: tuple[str, ...]) -> tuple[PageFormat, ...]:
+    formats = tuple(map(format_of, texts))
+    bits = [page_format.bits for page_format in formats]
+    if len(bits) > 2 or bits != sorted(set(bits)):
+        _arguments.refuse("formats", f"of {bits} bits", "at most two, by ascending bits")
+    return formats
 
-    def output(self) -> torch.Tensor:
-        """(query heads, tokens, head_dim) in the queries' dtype."""
-        total = self._out_plain
-        if self._out_stored is not None:
-            total = total + self._basis.values_out(self._out_stored)
-        return (total / self._total[..., None]).view(self._shape).to(self._dtype)
+
+decode = define(
+    "decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor blocks,"
+    " Tensor? sigma, Tensor items, Tensor counts, Tensor assignments, float scaling,"
+    " str[] formats, bool rotate) -> Tensor",
+    _decode,
+    _empty,
+)

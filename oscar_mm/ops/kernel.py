@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def load_kernel(
         with _loading:
             if key not in _kernels:
                 cubin = compile_kernel(source, arch, macros)
-                _kernels[key] = Kernel(cubin.code, name, index, cubin.reports.get(name))
+                report = cubin.reports.get(name)
+                _kernels[key] = Kernel(cubin.code, name, index, report, cubin.key)
             kernel = _kernels[key]
     return kernel
 
@@ -105,23 +107,27 @@ class Kernel:
 
     Attributes:
         device: where it runs.
+        key: hash of source, options, architecture and compiler.
         report: what the compiler said of it, if known.
         shared_limit: bytes of dynamic shared memory that a thread block may have.
     """
 
-    def __init__(self, code: bytes, name: str, index: int, report: Report | None = None) -> None:
+    def __init__(
+        self, code: bytes, name: str, index: int, report: Report | None = None, key: str = ""
+    ) -> None:
         """
         Args:
             code: cubin for the device's architecture.
             name: of the function, declared ``extern "C"``.
             index: of the device, as torch counts.
             report: what the compiler said of it.
+            key: ``Cubin.key``.
         """
         try:
             from cuda.bindings import driver
         except ImportError as error:
             raise not_installed(error) from error
-        self.name, self.report = name, report
+        self.name, self.report, self.key = name, report, key
         self.device = torch.device("cuda", index)
         self._driver = driver
         # The runtime, and so torch, works in the device's primary context. It stays retained: the
@@ -182,6 +188,15 @@ class Kernel:
             with self._in_context():
                 self._launch(grid, block, shared_bytes, pointer, stream)
 
+    def capture_on(self, stream: int) -> int | None:
+        """Which capture of a CUDA graph a stream is in; None if in none."""
+        active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        asking = "asking for a capture"
+        if self._checked(asking, self._driver.cuStreamIsCapturing(stream)) != active:
+            return None
+        _, capture, *_ = self._checked(asking, self._driver.cuStreamGetCaptureInfo(stream))
+        return int(capture)
+
     def _launch(
         self,
         grid: tuple[int, int, int],
@@ -237,3 +252,18 @@ class Kernel:
         if returned[0]:
             raise KernelError(f"{self.name} on {self.device}: {doing}: {returned[0].name}")
         return returned[1] if len(returned) == 2 else returned[1:]
+
+
+def aligned_rows(states: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, tokens, head_dim), copied unless its rows begin at multiples of 16 bytes."""
+    unit = 16 // states.element_size()
+    aligned = states.data_ptr() % 16 == 0 and all(x % unit == 0 for x in states.stride()[:3])
+    return states if aligned else states.contiguous()
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,25 +2,20 @@
 
 No compiler is needed at the user's: NVRTC and the CUDA headers come with torch's own dependencies,
 ``cuda-core`` drives them, and a GPU is not needed either. A compilation takes seconds, so its
-result is kept in a folder of the user: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's folder
-for caches. The name of a file there is the hash of all that went into it, so that nothing in it can
-be out of date; it may be deleted at any time.
+result is kept (``oscar_mm.ops.kept``).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
-import os
 import re
-import sys
-import tempfile
-import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from oscar_mm.ops.kept import cache_folder, keep, key_of, load
 
 STANDARD = "c++17"
 PTXAS_OPTIONS = ("-v",)
@@ -57,6 +52,8 @@ class Cubin:
 
     code: bytes
     reports: dict[str, Report]
+    key: str = ""
+    """Hash of source, options, architecture and compiler; empty for a text of no file."""
 
 
 @functools.cache
@@ -90,7 +87,7 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
     path = None if folder is None else folder / f"{Path(source).stem}-{arch}-{key}.bin"
     cubin = None if path is None else _load(path, key)
     if cubin is None:
-        cubin = compile_text(source, texts[source], arch, macros)
+        cubin = replace(compile_text(source, texts[source], arch, macros), key=key)
         if path is not None:
             _store(path, key, cubin)
     return cubin
@@ -131,24 +128,6 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
     return Cubin(bytes(code), _reports(log.getvalue()))
 
 
-def cache_folder() -> Path | None:
-    """Where cubins are kept; None if the user has no folder of their own."""
-    chosen = os.environ.get("OSCAR_MM_CACHE")
-    if chosen:
-        return Path(chosen)
-    try:
-        home = Path.home()
-    except RuntimeError:
-        return None
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(base) / "oscar_mm"
-
-
 def _read_sources(source: str) -> dict[str, str]:
     """Texts of a source and of all headers of csrc that it includes, by name."""
     texts: dict[str, str] = {}
@@ -177,7 +156,7 @@ def _key(texts: Mapping[str, str], arch: str, macros: Mapping[str, str | int]) -
         "options": [STANDARD, *PTXAS_OPTIONS],
         "nvrtc": _nvrtc_version(),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return key_of(content)
 
 
 @functools.cache
@@ -235,43 +214,14 @@ def _reports(log: str) -> dict[str, Report]:
 
 def _load(path: Path, key: str) -> Cubin | None:
     """The cubin in a file; None if there is none, or it is not as ``_store`` wrote it."""
-    try:
-        checksum, _, content = path.read_bytes().partition(b"\n")
-    except OSError:
-        return None
-    if checksum != _checksum(key, content):
+    content = load(path, key)
+    if content is None:
         return None
     reports, _, code = content.partition(b"\n")
-    return Cubin(code, {name: Report(**report) for name, report in json.loads(reports).items()})
+    named = {name: Report(**report) for name, report in json.loads(reports).items()}
+    return Cubin(code, named, key)
 
 
 def _store(path: Path, key: str, cubin: Cubin) -> None:
-    """Write a file in one step: another process sees all of it or nothing."""
     reports = {name: asdict(report) for name, report in cubin.reports.items()}
-    content = json.dumps(reports).encode() + b"\n" + cubin.code
-    written = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete=False) as file:
-            written = file.name
-            file.write(_checksum(key, content) + b"\n" + content)
-        os.replace(written, path)
-    except OSError as error:
-        if written is not None:
-            Path(written).unlink(missing_ok=True)
-        _warn_not_kept(path.parent, error.strerror)
-
-
-def _checksum(key: str, content: bytes) -> bytes:
-    return hashlib.sha256(key.encode() + content).hexdigest().encode()
-
-
-@functools.cache
-def _warn_not_kept(folder: Path, reason: str | None) -> None:
-    """Say it once, not with every kernel."""
-    warnings.warn(
-        f"compiled kernels cannot be kept in {folder} ({reason}) and will be compiled again by "
-        "every process; set OSCAR_MM_CACHE to a folder that can be written to",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    keep(path, key, json.dumps(reports).encode() + b"\n" + cubin.code)

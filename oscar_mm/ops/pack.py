@@ -1,27 +1,47 @@
-"""pack: 16-bit keys and values of whole pages -> page bytes."""
+"""pack: 16-bit keys and values of whole pages -> page bytes.
+
+    pack(Tensor keys, Tensor values, Tensor blocks, Tensor source, Tensor rows, Tensor slots,
+         Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit,
+         str norm) -> ()
+
+    keys, values  (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16
+                  or float32; any strides with contiguous channels
+    blocks        (slots, 2, KV heads, 32, head_dim) in the same dtype: tokens from before
+    source        (n, 128) int32, where a page's tokens are: an index of keys and values, or
+                  ~(32 * slot + place) in blocks
+    rows          (n,) int32: of the batch
+    slots         (n,) int32: which of ``pages`` is written; below 0 nothing is done, so that a
+                  captured graph can have a fixed n
+    pages         (pool slots, page_bytes) uint8; written
+    bad           (1,) int32; set to 1 where a scale, zero or norm is NaN, infinite or beyond
+                  float16 (65504), which is so exactly where the input is NaN, infinite or out of
+                  range, else left alone
+    sigma         (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
+              numbers (the kernel rounds others); None for none
+    format        of the pages (``oscar_mm.ops.formats``)
+    rotate, fit, norm   as in ``KVPolicy``
+
+What the blocks hold may be given up as soon as this returns: later work of the same stream comes
+after it.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.kernel import Kernel, switched_off
-from oscar_mm.ops.pack_kernel import NOT_STORABLE, kernel_for, pack_by_kernel, takes
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.ops import pack_kernel
+from oscar_mm.ops.formats import format_of, text_of
+from oscar_mm.ops.library import STATES, Arguments, define
+from oscar_mm.ops.pack_torch import pack_by_torch
+from oscar_mm.ops.quantize import Recipe
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.fit import assign_codes, fit_group
-from oscar_mm.quant.scaling import divide_by_norm, fitted_norm, token_rms
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""
-_CHECKED_PAGES = 4
-_WORST_SHARE = 0.01
-"""Bytes of the first pages in which a kernel may differ from PyTorch operations."""
-_trusted: dict[Kernel, bool] = {}
-_log = logging.getLogger(__name__)
+NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
+_FITS = ("minmax", "lsq")
+_NORMS = ("plain", "refit", "unbiased")
+_arguments = Arguments("pack")
 
 
 def pack(
@@ -31,9 +51,7 @@ def pack(
     policy: KVPolicy,
     basis: Basis,
 ) -> torch.Tensor:
-    """Quantize whole pages.
-
-    On a GPU by csrc/pack.cu, whose first pages are compared with those of PyTorch operations.
+    """Quantize whole pages, by the operation.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE; any
@@ -47,8 +65,7 @@ def pack(
         (pages, page_bytes) uint8.
 
     Raises:
-        FloatingPointError: a scale, zero or norm is NaN, infinite or beyond float16 (65504), which
-            is so exactly where the input is NaN, infinite or out of range.
+        FloatingPointError: what ``bad`` tells. Finding out waits for the device.
     """
     expected = (page_format.kv_heads, PAGE_TOKENS, page_format.head_dim)
     if tuple(keys.shape[1:]) != expected or values.shape != keys.shape:
@@ -56,105 +73,86 @@ def pack(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)}: "
             f"must both be (pages, {', '.join(map(str, expected))})"
         )
-    if keys.is_cuda and not switched_off():
-        pages = _by_kernel(keys, values, page_format, policy, basis)
-        if pages is not None:
-            return pages
-    return _by_torch(keys, values, page_format, policy, basis)
-
-
-def _by_torch(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_format: PageFormat,
-    policy: KVPolicy,
-    basis: Basis,
-) -> torch.Tensor:
-    pages = torch.zeros(len(keys), page_format.page_bytes, dtype=torch.uint8, device=keys.device)
-    for part in _parts(keys):
-        arrays = _packed_keys(basis.keys_in(keys[part]), page_format, policy)
-        arrays |= _packed_values(basis.values_in(values[part]), page_format, policy)
-        for name, array in arrays.items():
-            page_format.write(pages[part], name, array)
-        finite = [x.half().isfinite().all() for name, x in arrays.items() if "codes" not in name]
-        if not bool(torch.stack(finite).all()):
-            raise FloatingPointError(NOT_STORABLE)
+    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    count = len(keys)
+    order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
+    rows = order[:count]
+    pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
+    bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
+    pack_jobs(
+        *(keys, values, keys.new_empty(0, 2, expected[0], BLOCK_TOKENS, expected[2])),
+        *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, bad, basis.sigma),
+        *(text_of(page_format), basis.rotate, policy.fit, policy.norm),
+    )
+    if bool(bad):
+        raise FloatingPointError(NOT_STORABLE)
     return pages
 
 
-def _by_kernel(
+def _check(
     keys: torch.Tensor,
     values: torch.Tensor,
-    page_format: PageFormat,
-    policy: KVPolicy,
-    basis: Basis,
-) -> torch.Tensor | None:
-    """None where the kernel does not take such pages, or is not to be trusted."""
-    if not takes(keys, values, page_format, policy):
-        return None
-    kernel = kernel_for(page_format, policy, basis.rotate, keys.dtype, keys.device)
-    if kernel is None or _trusted.get(kernel) is False:
-        return None
-    norms = None
-    if page_format.token_scaling == "shared":
-        rows = [token_rms(basis.balanced(keys[part]), "shared") for part in _parts(keys)]
-        norms = torch.cat(rows).view(len(keys), PAGE_TOKENS)
-    pages = pack_by_kernel(kernel, keys, values, page_format, basis, norms)
-    if kernel not in _trusted:
-        # Single bytes may differ where a value lies between two codes.
-        few = slice(0, _CHECKED_PAGES)
-        expected = _by_torch(keys[few], values[few], page_format, policy, basis)
-        _trusted[kernel] = float((pages[few] != expected).float().mean()) < _WORST_SHARE
-        if not _trusted[kernel]:
-            _log.error(
-                "the pack kernel disagrees with PyTorch operations on %s: it is not used. Please "
-                "report this with the output of `oscar-mm doctor`",
-                keys.device,
-            )
-            return None
-    return pages
+    blocks: torch.Tensor,
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+    bad: torch.Tensor,
+    sigma: torch.Tensor | None,
+    format: str,
+    rotate: bool,
+    fit: str,
+    norm: str,
+) -> None:
+    page_format, device = format_of(format), keys.device
+    heads, head_dim, count = page_format.kv_heads, page_format.head_dim, source.shape[0]
+    check = _arguments.check
+    check("keys", keys, ("batch", heads, "tokens", head_dim), STATES, device, rows=True)
+    check("values", values, keys.shape, keys.dtype, device, rows=True)
+    check("blocks", blocks, ("slots", 2, heads, BLOCK_TOKENS, head_dim), keys.dtype, device)
+    check("source", source, ("pages", PAGE_TOKENS), torch.int32, device)
+    check("rows", rows, (count,), torch.int32, device)
+    check("slots", slots, (count,), torch.int32, device)
+    check("pages", pages, ("slots", page_format.page_bytes), torch.uint8, device)
+    check("bad", bad, (1,), torch.int32, device)
+    _arguments.check_sigma(sigma, heads, head_dim, device)
+    if fit not in _FITS:
+        _arguments.refuse("fit", repr(fit), f"one of {_FITS}")
+    if norm not in _NORMS:
+        _arguments.refuse("norm", repr(norm), f"one of {_NORMS}")
 
 
-def _parts(keys: torch.Tensor) -> Iterator[slice]:
-    """Pages at a time."""
-    step = max(1, _CHUNK_ELEMENTS // keys.shape[1:].numel())
-    return (slice(start, start + step) for start in range(0, len(keys), step))
+def _pack(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+    bad: torch.Tensor,
+    sigma: torch.Tensor | None,
+    format: str,
+    rotate: bool,
+    fit: str,
+    norm: str,
+) -> None:
+    tensors = (keys, values, blocks, source, rows, slots, pages, bad, sigma)
+    _check(*tensors, format, rotate, fit, norm)
+    if not len(source):
+        return
+    recipe = Recipe(format_of(format), rotate, fit, norm)
+    kernel = pack_kernel.kernel_for(recipe, keys.dtype, keys.device)
+    if kernel is None:
+        pack_by_torch(*tensors, recipe)
+    else:
+        pack_kernel.launch(kernel, *tensors, recipe)
 
 
-def _packed_keys(
-    keys: torch.Tensor, page_format: PageFormat, policy: KVPolicy
-) -> dict[str, torch.Tensor]:
-    """Arrays of a page, as ``PageFormat.write`` takes them, from (pages, heads, 128, d) float32."""
-    unit, norms = keys, None
-    if page_format.token_scaling is not None:
-        norms = token_rms(keys, page_format.token_scaling)
-        unit = divide_by_norm(keys, norms)
-    # (pages, heads, groups, tokens, d) or (pages, heads, tokens, groups, channels)
-    split, dim = (2, 3) if page_format.key_axis == "channel" else (3, 4)
-    grouped = unit.unflatten(split, (-1, page_format.key_group))
-    scale, zero = fit_group(grouped, page_format.bits, policy.fit, dim)
-    codes = assign_codes(grouped, scale, zero, page_format.bits)
-    arrays = {
-        "key_codes": codes.view_as(keys),
-        "key_scales": scale.squeeze(dim),
-        "key_zeros": zero.squeeze(dim),
-    }
-    if norms is not None:
-        coded = (codes * scale + zero).view_as(keys)
-        norms = fitted_norm(keys, coded, norms, policy.norm, page_format.token_scaling)
-        arrays["norms"] = norms[..., 0]
-        if page_format.token_scaling == "shared":
-            arrays["norms"] = norms[:, 0, :, 0]
-    return arrays
-
-
-def _packed_values(
-    values: torch.Tensor, page_format: PageFormat, policy: KVPolicy
-) -> dict[str, torch.Tensor]:
-    grouped = values.unflatten(3, (-1, page_format.value_group))
-    scale, zero = fit_group(grouped, page_format.bits, policy.fit, 4)
-    return {
-        "value_codes": assign_codes(grouped, scale, zero, page_format.bits).view_as(values),
-        "value_scales": scale.squeeze(4),
-        "value_zeros": zero.squeeze(4),
-    }
+pack_jobs = define(
+    "pack(Tensor keys, Tensor values, Tensor blocks, Tensor source, Tensor rows, Tensor slots,"
+    " Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit, str norm)"
+    " -> ()",
+    _pack,
+    _check,
+)

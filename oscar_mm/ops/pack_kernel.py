@@ -1,27 +1,45 @@
 """The pack kernel: 16-bit keys and values -> page bytes in one launch, on a GPU.
 
-The host side of ``csrc/pack.cu``. ``oscar_mm.ops.pack`` decides when it is used.
+The host side of ``csrc/pack.cu`` and ``csrc/norms.cu``.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, load_kernel, tell_once
+from oscar_mm.ops.kernel import (
+    ELEMENTS,
+    SCALINGS,
+    Kernel,
+    aligned_rows,
+    load_kernel,
+    multiprocessors,
+)
 from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.ops.pack_torch import pack_by_torch
+from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.samples import CHECKED_HEADS, JOB_SLOTS, random_basis, random_jobs
+from oscar_mm.ops.trust import Trusted
 from oscar_mm.policy import KVPolicy
-from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.fit import LSQ_ROUNDS, LSQ_START
+from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 
-_THREADS = 128
+_PER_PROCESSOR = 2
+"""Thread blocks that a multiprocessor runs at a time."""
 _FITS = {"minmax": 0, "lsq": 1}
 _NORMS = {"plain": 0, "refit": 1, "unbiased": 2}
-NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
-_POINTERS = ("keys", "values", "pages", "sigma", "norms", "bad")
+_WORST_SHARE = 0.01
+"""Bytes in which a kernel that is right may differ from PyTorch operations."""
+Specialization = tuple[Recipe, torch.dtype]
+_POINTERS = (
+    *("keys", "values", "blocks", "source", "rows", "slots", "pages", "sigma", "norms", "bad"),
+)
+_NORMS_POINTERS = ("keys", "blocks", "source", "rows", "slots", "sigma", "norms")
+_NORMS_THREADS = 256
 
 
 class PackParams(ctypes.Structure):
@@ -31,105 +49,167 @@ class PackParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         ("key_stride", ctypes.c_int64 * 3),
         ("value_stride", ctypes.c_int64 * 3),
+        ("jobs", ctypes.c_int),
         ("kv_heads", ctypes.c_int),
         ("sigma_rows", ctypes.c_int),
     )
 
 
+class NormsParams(ctypes.Structure):
+    """``Params`` of csrc/norms.cu, field for field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _NORMS_POINTERS),
+        ("key_stride", ctypes.c_int64 * 3),
+        ("kv_heads", ctypes.c_int),
+        ("sigma_rows", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class PackKernel:
+    """The kernels that pack together: ``norms`` goes first, where norms are over all heads."""
+
+    pack: Kernel
+    norms: Kernel | None
+
+    @property
+    def key(self) -> str:
+        """Of the code of both."""
+        return self.pack.key if self.norms is None else f"{self.norms.key} {self.pack.key}"
+
+
 def shared_bytes(head_dim: int) -> int:
     """``sizeof(Shared)`` of csrc/pack.cu."""
-    rows = PAGE_TOKENS * (head_dim + 1) * 4
-    return rows + PAGE_TOKENS * (head_dim + 4) + 2 * 4 * PAGE_TOKENS * 4 + PAGE_TOKENS * 4
+    rows, sources, sizes = 3 * PAGE_TOKENS * head_dim * 2, 2 * PAGE_TOKENS * 4, head_dim * 2
+    return rows + sources + sizes + 2 * PAGE_TOKENS * 4
 
 
 def macros(
     page_format: PageFormat, policy: KVPolicy, rotate: bool, dtype: torch.dtype
 ) -> dict[str, str | int]:
     """Macros that csrc/pack.cu is compiled with."""
-    return {
-        "HEAD_DIM": page_format.head_dim,
-        "KEY_GROUP": page_format.key_group,
-        "VALUE_GROUP": page_format.value_group,
-        "SCALING": SCALINGS[page_format.token_scaling],
+    return norms_macros(page_format, dtype) | {
         "CODE_BITS": page_format.bits,
-        "ELEMENT": ELEMENTS[dtype],
         "ROTATE": int(rotate),
         "FIT": _FITS[policy.fit],
-        "LSQ_START": f"{LSQ_START[page_format.bits]}f",
+        "KEY_START": f"{first_range(page_format.bits, page_format.key_group)}f",
+        "VALUE_START": f"{first_range(page_format.bits, page_format.value_group)}f",
         "LSQ_ROUNDS": LSQ_ROUNDS,
         "NORM_FIT": _NORMS[policy.norm],
     }
 
 
-def takes(
-    keys: torch.Tensor, values: torch.Tensor, page_format: PageFormat, policy: KVPolicy
-) -> bool:
-    """Whether the kernel packs such pages: formats in fragment order, 16-bit input.
-
-    A norm over all heads that is fitted to the codes needs all heads at once, which a thread
-    block does not see.
-    """
-    shared_fit = page_format.token_scaling == "shared" and policy.norm != "plain"
-    contiguous = keys.stride(3) == values.stride(3) == 1
-    return page_format.in_fragments and keys.dtype in ELEMENTS and contiguous and not shared_fit
+def norms_macros(page_format: PageFormat, dtype: torch.dtype) -> dict[str, str | int]:
+    """Macros that csrc/norms.cu is compiled with."""
+    return {
+        "HEAD_DIM": page_format.head_dim,
+        "KEY_GROUP": page_format.key_group,
+        "VALUE_GROUP": page_format.value_group,
+        "SCALING": SCALINGS[page_format.token_scaling],
+        "ELEMENT": ELEMENTS[dtype],
+    }
 
 
-@lru_cache(maxsize=64)
-def kernel_for(
-    page_format: PageFormat,
-    policy: KVPolicy,
-    rotate: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Kernel | None:
-    """The kernel of a specialization, compiled when first asked for.
-
-    None where it cannot be compiled or the device cannot run it: tried and logged once, because
-    every layer asks at every page.
-    """
-    try:
-        return load_kernel("pack.cu", macros(page_format, policy, rotate, dtype), device)
-    except KernelError as error:
-        tell_once("packing", str(error))
-        return None
+def kernel_for(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> PackKernel | None:
+    """The kernels to use; None for PyTorch operations."""
+    return None if device.type != "cuda" else TRUSTED.kernel((recipe, dtype), device)
 
 
-def pack_by_kernel(
-    kernel: Kernel,
+def launch(
+    kernel: PackKernel,
     keys: torch.Tensor,
     values: torch.Tensor,
-    page_format: PageFormat,
-    basis: Basis,
-    shared_norms: torch.Tensor | None,
-) -> torch.Tensor:
-    """Quantize whole pages; arguments and result as ``oscar_mm.ops.pack.pack``.
+    blocks: torch.Tensor,
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+    bad: torch.Tensor,
+    sigma: torch.Tensor | None,
+    recipe: Recipe,
+) -> None:
+    """As the operation ``pack`` (``oscar_mm.ops.pack``), with at least one job."""
+    keys, values = aligned_rows(keys), aligned_rows(values)
+    stream = torch.cuda.current_stream(keys.device).cuda_stream
+    named = {
+        "keys": keys,
+        "values": values,
+        "blocks": blocks,
+        "source": source,
+        "rows": rows,
+        "slots": slots,
+        "pages": pages,
+        "sigma": sigma,
+        "norms": None,
+        "bad": bad,
+    }
+    numbers = {
+        "key_stride": (ctypes.c_int64 * 3)(*keys.stride()[:3]),
+        "kv_heads": recipe.page_format.kv_heads,
+        "sigma_rows": 0 if sigma is None else len(sigma),
+    }
 
-    Args:
-        shared_norms: (pages, 128) float32 with token_scaling "shared", else None.
+    def pointers(names: tuple[str, ...]) -> dict[str, int | None]:
+        return {name: None if named[name] is None else named[name].data_ptr() for name in names}
 
-    Raises:
-        FloatingPointError: a scale, zero or norm is no finite float16.
-    """
-    count, kv_heads = keys.shape[:2]
-    pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
-    bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
-    sigma = None if basis.sigma is None else basis.sigma.contiguous()
+    if kernel.norms is not None:
+        named["norms"] = torch.empty(source.shape, dtype=torch.float32, device=keys.device)
+        params = NormsParams(**pointers(_NORMS_POINTERS), **numbers)
+        kernel.norms.launch((len(source), 1, 1), (_NORMS_THREADS, 1, 1), 0, params, stream)
     params = PackParams(
-        *(keys.data_ptr(), values.data_ptr(), pages.data_ptr()),
-        None if sigma is None else sigma.data_ptr(),
-        None if shared_norms is None else shared_norms.data_ptr(),
-        bad.data_ptr(),
-        *((ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (keys, values)),
-        kv_heads,
-        0 if sigma is None else len(sigma),
+        **pointers(_POINTERS),
+        **numbers,
+        value_stride=(ctypes.c_int64 * 3)(*values.stride()[:3]),
+        jobs=len(source),
     )
-    kernel.launch(
-        (count, kv_heads, 1),
-        (_THREADS, 1, 1),
-        shared_bytes(page_format.head_dim),
+    head_dim, items = recipe.page_format.head_dim, len(source) * recipe.page_format.kv_heads
+    kernel.pack.launch(
+        (min(items, _PER_PROCESSOR * multiprocessors(keys.device)), 1, 1),
+        (2 * head_dim, 1, 1),
+        shared_bytes(head_dim),
         params,
-        torch.cuda.current_stream(keys.device).cuda_stream,
+        stream,
     )
-    if bool(bad):
-        raise FloatingPointError(NOT_STORABLE)
-    return pages
+
+
+def _make(specialization: Specialization, device: torch.device) -> PackKernel:
+    recipe, dtype = specialization
+    page_format = recipe.page_format
+    if not page_format.in_fragments:
+        raise KernelError("the kernel takes key_axis 'channel' and a head_dim of 64 or 128")
+    if dtype not in ELEMENTS:
+        raise KernelError(f"the kernel takes bfloat16 and float16, not {dtype}")
+    if page_format.token_scaling == "shared" and recipe.norm != "plain":
+        # A norm over all heads that is fitted to the codes needs all heads at once, which a thread
+        # block does not see.
+        raise KernelError("the kernel fits norms per head, not one that all heads share")
+    given = macros(page_format, recipe, recipe.rotate, dtype)
+    norms = None
+    if page_format.token_scaling == "shared":
+        norms = load_kernel("norms.cu", norms_macros(page_format, dtype), device)
+    return PackKernel(load_kernel("pack.cu", given, device), norms)
+
+
+def _disagreement(
+    specialization: Specialization, kernel: PackKernel, device: torch.device
+) -> float:
+    """Share of bytes that differ: single ones may, where a value lies between two codes."""
+    recipe, dtype = specialization
+    recipe = replace(recipe, page_format=replace(recipe.page_format, kv_heads=CHECKED_HEADS))
+    jobs = random_jobs(recipe.page_format, dtype, device)
+    sigma = random_basis(recipe.page_format, recipe.rotate, device).sigma
+    made = []
+    for make in (partial(launch, kernel), pack_by_torch):
+        pages = torch.zeros(
+            JOB_SLOTS, recipe.page_format.page_bytes, dtype=torch.uint8, device=device
+        )
+        bad = torch.zeros(1, dtype=torch.int32, device=device)
+        make(*jobs, pages, bad, sigma, recipe)
+        made.append(pages)
+        if bool(bad):
+            return float("nan")
+    return float((made[0] != made[1]).float().mean())
+
+
+TRUSTED: Trusted[Specialization, PackKernel] = Trusted("pack", _make, _disagreement, _WORST_SHARE)

@@ -7,27 +7,36 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from oscar_mm.cache.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.cache.tables import COLUMNS, Tables
+from oscar_mm.cache.tables import COLUMNS
+from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.kernel import (
     ELEMENTS,
     SCALINGS,
     SWITCH,
     Kernel,
+    aligned_rows,
     architecture,
     load_kernel,
+    multiprocessors,
     switched_off,
     tell_once,
 )
 from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.ops.samples import CHECKED_HEADS, random_past
+from oscar_mm.ops.trust import Trusted
 
 MAX_QUERY_TOKENS = 16
+_WORST_ERROR = 0.02
+"""Relative error of a kernel that is right: far above the rounding of 16 bit (0.002), far below
+that of a wrong token or head."""
 _POINTERS = (
     *("queries", "keys", "values", "output", "pages_a", "pages_b", "blocks", "items", "counts"),
     *("assignments", "sigma", "partials", "arrivals"),
@@ -62,9 +71,9 @@ class Specialization:
 
     @classmethod
     def of(
-        cls, formats: Mapping[int, PageFormat], head_dim: int, rotate: bool, dtype: torch.dtype
+        cls, formats: Sequence[PageFormat], head_dim: int, rotate: bool, dtype: torch.dtype
     ) -> Specialization | str:
-        """For a layer's page formats, or the reason why there is none."""
+        """For a layer's page formats, by ascending bits, or the reason why there is none."""
         if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
         if head_dim not in KERNEL_HEAD_DIMS:
@@ -72,20 +81,37 @@ class Specialization:
         if not formats:
             # Everything is in 16 bit. The kernel knows of some page that it will never see.
             unseen = PageFormat(2, 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
-            return cls.of({2: unseen}, head_dim, False, dtype)
-        if not all(page_format.in_fragments for page_format in formats.values()):
+            return cls.of((unseen,), head_dim, False, dtype)
+        if not all(page_format.in_fragments for page_format in formats):
             return "keys are quantized per token; the kernel takes key_axis 'channel'"
-        any_format = next(iter(formats.values()))
-        widths = sorted(formats)
+        first, last = formats[0], formats[-1]
+        if replace(last, bits=first.bits) != first:
+            return "pages of different bit widths differ in their groups or scaling too"
         return cls(
             head_dim,
-            (widths[0], widths[1] if len(widths) > 1 else None),
-            any_format.key_group,
-            any_format.value_group,
-            any_format.token_scaling,
+            (first.bits, last.bits if last.bits != first.bits else None),
+            first.key_group,
+            first.value_group,
+            first.token_scaling,
             rotate,
             dtype,
-            max(page_format.head_bytes for page_format in formats.values()),
+            max(page_format.head_bytes for page_format in formats),
+        )
+
+    def formats(self, kv_heads: int) -> tuple[PageFormat, ...]:
+        """Of the pages, by ascending bits."""
+        return tuple(
+            PageFormat(
+                bits,
+                kv_heads,
+                self.head_dim,
+                "channel",
+                self.key_group,
+                self.value_group,
+                self.token_scaling,
+            )
+            for bits in self.bits
+            if bits is not None
         )
 
     def macros(self, warps: int, buffers: int, bulk: bool) -> dict[str, str | int]:
@@ -130,15 +156,14 @@ class PackedAttention:
     """The kernel of one specialization on one device, compiled when made.
 
     Attributes:
-        trusted: whether its first result agreed with that of PyTorch operations; None before.
+        key: of its code, ``Kernel.key``.
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         arch = architecture(device)
         if arch is None:
             raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
-        properties = torch.cuda.get_device_properties(device)
-        limit = properties.shared_memory_per_block_optin
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         shape = specialization.shape(limit)
         if shape is None:
             raise KernelError(
@@ -146,116 +171,112 @@ class PackedAttention:
                 f"pages of {specialization.head_bytes} bytes a head"
             )
         bulk = int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
-        self.specialization, self.workers = specialization, properties.multi_processor_count
+        self.specialization = specialization
         self.warps, buffers = shape
         self._shared_bytes = specialization.shared_bytes(self.warps, buffers)
         macros = specialization.macros(self.warps, buffers, bulk)
         self._kernel: Kernel = load_kernel("decode.cu", macros, device)
-        self._arrivals: dict[int, torch.Tensor] = {}
-        self.trusted: bool | None = None
-
-    def __deepcopy__(self, memo: dict) -> PackedAttention:
-        """Itself: copies of a cache share the kernel."""
-        return self
+        self.key = self._kernel.key
+        self._arrivals: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
 
     def __call__(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        pages: Mapping[int, torch.Tensor],
+        pages: Sequence[torch.Tensor],
         blocks: torch.Tensor,
         sigma: torch.Tensor | None,
-        tables: Tables,
-    ) -> torch.Tensor:
-        """Attention over what the tables list and, causally, over the new tokens.
-
-        Args:
-            queries: (batch, query heads, tokens, head_dim), at most 16 tokens.
-            keys: (batch, KV heads, tokens, head_dim) of the new tokens; values likewise.
-            scaling: factor of the scores.
-            pages: bit width -> (slots, page_bytes) uint8.
-            blocks: (slots, 2, KV heads, 32, head_dim).
-            sigma: (KV heads or 1, head_dim) float32 contiguous, or None.
-
-        Returns:
-            (batch, query heads, tokens, head_dim), in memory by tokens, then heads.
-        """
+        items: torch.Tensor,
+        counts: torch.Tensor,
+        assignments: torch.Tensor,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Write to ``output`` what the operation ``decode`` returns (``oscar_mm.ops.decode``)."""
         batch, query_heads, tokens, head_dim = queries.shape
-        queries = queries if queries.stride(3) == 1 else queries.contiguous()
-        keys, values = _in_rows(keys), _in_rows(values)
-        output = queries.new_empty(batch, tokens, query_heads, head_dim)
+        keys, values = aligned_rows(keys), aligned_rows(values)
+        kv_heads = keys.shape[1]
         stream = torch.cuda.current_stream(queries.device).cuda_stream
-        parts = tables.segments + self.workers
+        columns = query_heads // kv_heads * tokens
+        segments = batch * kv_heads * -(-columns // COLUMNS)
+        parts = segments + len(assignments)
         partials = output.new_empty(parts * COLUMNS * (head_dim + 3), dtype=torch.float32)
-        first, second = self.specialization.bits
+        pools = [*(pool.data_ptr() for pool in pages), None, None][:2]
         params = Params(
-            *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr()),
-            *(pages[bits].data_ptr() if bits in pages else None for bits in (first, second)),
-            *(blocks.data_ptr(), tables.items.data_ptr(), tables.counts.data_ptr()),
-            tables.assignments.data_ptr(),
+            *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr(), *pools),
+            *(blocks.data_ptr(), items.data_ptr(), counts.data_ptr(), assignments.data_ptr()),
             None if sigma is None else sigma.data_ptr(),
             partials.data_ptr(),
-            self._arrivals_on(stream, tables.segments, queries.device).data_ptr(),
+            self._arrivals_on(stream, segments, queries.device).data_ptr(),
             *((ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (queries, keys, values)),
-            *(batch, keys.shape[1], query_heads // keys.shape[1], tokens, tables.items.shape[1]),
+            *(batch, kv_heads, query_heads // kv_heads, tokens, items.shape[1]),
             0 if sigma is None else len(sigma),
             scaling,
         )
         self._kernel.launch(
-            (len(tables.assignments), 1, 1),
-            (self.warps * 32, 1, 1),
-            self._shared_bytes,
-            params,
-            stream,
+            (len(assignments), 1, 1), (self.warps * 32, 1, 1), self._shared_bytes, params, stream
         )
-        return output.transpose(1, 2)
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
-        """Counters that a launch leaves at zero; of each stream its own, as launches overlap."""
-        arrivals = self._arrivals.get(stream)
-        if arrivals is None or len(arrivals) < segments:
+        """Counters that a launch leaves at zero; of each stream its own, as launches overlap.
+
+        A graph has its own too, made in its capture: it may be replayed on any stream, beside
+        others that were captured on the same one.
+        """
+        capture = self._kernel.capture_on(stream)
+        place = stream, capture is not None
+        owner, arrivals = self._arrivals.get(place, (None, None))
+        if arrivals is None or owner != capture or len(arrivals) < segments:
             arrivals = torch.zeros(max(segments, 1024), dtype=torch.int32, device=device)
-            self._arrivals[stream] = arrivals
+            self._arrivals[place] = capture, arrivals
         return arrivals
 
 
-_made: dict[tuple[Specialization, torch.device, str | None], PackedAttention | None] = {}
-
-
 def packed_attention(
-    formats: Mapping[int, PageFormat],
+    formats: Iterable[PageFormat],
     head_dim: int,
     rotate: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> PackedAttention | None:
-    """The kernel for a layer; None, with the reason once in the log, for PyTorch operations."""
+    """The kernel for a layer; None, with the reason once in the log, for PyTorch operations.
+
+    Args:
+        formats: of its pages, by ascending bits.
+    """
     if device.type != "cuda" or switched_off():
         return None
-    specialization = Specialization.of(formats, head_dim, rotate, dtype)
+    specialization = _specialization(tuple(formats), head_dim, rotate, dtype)
     if isinstance(specialization, str):
-        tell_once("decode attention", specialization)
+        tell_once("decode", specialization)
         return None
-    key = (specialization, device, os.environ.get(SWITCH))
-    if key not in _made:
-        try:
-            _made[key] = PackedAttention(specialization, device)
-        except KernelError as error:
-            tell_once("decode attention", str(error))
-            _made[key] = None
-    return _made[key]
+    return TRUSTED.kernel(specialization, device)
 
 
-def _in_rows(states: torch.Tensor) -> torch.Tensor:
-    """Rows contiguous and at multiples of 16 bytes, as the copy engine wants them."""
-    aligned = all(stride % 8 == 0 for stride in states.stride()[:3])
-    return (
-        states
-        if aligned and states.stride(3) == 1 and states.data_ptr() % 16 == 0
-        else (states.contiguous())
+@lru_cache(maxsize=64)
+def _specialization(
+    formats: tuple[PageFormat, ...], head_dim: int, rotate: bool, dtype: torch.dtype
+) -> Specialization | str:
+    return Specialization.of(formats, head_dim, rotate, dtype)
+
+
+def _disagreement(
+    specialization: Specialization, kernel: PackedAttention, device: torch.device
+) -> float:
+    """Largest relative error of a query's output."""
+    formats, rotate = specialization.formats(CHECKED_HEADS), specialization.rotate
+    states, items, counts, assignments = random_past(
+        formats, rotate, specialization.dtype, device, multiprocessors(device)
     )
+    output = torch.empty_like(states[0].transpose(1, 2).contiguous()).transpose(1, 2)
+    kernel(*states, items, counts, assignments, 0.1, output)
+    expected = decode_by_torch(*states, items, counts, 0.1, formats, rotate).float()
+    errors = (output.float() - expected).norm(dim=3) / expected.norm(dim=3)
+    return float(errors.max())
+
+
+TRUSTED = Trusted("decode", PackedAttention, _disagreement, _WORST_ERROR)
 
 
 def _aligned(size: int, unit: int) -> int:

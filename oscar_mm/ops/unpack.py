@@ -1,45 +1,88 @@
-"""unpack: page bytes -> keys and values, in the stored or in the model's coordinates."""
+"""unpack: page bytes -> keys and values in the model's coordinates.
+
+unpack(Tensor pages, Tensor slots, Tensor? sigma, str format, bool rotate, ScalarType dtype)
+    -> (Tensor keys, Tensor values)
+
+pages   (pool slots, page_bytes) uint8
+slots   (n,) int32, each within the pool
+sigma   (KV heads or 1, head_dim) float32: balancing to take out; None for none
+format  of the pages (``oscar_mm.ops.formats``)
+rotate  whether they are stored rotated
+dtype   bfloat16, float16 or float32
+result  (n, KV heads, 128, head_dim) each, in memory by KV heads, then pages: with the first two
+        dimensions swapped, the pages of a head follow each other
+"""
 
 from __future__ import annotations
 
 import torch
 
-from oscar_mm.cache.layout import PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.ops import unpack_kernel
+from oscar_mm.ops.dequantize import unpack_by_torch
+from oscar_mm.ops.formats import format_of, text_of
+from oscar_mm.ops.library import STATES, Arguments, define
 from oscar_mm.quant.basis import Basis
 
-
-def unpack_stored(
-    pages: torch.Tensor, page_format: PageFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as they are stored: balanced and rotated, norms applied.
-
-    Args:
-        pages: (n, page_bytes) uint8.
-
-    Returns:
-        keys and values, each (n, KV heads, 128, head_dim) float32.
-    """
-    split = 2 if page_format.key_axis == "channel" else 3
-    keys = _decoded(pages, page_format, "key", split, page_format.key_group)
-    if page_format.token_scaling is not None:
-        norms = page_format.read(pages, "norms")
-        keys = keys * (norms[:, None, :, None] if norms.ndim == 2 else norms[..., None])
-    return keys, _decoded(pages, page_format, "value", 3, page_format.value_group)
+_arguments = Arguments("unpack")
 
 
 def unpack(
     pages: torch.Tensor, page_format: PageFormat, basis: Basis, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in the model's coordinates and dtype: (n, KV heads, 128, head_dim) each."""
-    keys, values = unpack_stored(pages, page_format)
-    return basis.keys_out(keys).to(dtype), basis.values_out(values).to(dtype)
+    """All of (n, page_bytes) pages, in the model's coordinates and dtype, by the operation."""
+    slots = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+    return unpack_slots(
+        pages.contiguous(), slots, basis.sigma, text_of(page_format), basis.rotate, dtype
+    )
 
 
-def _decoded(
-    pages: torch.Tensor, page_format: PageFormat, side: str, split: int, group: int
-) -> torch.Tensor:
-    """scale * code + zero, with groups of ``group`` along dimension ``split``."""
-    codes = page_format.read(pages, f"{side}_codes").float()
-    scale = page_format.read(pages, f"{side}_scales").unsqueeze(split + 1)
-    zero = page_format.read(pages, f"{side}_zeros").unsqueeze(split + 1)
-    return (codes.unflatten(split, (-1, group)) * scale + zero).view_as(codes)
+def _empty(
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    sigma: torch.Tensor | None,
+    format: str,
+    rotate: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the arguments; results without data."""
+    page_format = format_of(format)
+    kv_heads, head_dim = page_format.kv_heads, page_format.head_dim
+    device = pages.device
+    _arguments.check("pages", pages, ("slots", page_format.page_bytes), torch.uint8, device)
+    _arguments.check("slots", slots, ("n",), torch.int32, device)
+    _arguments.check_sigma(sigma, kv_heads, head_dim, device)
+    if dtype not in STATES:
+        raise TypeError(f"oscar_mm.unpack: dtype is {dtype}, must be one of {STATES}")
+    shape = (kv_heads, len(slots), PAGE_TOKENS, head_dim)
+    keys, values = (pages.new_empty(shape, dtype=dtype).transpose(0, 1) for _ in range(2))
+    return keys, values
+
+
+def _unpack(
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    sigma: torch.Tensor | None,
+    format: str,
+    rotate: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results = _empty(pages, slots, sigma, format, rotate, dtype)
+    page_format = format_of(format)
+    kernel = unpack_kernel.kernel_for(page_format, rotate, dtype, pages.device)
+    if kernel is None:
+        basis = Basis(page_format.head_dim, rotate, sigma)
+        made = unpack_by_torch(pages[slots], page_format, basis, dtype)
+        for result, side in zip(results, made, strict=True):
+            result.copy_(side)
+    elif len(slots):
+        unpack_kernel.launch(kernel, pages, slots, sigma, page_format, *results)
+    return results
+
+
+unpack_slots = define(
+    "unpack(Tensor pages, Tensor slots, Tensor? sigma, str format, bool rotate, ScalarType dtype)"
+    " -> (Tensor keys, Tensor values)",
+    _unpack,
+    _empty,
+)

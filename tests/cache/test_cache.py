@@ -214,12 +214,24 @@ def test_nan_in_a_prompt(policy: str, tokens: int, side: int, bad: float) -> Non
         attend_oscar(cache, new, layer=1)
 
 
-@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", "quarot"])
-def test_nan_of_one_token_is_found_when_its_page_is_packed(policy: str) -> None:
-    cache = OscarCache(KVPolicy.preset(policy, window=0, sinks=0))
+@pytest.mark.parametrize("policy", ["compact", "bf16"])
+def test_infinity_in_one_token_is_found(policy: str) -> None:
+    cache = OscarCache(policy)
     attend_oscar(cache, chunk(0, 100), ids=torch.zeros(1, 100))
     new = chunk(1, 1)
     new[2][0, 0, 0, 0] = torch.inf
+    with pytest.raises(FloatingPointError, match="layer 0"):
+        attend_oscar(cache, new)
+    with pytest.raises(RuntimeError, match="reset"):
+        attend_oscar(cache, chunk(1, 1))
+
+
+@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", "quarot"])
+def test_what_no_page_can_hold_is_found_when_it_is_packed(policy: str) -> None:
+    cache = OscarCache(KVPolicy.preset(policy, window=0, sinks=0))
+    attend_oscar(cache, chunk(0, 100), ids=torch.zeros(1, 100))
+    new = chunk(1, 1)
+    new[2][0, 0, 0, 0] = 1e6
     attend_oscar(cache, new)
     with pytest.raises(FloatingPointError, match="layer 0"):
         for _ in range(27):

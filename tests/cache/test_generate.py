@@ -8,7 +8,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel, Qwen3VLTextConfig, Qwen3VLTextModel
 
 from oscar_mm import KVPolicy, OscarCache
-from tests.checkpoints import build_decoder, randomize
+from tests.checkpoints import build_decoder
+from tests.tiny import randomize
 
 DECODERS = ("llama", "mistral", "mistral_window", "qwen2", "qwen3")
 IMPLEMENTATIONS = ("sdpa", "eager", "oscar")

@@ -7,110 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm import KVPolicy
+from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
-from oscar_mm.cache.ledger import Ledger, Step
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING, Modality
-
-
-class Numbers:
-    """A layer of token numbers: does what the steps of a ledger say, as a real layer would."""
-
-    def __init__(self, policy: KVPolicy) -> None:
-        self.ledger = Ledger(policy)
-        self.pages: dict[tuple[int, int], np.ndarray] = {}
-        self.blocks: dict[int, np.ndarray] = {}
-        self.rows: list[list[int]] = []
-        self.ids: list[list[int]] = []
-        self.count = 0
-
-    def advance(self, ids: np.ndarray) -> None:
-        batch, tokens = ids.shape
-        if not self.rows:
-            self.rows, self.ids = [[] for _ in ids], [[] for _ in ids]
-        new = self.count + np.arange(batch * tokens).reshape(batch, tokens)
-        self.count += new.size
-        self.carry_out(self.ledger.advance(ids.astype(np.int8)), new)
-        for row in range(batch):
-            self.rows[row] += new[row].tolist()
-            self.ids[row] += ids[row].tolist()
-
-    def carry_out(self, step: Step, new: np.ndarray) -> None:
-        for job in step.packs:
-            tail = [self.blocks[block] for block in job.blocks]
-            tail = np.concatenate(tail)[: job.tail] if tail else np.empty(0, dtype=int)
-            tokens = np.concatenate([tail, new[job.row, job.source]])
-            for page, content in zip(job.pages, tokens.reshape(-1, PAGE_TOKENS), strict=True):
-                self.pages[job.bits, page] = content
-        for source, target in step.copies:
-            self.blocks[target] = self.blocks[source].copy()
-        if step.writes is not None:
-            for row, token, block, place in step.writes.T:
-                self.blocks.setdefault(block, np.full(BLOCK_TOKENS, -1))[place] = new[row, token]
-
-    def crop(self, count: int) -> None:
-        self.ledger.crop(count)
-        for numbers in (*self.rows, *self.ids):
-            del numbers[len(numbers) - count :]
-
-    def select(self, rows: list[int]) -> None:
-        self.ledger.select(rows)
-        self.rows = [self.rows[row].copy() for row in rows]
-        self.ids = [self.ids[row].copy() for row in rows]
-
-    def check(self) -> None:
-        """Every row reads back as what went in."""
-        assert len(self.ledger.sequences) == len(self.rows)
-        for row, (numbers, ids) in enumerate(zip(self.rows, self.ids, strict=True)):
-            sequence = self.ledger.sequences[row]
-            assert sequence.stored == sum(one != PADDING for one in ids)
-            found: dict[int, int] = {}
-            for code, stream in sequence.streams.items():
-                held = [
-                    self.pages[stream.bits, page][:count]
-                    for page, count in zip(stream.pages, stream.page_tokens, strict=True)
-                ]
-                assert len(stream.blocks) == -(-stream.tail // BLOCK_TOKENS)
-                if stream.blocks:
-                    held.append(np.concatenate([self.blocks[b] for b in stream.blocks]))
-                    held[-1] = held[-1][: stream.tail]
-                tokens = np.concatenate(held) if held else np.empty(0, dtype=int)
-                places = sequence.positions(code)
-                assert len(places) == len(tokens) == stream.tokens
-                assert all(ids[place] == stream.modality for place in places)
-                found |= dict(zip(places.tolist(), tokens.tolist(), strict=True))
-            expected = {at: n for at, n in enumerate(numbers) if ids[at] != PADDING}
-            assert found == expected
-        self.check_slots()
-
-    def check_slots(self) -> None:
-        """Used slots are those of the streams: none leaks, none is free and in use."""
-        streams = list(self.ledger.streams())
-        for bits, slots in self.ledger.allocators.items():
-            if bits < 16:
-                held = {page for stream in streams if stream.bits == bits for page in stream.pages}
-            else:
-                held = {block for stream in streams for block in stream.blocks}
-            assert slots.used == len(held)
-
-    def check_window_and_sinks(self) -> None:
-        """Not after a crop, which cannot bring back what was packed."""
-        policy = self.ledger.policy
-        for row, ids in enumerate(self.ids):
-            sequence = self.ledger.sequences[row]
-            real = [at for at, one in enumerate(ids) if one != PADDING]
-            recent, first = (
-                set(real[max(0, len(real) - policy.window) :]),
-                set(real[: policy.sinks]),
-            )
-            for code, stream in sequence.streams.items():
-                places = sequence.positions(code)
-                packed = set(places[: sum(stream.page_tokens)].tolist())
-                assert not packed & (recent | first)
-                in_window = len(recent & set(places.tolist()))
-                if stream.bits < 16:
-                    assert stream.tail < PAGE_TOKENS + in_window
-
+from tests.cache.numbers import Numbers, check_slots
 
 MODALITIES = st.sampled_from([PADDING, *Modality])
 POLICIES = st.builds(
@@ -141,24 +43,46 @@ def test_any_chunks(data: st.DataObject, policy: KVPolicy, batch: int) -> None:
         numbers.advance(data.draw(chunks(batch)))
         numbers.check()
         numbers.check_window_and_sinks()
+        check_slots(numbers.contents.store, [numbers.ledger])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), POLICIES)
-def test_any_operations(data: st.DataObject, policy: KVPolicy) -> None:
-    numbers = Numbers(policy)
-    numbers.advance(data.draw(chunks(2)))
-    for _ in range(data.draw(st.integers(1, 8))):
-        batch, length = len(numbers.rows), numbers.ledger.length
-        operation = data.draw(st.sampled_from(["advance", "advance", "crop", "select"]))
+def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPolicy) -> None:
+    first = Numbers(policy)
+    store, caches = first.contents.store, [first]
+    first.advance(data.draw(chunks(2)))
+    del first
+    operations = ["advance", "advance", "advance", "forget", "forget", "crop", "select", "fork"]
+    for _ in range(data.draw(st.integers(1, 10))):
+        cache = caches[data.draw(st.integers(0, len(caches) - 1))]
+        batch, length = len(cache.rows), cache.ledger.length
+        operation = data.draw(st.sampled_from([*operations, "clear", "drop"]))
         if operation == "advance":
-            numbers.advance(data.draw(chunks(batch)))
+            cache.advance(data.draw(chunks(batch or 1)))
+        elif operation == "forget" and batch:
+            start = data.draw(st.integers(0, length))
+            stop = data.draw(st.integers(start, min(length, start + 300)))
+            cache.forget(data.draw(st.integers(0, batch - 1)), start, stop)
         elif operation == "crop":
-            numbers.crop(data.draw(st.integers(0, min(length, 400))))
-        else:
+            cache.crop(data.draw(st.integers(0, min(length, 400))))
+        elif operation == "select" and batch:
             row = st.integers(0, batch - 1)
-            numbers.select(data.draw(st.lists(row, min_size=1, max_size=4)))
-        numbers.check()
+            cache.select(data.draw(st.lists(row, min_size=1, max_size=4)))
+        elif operation == "fork":
+            caches.append(cache.fork())
+        elif operation == "clear":
+            cache.select([])
+        elif operation == "drop" and len(caches) > 1:
+            caches.remove(cache)
+        del cache  # So that a dropped one is gone.
+        check_all(store, caches)
+
+
+def check_all(store: PageStore, caches: list[Numbers]) -> None:
+    for cache in caches:
+        cache.check()
+    check_slots(store, [cache.ledger for cache in caches])
 
 
 @settings(max_examples=40, deadline=None)
@@ -188,13 +112,61 @@ def test_copy_on_write_between_forks() -> None:
 
 
 def test_past_of_a_step_is_the_state_before_it() -> None:
-    ledger = Ledger(KVPolicy(window=0, sinks=0))
+    ledger = Ledger(PageStore(KVPolicy(window=0, sinks=0)))
     ledger.advance(np.zeros((1, 100), dtype=np.int8))
     step = ledger.advance(np.zeros((1, 60), dtype=np.int8))
     [past], [now] = step.past, ledger.sequences
     assert (past.streams[0].tail, past.streams[0].pages) == (100, [])
     assert (now.streams[0].tail, len(now.streams[0].pages)) == (32, 1)
     assert past.stored == 100 and now.stored == 160
+
+
+def test_forget_frees_pages_at_once_and_splits_one() -> None:
+    numbers = Numbers(KVPolicy(window=0, sinks=0))
+    numbers.advance(np.repeat([[0, 1, 0, 1]], [100, 700, 100, 300], axis=1))
+    slots, stream = numbers.ledger.allocators, numbers.ledger.sequences[0].streams[1]
+    assert (slots[2].used, stream.tail) == (8, 104)
+    numbers.forget(0, 100, 800)
+    # Of the 700 tokens five pages and 60 tokens of a sixth.
+    assert slots[2].used == 3 and stream.starts == [60, 0]
+    numbers.forget(0, 950, 960)
+    assert slots[2].used == 3 and stream.pages[0] == stream.pages[1]
+    assert list(zip(stream.starts, stream.stops, strict=True)) == [(60, 110), (120, 128), (0, 128)]
+    assert slots[2].owners(stream.pages[0]) == 2
+    numbers.check()
+    numbers.forget(0, 0, 1200)
+    numbers.check()
+    assert slots[2].used == slots[16].used == numbers.ledger.sequences[0].stored == 0
+    numbers.advance(np.ones((1, 300), dtype=int))
+    numbers.check()
+
+
+def test_tokens_of_a_tail_move_up_and_blocks_are_freed() -> None:
+    numbers = Numbers(KVPolicy(bits=16, window=0, sinks=0))
+    numbers.advance(np.zeros((1, 1000), dtype=int))
+    twin = numbers.fork()
+    twin.forget(0, 40, 700)
+    slots = numbers.ledger.allocators[16]
+    # Only the first block is still common: the others were copied before tokens moved into them.
+    assert slots.used == 32 + 10
+    numbers.forget(0, 40, 700)
+    assert slots.used == 11 + 10
+    twin.ledger.clear()
+    assert slots.used == 11
+    numbers.check()
+
+
+def test_decoding_after_a_long_gap_finds_the_window() -> None:
+    """A window of tokens from before what was forgotten, or from before padding."""
+    numbers = Numbers(KVPolicy(window=100, sinks=0))
+    numbers.advance(np.zeros((1, 200), dtype=int))
+    numbers.advance(np.ones((1, 3000), dtype=int))
+    numbers.forget(0, 200, 3200)
+    numbers.advance(np.zeros((1, 30), dtype=int))
+    numbers.check()
+    # 230 text tokens, of which the last 100 are recent.
+    assert numbers.ledger.sequences[0].streams[0].packed == 128
+    assert (numbers.ledger.sequences[0].recent(100) == 0).sum() == 100
 
 
 def test_clear_gives_back_all_slots() -> None:
@@ -206,7 +178,7 @@ def test_clear_gives_back_all_slots() -> None:
 
 
 def test_impossible_requests() -> None:
-    ledger = Ledger(KVPolicy())
+    ledger = Ledger(PageStore(KVPolicy()))
     ledger.advance(np.zeros((2, 5), dtype=np.int8))
     for count in (6, -1):
         with pytest.raises(ValueError, match=f"{count} tokens from a cache of 5"):
@@ -214,6 +186,9 @@ def test_impossible_requests() -> None:
     for rows in ([2], [-1], [0, 5]):
         with pytest.raises(IndexError, match="2 sequences"):
             ledger.select(rows)
+    for row, start, stop in ((2, 0, 1), (-1, 0, 1), (0, 3, 2), (0, -1, 2), (0, 0, 6)):
+        with pytest.raises(InputError, match=r"forget: (row|tokens) .* of a cache of"):
+            ledger.forget(row, start, stop)
     assert len(ledger.sequences) == 2
     with pytest.raises(ValueError):
         ledger.advance(np.zeros((3, 5), dtype=np.int8))

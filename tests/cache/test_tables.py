@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.store import PageStore
 from oscar_mm.cache.tables import COLUMNS, assign, tables_of
 from oscar_mm.policy import KVPolicy
 
@@ -70,12 +71,15 @@ def test_more_segments_than_thread_blocks_straddle() -> None:
 
 def test_every_token_is_listed_once() -> None:
     policy = KVPolicy.preset("compact", bits={"text": 4, "image": 2}, window=16, sinks=3)
-    ledger = Ledger(policy)
+    ledger = Ledger(PageStore(policy))
     generator = np.random.default_rng(0)
     for tokens in (700, 1, 1, 333):
         ids = np.repeat(generator.integers(0, 2, (2, tokens // 7 + 1)), 7, axis=1)[:, :tokens]
         ledger.advance(ids.astype(np.int8))
     ledger.crop(150)
+    for start in (60, 120):
+        assert not ledger.forget(1, start, start + 30).size
+    tokens_of = (885, 825)
     tables = tables_of(ledger.sequences, (2, 4), 2, 3, 10, torch.device("cpu"))
     for row, sequence in enumerate(ledger.sequences):
         halves, pages = tables.counts[row].tolist()
@@ -84,13 +88,17 @@ def test_every_token_is_listed_once() -> None:
         assert {half // 2 for half, _ in items[:halves]} == set(blocks)
         assert len({half for half, _ in items[:halves]}) == halves
         assert all(1 <= tokens <= 16 for _, tokens in items[:halves])
-        held = sum(tokens & 0xFFFF for _, tokens in items)
-        assert held == sum(stream.tokens for stream in sequence.streams.values()) == 885
-        for slot, tokens in items[halves:]:
-            [stream] = [
-                one
-                for one in sequence.streams.values()
-                if slot in one.pages and (one.bits == 4) == bool(tokens >> 16)
-            ]
-            assert stream.page_tokens[stream.pages.index(slot)] == tokens & 0xFFFF
+        held = sum(tokens for _, tokens in items[:halves])
+        listed = []
+        for slot, used in items[halves:]:
+            start, stop = used >> 8 & 0xFF, used & 0xFF
+            held += stop - start
+            listed.append((slot, start, stop, 4 if used >> 16 else 2))
+        assert held == sum(stream.tokens for stream in sequence.streams.values()) == tokens_of[row]
+        assert sorted(listed) == sorted(
+            (slot, start, stop, stream.bits)
+            for stream in sequence.streams.values()
+            for slot, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True)
+        )
+    assert any(start and stop < 128 for _, start, stop, _ in listed)
     assert tables.segments == 4

@@ -37,9 +37,8 @@ POLICIES = {
 
 
 def specialization(policy: KVPolicy, head_dim: int) -> Specialization:
-    formats = {
-        bits: PageFormat.of(policy, bits, 8, head_dim) for bits in set(policy.bits) if bits < 16
-    }
+    widths = sorted(set(policy.bits) - {16})
+    formats = [PageFormat.of(policy, bits, 8, head_dim) for bits in widths]
     found = Specialization.of(formats, head_dim, policy.rotate, torch.bfloat16)
     assert isinstance(found, Specialization)
     return found

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from oscar_mm.ops import nvrtc
-from oscar_mm.ops.nvrtc import Cubin, KernelError, cache_folder, compile_kernel
+from oscar_mm.ops.kept import cache_folder
+from oscar_mm.ops.nvrtc import Cubin, KernelError, compile_kernel
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 

@@ -1,13 +1,16 @@
-"""pack and unpack: pages of real keys and values."""
+"""pack: pages of real keys and values, from new tokens and from blocks."""
 
 import pytest
 import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops import pack as pack_module
-from oscar_mm.ops.pack import pack
-from oscar_mm.ops.unpack import unpack, unpack_stored
+from oscar_mm.ops import quantize
+from oscar_mm.ops.dequantize import unpack_stored
+from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.pack import pack, pack_jobs
+from oscar_mm.ops.samples import JOB_SLOTS, random_jobs
+from oscar_mm.ops.unpack import unpack
 from oscar_mm.quant.basis import Basis
 
 PRESETS = ("compact", "oscar", "kivi", "quarot")
@@ -59,7 +62,7 @@ def test_pages_do_not_depend_on_each_other(name: str, monkeypatch: pytest.Monkey
     for n in range(5):
         alone = pack(keys[n : n + 1], values[n : n + 1], page, policy, basis)
         assert torch.equal(alone[0], together[n])
-    monkeypatch.setattr(pack_module, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", 1)
     assert torch.equal(pack(keys, values, page, policy, basis), together)
     assert pack(keys[:0], values[:0], page, policy, basis).shape == (0, page.page_bytes)
 
@@ -109,3 +112,68 @@ def test_shapes_that_do_not_fit() -> None:
             pack(bad, values, page, policy, basis)
     with pytest.raises(ValueError, match="must both be"):
         pack(keys, values[:2], page, policy, basis)
+
+
+def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> tuple:
+    """Pages, 255 where nothing is written, and the flag."""
+    pages = torch.full((JOB_SLOTS, page.page_bytes), 255, dtype=torch.uint8)
+    bad = torch.zeros(1, dtype=torch.int32)
+    recipe = (text_of(page), policy.rotate, policy.fit, policy.norm)
+    pack_jobs(*jobs, pages, bad, basis.sigma, *recipe)
+    return pages, bad
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PRESETS)
+def test_jobs(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are where the list says; a page is what whole-page packing makes of them."""
+    monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", chunk)
+    _, _, page, policy, basis = pages_of(name)
+    jobs = random_jobs(page, dtype, torch.device("cpu"))
+    pages, bad = run_jobs(jobs, page, policy, basis)
+    assert not bad
+    keys, values, blocks, source, rows, slots = jobs
+    for job, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        tokens = ([], [])
+        for at in source[job].tolist():
+            for side, states in enumerate((keys, values)):
+                if at >= 0:
+                    tokens[side].append(states[int(rows[job]), :, at])
+                else:
+                    tokens[side].append(blocks[~at // 32, side, :, ~at % 32])
+        whole = (torch.stack(side, dim=1)[None] for side in tokens)
+        assert torch.equal(pages[slot], pack(*whole, page, policy, basis)[0])
+    untouched = set(range(JOB_SLOTS)) - set(slots.tolist())
+    assert untouched and all((pages[slot] == 255).all() for slot in untouched)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("where", ["keys", "values", "blocks"])
+def test_flag(where: str, wrong: float) -> None:
+    _, _, page, policy, basis = pages_of("compact")
+    jobs = random_jobs(page, torch.float32, torch.device("cpu"))
+    keys, values, blocks, source, _, slots = jobs
+    stored = ~int(source[1, 5])
+    place = {
+        "keys": (keys, (0, 1, 77, 9)),
+        "values": (values, (1, 0, int(source[4, 3]), 0)),
+        "blocks": (blocks, (stored // 32, 1, 0, stored % 32, 9)),
+    }
+    tensor, at = place[where]
+    tensor[at] = wrong
+    pages, bad = run_jobs(jobs, page, policy, basis)
+    assert bad.tolist() == [1] and len(pages)
+    # Of a job that does nothing, nothing is looked at.
+    slots[:] = -1
+    pages, bad = run_jobs(jobs, page, policy, basis)
+    assert not bad and (pages == 255).all()
+
+
+def test_no_jobs() -> None:
+    _, _, page, policy, basis = pages_of("compact")
+    *states, source, rows, slots = random_jobs(page, torch.float32, torch.device("cpu"))
+    pages, bad = run_jobs((*states, source[:0], rows[:0], slots[:0]), page, policy, basis)
+    assert (pages == 255).all() and not bad

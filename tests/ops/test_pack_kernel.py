@@ -1,20 +1,31 @@
 """The pack kernel against PyTorch operations. The compilation needs no GPU, the rest does."""
 
+import ctypes
 import logging
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops import kernel as kernel_module
-from oscar_mm.ops import pack as packing
 from oscar_mm.ops import pack_kernel
+from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.kernel import SWITCH
-from oscar_mm.ops.nvrtc import KernelError, compile_text, csrc_folder
-from oscar_mm.ops.pack import pack
-from oscar_mm.ops.pack_kernel import PackParams, macros, shared_bytes
+from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+from oscar_mm.ops.pack import pack, pack_jobs
+from oscar_mm.ops.pack_kernel import (
+    NormsParams,
+    PackParams,
+    kernel_for,
+    macros,
+    norms_macros,
+    shared_bytes,
+)
+from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
+from oscar_mm.ops.trust import Trusted
 from oscar_mm.quant.basis import Basis
 
 POLICIES = {
@@ -29,8 +40,6 @@ POLICIES = {
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    import ctypes
-
     text = (csrc_folder() / "pack.cu").read_text() + (
         f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n"
         f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
@@ -43,25 +52,16 @@ def test_compiles(arch: str) -> None:
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
 
 
-def test_a_kernel_that_cannot_be_made_is_tried_and_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried = []
-
-    def refuse(*arguments: object) -> None:
-        tried.append(arguments)
-        raise KernelError("no compiler today")
-
-    monkeypatch.setattr(pack_kernel, "load_kernel", refuse)
-    monkeypatch.setattr(kernel_module, "_told", set())
-    policy = POLICIES["compact"]
-    asked = (PageFormat.of(policy, 2, 8, 128), policy, True, torch.float16, torch.device("cpu"))
-    pack_kernel.kernel_for.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert [pack_kernel.kernel_for(*asked) for _ in range(3)] == [None] * 3
-    pack_kernel.kernel_for.cache_clear()
-    assert len(tried) == 1
-    assert caplog.text.count("packing uses PyTorch operations, which are slow: no compiler") == 1
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_norms_compile(head_dim: int, arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "norms.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(NormsParams)});\n"
+    )
+    page_format = PageFormat.of(POLICIES["oscar"], 2, 8, head_dim)
+    report = compile_text("norms.cu", text, arch, norms_macros(page_format, torch.float16))
+    assert (report.reports["norms"].spill_stores, report.reports["norms"].spill_loads) == (0, 0)
 
 
 def states(pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -83,11 +83,13 @@ def both(
     keys, values = states(40, 3, head_dim, dtype)
     bits = policy.bits.text
     page_format = PageFormat.of(policy, bits, 3, head_dim)
-    sigma = torch.rand(3, head_dim, device="cuda") + 0.5 if policy.balance else None
+    # Balancing has reciprocals of few bits (quant/balance.py).
+    balanced = 1 / (torch.rand(3, head_dim, device="cuda") + 0.5).bfloat16().float()
+    sigma = balanced if policy.balance else None
     basis = Basis(head_dim, policy.rotate, sigma)
-    monkeypatch.setattr(packing, "_trusted", {})
+    recipe = Recipe(page_format, policy.rotate, policy.fit, policy.norm)
+    assert kernel_for(recipe, dtype, keys.device) is not None
     found = pack(keys, values, page_format, policy, basis)
-    assert list(packing._trusted.values()) == [True]
     monkeypatch.setenv(SWITCH, "off")
     return found, pack(keys, values, page_format, policy, basis), page_format
 
@@ -123,17 +125,47 @@ def test_what_no_page_can_hold(side: int, wrong: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", POLICIES)
+def test_jobs_equal_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens from blocks and new ones, of strided input, a job that does nothing, balancing."""
+    policy, place = POLICIES[name], torch.device("cuda", 0)
+    page_format = PageFormat.of(policy, policy.bits.text, 5, 128)
+    jobs, basis = random_jobs(page_format, dtype, place), random_basis(page_format, True, place)
+    recipe = (text_of(page_format), policy.rotate, policy.fit, policy.norm)
+    both = []
+    for switch in ("auto", "off"):
+        monkeypatch.setenv(SWITCH, switch)
+        pages = torch.full((JOB_SLOTS, page_format.page_bytes), 255, dtype=torch.uint8).to(place)
+        bad = torch.zeros(1, dtype=torch.int32, device=place)
+        pack_jobs(*jobs, pages, bad, basis.sigma, *recipe)
+        assert not bool(bad)
+        both.append(pages)
+    untouched = sorted(set(range(JOB_SLOTS)) - set(jobs[5].tolist()))
+    assert (both[0][untouched] == 255).all()
+    assert (both[0] != both[1]).float().mean() < 2e-3
+
+
+@pytest.mark.gpu
 def test_a_kernel_that_disagrees_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = packing.pack_by_kernel
-    monkeypatch.setattr(packing, "_trusted", {})
-    monkeypatch.setattr(packing, "pack_by_kernel", lambda *a: right(*a).roll(1, dims=1))
+    right = pack_kernel.launch
+
+    def wrong(kernel: object, *arguments: object) -> None:
+        right(kernel, *arguments)
+        pages = arguments[6]
+        pages.copy_(pages.roll(1, dims=1))
+
+    monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
+    monkeypatch.setattr(pack_kernel, "launch", wrong)
+    fresh = Trusted("pack", pack_kernel._make, pack_kernel._disagreement, 0.01)
+    monkeypatch.setattr(pack_kernel, "TRUSTED", fresh)
     keys, values = states(3, 2, 128, torch.bfloat16)
     policy = POLICIES["compact"]
     page_format = PageFormat.of(policy, 2, 2, 128)
     with caplog.at_level(logging.ERROR):
         found = pack(keys, values, page_format, policy, Basis(128, True))
-    assert "disagrees" in caplog.text and list(packing._trusted.values()) == [False]
+    assert "pack kernel disagrees" in caplog.text
     monkeypatch.setenv(SWITCH, "off")
     assert torch.equal(found, pack(keys, values, page_format, policy, Basis(128, True)))

@@ -1,6 +1,7 @@
 """The decode kernel against float64 attention over exactly the unpacked values. Needs a GPU."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.attend import attend_stored
 from oscar_mm.modality import PADDING
 from oscar_mm.ops import packed_attention as host
+from oscar_mm.ops.kernel import SWITCH
+from oscar_mm.ops.packed_attention import PackedAttention, packed_attention
+from oscar_mm.ops.trust import Trusted
 from oscar_mm.policy import ModalityBits
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
 
@@ -17,12 +21,6 @@ pytestmark = pytest.mark.gpu
 MIXED = KVPolicy(bits=ModalityBits(text=4, image=2, video=2, audio=16))
 BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 1.5e-3}
 """Rounding the output alone costs 1.7e-3 and 2e-4; the rest is that of queries and weights."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test makes its kernels anew, so that none inherits another one's trust or switch."""
-    monkeypatch.setattr(host, "_made", {})
 
 
 def filled(
@@ -58,6 +56,14 @@ def on_gpu(tokens: int, dtype: torch.dtype = torch.bfloat16, **shape: int) -> Ch
     return tuple(x.to("cuda", dtype) for x in chunk(1, tokens, **shape))
 
 
+def kernel_of(cache: OscarCache) -> PackedAttention | None:
+    """What the operation uses for the cache's first layer."""
+    layer = cache.layers[0]
+    formats = [layer.formats[bits] for bits in sorted(layer.formats)]
+    rotate = cache.policy.rotate
+    return packed_attention(formats, layer.head_dim, rotate, layer.dtype, layer.device)
+
+
 def error_of(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float((output.double().cpu() - expected).norm() / expected.norm())
 
@@ -72,11 +78,11 @@ def images_and_text(tokens: int, batch: int = 1) -> torch.Tensor:
 def test_policies(
     policy: str | KVPolicy, head_dim: int, switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(host.SWITCH, switch)
+    monkeypatch.setenv(SWITCH, switch)
     shape = {"kv_heads": 2, "group": 4, "head_dim": head_dim}
     cache = filled(policy, images_and_text(1500), **shape)
     output, expected = attention(cache, on_gpu(1, **shape))
-    assert cache.layers[0].kernel.trusted
+    assert kernel_of(cache) is not None
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
@@ -87,7 +93,7 @@ def test_queries(tokens: int, group: int, dtype: torch.dtype) -> None:
     shape = {"batch": 2, "kv_heads": 2, "group": group, "head_dim": 128}
     cache = filled("compact", images_and_text(700, 2), dtype, **shape)
     output, expected = attention(cache, on_gpu(tokens, dtype, **shape))
-    assert cache.layers[0].kernel.trusted
+    assert kernel_of(cache) is not None
     assert error_of(output, expected) < BOUNDS[dtype]
 
 
@@ -172,17 +178,56 @@ def test_deterministic_on_any_stream_and_in_a_graph() -> None:
 
 
 def test_a_kernel_that_disagrees_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    right = PackedAttention.__call__
+
+    def wrong(kernel: PackedAttention, *arguments: object) -> None:
+        right(kernel, *arguments)
+        output = arguments[-1]
+        output.copy_(output.roll(1, dims=1))
+
+    monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
+    monkeypatch.setattr(PackedAttention, "__call__", wrong)
+    fresh = Trusted("decode", PackedAttention, host._disagreement, host._WORST_ERROR)
+    monkeypatch.setattr(host, "TRUSTED", fresh)
     shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
-    cache = filled("compact", images_and_text(700), **shape)
-    right = host.PackedAttention.__call__
-    monkeypatch.setattr(host.PackedAttention, "__call__", lambda *a: right(*a).roll(1, dims=1))
     with caplog.at_level(logging.ERROR):
+        cache = filled("compact", images_and_text(700), **shape)
         output, expected = attention(cache, on_gpu(1, **shape))
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
-    assert cache.layers[0].kernel.trusted is False
-    assert "disagrees" in caplog.text
+    assert kernel_of(cache) is None
+    assert "decode kernel disagrees" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16", MIXED])
+@pytest.mark.parametrize("past", [100, 700, 20_000])
+def test_later_turn(past: int, policy: str | KVPolicy, dtype: torch.dtype) -> None:
+    """More new tokens than the kernel takes: the past is unpacked, piece by piece."""
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled(policy, images_and_text(past), dtype, **shape)
+    output, expected = attention(cache, on_gpu(90, dtype, **shape))
+    # Each piece's output and the unpacked keys and values are rounded to 16 bit.
+    assert error_of(output, expected) < 3 * BOUNDS[dtype]
+
+
+def test_later_turn_with_padding() -> None:
+    ids = torch.zeros(3, 900, dtype=torch.int64)
+    for row, pads in enumerate((0, 899, 500)):
+        ids[row, :pads] = PADDING
+    shape = {"batch": 3, "kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", ids, **shape)
+    new = torch.zeros(3, 40, dtype=torch.int64)
+    new[1, :30] = PADDING
+    stored, (queries, keys, values) = cache.unpacked(0, torch.float32), on_gpu(40, **shape)
+    cache.expect(new)
+    step = cache.ledger.advance(cache._modalities(3, 40))
+    output = attend_stored(cache.layers[0], queries, keys, values, 128**-0.5, step)
+    whole = (torch.cat([x, y], dim=2).cpu() for x, y in zip(stored, (keys, values), strict=True))
+    real = torch.cat([ids, new], dim=1) != PADDING
+    assert error_of(output, plain_attention(queries.cpu(), *whole, real)) < 1e-2
+    assert not output[1, :, :30].any()
 
 
 @pytest.mark.parametrize(
@@ -196,6 +241,6 @@ def test_a_kernel_that_disagrees_is_not_used(
 def test_what_the_kernel_does_not_take(policy: str, head_dim: int, dtype: torch.dtype) -> None:
     shape = {"kv_heads": 1, "group": 2, "head_dim": head_dim}
     cache = filled(policy, images_and_text(300), dtype, **shape)
-    assert cache.layers[0].kernel is None
+    assert kernel_of(cache) is None
     output, expected = attention(cache, on_gpu(1, dtype, **shape))
     assert error_of(output, expected) < 5e-3

@@ -1,0 +1,157 @@
+"""Checks of the kernels against PyTorch operations, and their speed beside a plain copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.tables import assign
+from oscar_mm.ops import append as append_module
+from oscar_mm.ops import pack_kernel, packed_attention, unpack_kernel
+from oscar_mm.ops.append import append
+from oscar_mm.ops.decode import decode
+from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.kernel import multiprocessors
+from oscar_mm.ops.pack import pack_jobs
+from oscar_mm.ops.packed_attention import Specialization
+from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.samples import random_pages
+from oscar_mm.ops.trust import Verdict
+from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.policy import KVPolicy
+
+OPERATIONS = ("append", "decode", "pack", "unpack")
+_POLICY = KVPolicy.preset("compact")
+_DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
+_PAGES = 1024
+"""131,072 tokens: 537 MB in 16 bit and 78 MB packed, more than a GPU's cache holds."""
+_ROWS = 8
+_COPIED = 1 << 29
+_CALLS, _REPLAYS = 4, 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call of an operation, and the bytes that it must read and write at least."""
+
+    call: Callable[[], object]
+    moved: int
+
+
+def checked(operation: str, device: torch.device) -> Verdict:
+    """Compare an operation's kernel, as the default policy uses it, with PyTorch operations.
+
+    Raises:
+        KernelError: there is no kernel on this device; the message says why.
+    """
+    made = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
+    if operation == "append":
+        return append_module.TRUSTED.check((_DTYPE, 16), device)
+    if operation == "decode":
+        specialization = Specialization.of((made,), _HEAD_DIM, _POLICY.rotate, _DTYPE)
+        return packed_attention.TRUSTED.check(specialization, device)
+    if operation == "pack":
+        recipe = Recipe(made, _POLICY.rotate, _POLICY.fit, _POLICY.norm)
+        return pack_kernel.TRUSTED.check((recipe, _DTYPE), device)
+    return unpack_kernel.TRUSTED.check((made, _POLICY.rotate, _DTYPE), device)
+
+
+def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:
+    """A call on one layer of 8 KV heads and a prompt of so many pages of tokens."""
+    made = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
+    pool = random_pages(1, made, device).repeat(pages, 1)
+    slots = torch.arange(pages, dtype=torch.int32, device=device)
+    if operation == "unpack":
+        text, rotate = text_of(made), _POLICY.rotate
+        call = partial(unpack_slots, pool, slots, None, text, rotate, _DTYPE)
+        return Job(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
+    if operation == "pack":
+        return _pack(pool, slots, made)
+    if operation == "decode":
+        return _decode(pool, slots, made)
+    return _append(device)
+
+
+def _states(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, _HEAD_DIM, dtype=_DTYPE, device=device)
+
+
+def _blocks(device: torch.device) -> torch.Tensor:
+    return _states(device, _ROWS, 2, _HEADS, BLOCK_TOKENS)
+
+
+def _pack(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
+    tokens, device = len(slots) * PAGE_TOKENS, pool.device
+    keys, values = (_states(device, 1, _HEADS, tokens) for _ in range(2))
+    source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
+    places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
+    how = (None, text_of(made), _POLICY.rotate, _POLICY.fit, _POLICY.norm)
+    call = partial(pack_jobs, keys, values, _blocks(device), *places, *how)
+    return Job(call, keys.nbytes + values.nbytes + pool.nbytes)
+
+
+def _decode(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
+    """The prompt shared out to rows of equal length, with one new token each."""
+    device, per_row = pool.device, len(slots) // _ROWS
+    keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
+    new = (_states(device, _ROWS, _HEADS * _GROUP, 1), keys, values)
+    items = torch.stack([slots, torch.full_like(slots, PAGE_TOKENS)], dim=1)
+    counts = ((0, per_row),) * _ROWS
+    parts = assign(counts, _HEADS, _GROUP, multiprocessors(device))
+    tables = (
+        items[: _ROWS * per_row].view(_ROWS, per_row, 2),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        torch.from_numpy(parts.copy()).to(device),
+    )
+    how = (_HEAD_DIM**-0.5, [text_of(made)], _POLICY.rotate)
+    return Job(partial(decode, *new, [pool], _blocks(device), None, *tables, *how), pool.nbytes)
+
+
+def _append(device: torch.device) -> Job:
+    """One new token of each row."""
+    keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
+    writes = [[row, 0, row, 0] for row in range(_ROWS)]
+    writes = torch.tensor(writes, dtype=torch.int32, device=device)
+    bad = torch.zeros(1, dtype=torch.int32, device=device)
+    call = partial(append, keys, values, _blocks(device), writes, bad)
+    return Job(call, 2 * (keys.nbytes + values.nbytes))
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call on the device, without the host's: several in a CUDA graph."""
+    with torch.cuda.device(device):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                call()
+        return _timed(graph.replay) / _CALLS
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes per second that a plain copy reads and writes."""
+    with torch.cuda.device(device):
+        source = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        # Not in a graph: there a copy is the copy engine's, which is slower than a kernel.
+        return 2 * _COPIED / _timed(lambda: target.copy_(source))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """Median seconds between two events around a call."""
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)

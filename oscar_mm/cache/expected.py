@@ -1,0 +1,54 @@
+"""Expected: what the coming tokens are, as a caller announced it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from oscar_mm.errors import InputError
+from oscar_mm.modality import PADDING, Modality
+
+
+class Expected:
+    """Modality ids of tokens to come, taken in pieces as they come."""
+
+    def __init__(self) -> None:
+        self._ids: np.ndarray | None = None
+
+    def announce(
+        self, modalities: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> None:
+        """Arguments and errors as of ``OscarCache.expect``; replaces what was expected before."""
+        if modalities is None and attention_mask is None:
+            raise InputError("expect: give modalities, attention_mask or both")
+        if modalities is None:
+            modalities = torch.zeros_like(attention_mask, dtype=torch.int8)
+        ids = modalities.detach().to("cpu").numpy()
+        if ids.ndim != 2 or not set(np.unique(ids).tolist()) <= {PADDING, *Modality}:
+            raise InputError(
+                "expect: modalities must be (batch, tokens) of 0 text, 1 image, 2 video, 3 audio, "
+                f"-1 padding, not {tuple(ids.shape)} of {np.unique(ids).tolist()[:8]}"
+            )
+        ids = ids.astype(np.int8)
+        if attention_mask is not None:
+            if attention_mask.shape != modalities.shape:
+                raise InputError(
+                    f"expect: attention_mask {tuple(attention_mask.shape)} and modalities "
+                    f"{tuple(ids.shape)} must have one shape: that of the new tokens"
+                )
+            ids[attention_mask.to("cpu").numpy() == 0] = PADDING
+        self._ids = ids
+
+    def take(self, batch: int, tokens: int) -> np.ndarray | None:
+        """(batch, tokens) int8 of the next tokens; None if nothing was announced."""
+        if self._ids is None:
+            return None
+        rows, known = self._ids.shape
+        if known < tokens or batch % rows:
+            raise InputError(
+                f"expect() announced ({rows}, {known}) tokens, but ({batch}, {tokens}) came"
+            )
+        # Beam search repeats each prompt.
+        taken = np.repeat(self._ids[:, :tokens], batch // rows, axis=0)
+        self._ids = self._ids[:, tokens:] if known > tokens else None
+        return taken

@@ -1,0 +1,168 @@
+"""The tables of a cache as tensors of a file, and back, every number checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
+from oscar_mm.cache.stream import Stream
+from oscar_mm.modality import Modality
+from oscar_mm.policy import KVPolicy
+
+_MAX_ROWS = 4096
+
+
+@dataclass
+class SavedTables:
+    """Sequences over slots that are numbered from 0; arrays as ``oscar_mm.cache.persist`` says.
+
+    Attributes:
+        counts: bit width -> slots of that kind; 16 for blocks.
+    """
+
+    policy: KVPolicy
+    codes: np.ndarray
+    streams: np.ndarray
+    entries: np.ndarray
+    blocks: np.ndarray
+    counts: dict[int, int]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, as they are saved."""
+        names = ("codes", "streams", "entries", "blocks")
+        return {name: torch.from_numpy(getattr(self, name)) for name in names}
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
+        """From a file's tensors.
+
+        Raises:
+            KeyError, ValueError: they are no tables of a cache.
+        """
+        kinds = {
+            "codes": (torch.uint8, (None, None)),
+            "streams": (torch.int64, (None, 4)),
+            "entries": (torch.int32, (None, 3)),
+            "blocks": (torch.int32, (None,)),
+        }
+        for name, (dtype, shape) in kinds.items():
+            found = tensors[name]
+            fits = len(shape) == found.ndim and all(
+                wanted in (None, size) for wanted, size in zip(shape, found.shape, strict=True)
+            )
+            if found.dtype != dtype or not fits:
+                raise ValueError(f"{name} is {tuple(found.shape)} {found.dtype}")
+        arrays = {name: tensors[name].numpy() for name in kinds}
+        tables = cls(policy, **arrays, counts={})
+        tables._check_streams()
+        tables.counts = tables._checked_counts()
+        return tables
+
+    def _parts(self) -> list[tuple[int, Stream]]:
+        """Row and stream, with its code's modality, of every line of ``streams``."""
+        parts, entry, block = [], 0, 0
+        for row, code, entries, tail in self.streams.tolist():
+            blocks = -(-tail // BLOCK_TOKENS)
+            modality = Modality(code % SINK)
+            bits = 16 if code >= SINK else self.policy.bits_for(modality)
+            pages, starts, stops = self.entries[entry : entry + entries].T.tolist()
+            held = self.blocks[block : block + blocks].tolist()
+            parts.append((row, Stream(modality, bits, pages, starts, stops, held, tail)))
+            entry, block = entry + entries, block + blocks
+        return parts
+
+    def _check_streams(self) -> None:
+        """Counts of every stream: in range, and as many tokens as the codes say."""
+        rows, length = self.codes.shape
+        if rows > _MAX_ROWS or (rows and not length):
+            raise ValueError(f"{rows} rows of {length} tokens")
+        if not np.isin(self.codes, [*range(2 * SINK), NOWHERE]).all():
+            raise ValueError("unknown stream codes")
+        row, code, entries, tail = self.streams.T
+        limits = ((row, rows), (code, 2 * SINK), (entries, length + 1), (tail, length + 1))
+        if any(((column < 0) | (column >= limit)).any() for column, limit in limits):
+            raise ValueError("a stream is out of range")
+        keys = row * 2 * SINK + code
+        if len(np.unique(keys)) < len(keys):
+            raise ValueError("a stream is there twice")
+        if entries.sum() != len(self.entries) or (-(-tail // BLOCK_TOKENS)).sum() != len(
+            self.blocks
+        ):
+            raise ValueError("streams and their slots differ in number")
+        _, start, stop = self.entries.T
+        if ((start < 0) | (start >= stop) | (stop > PAGE_TOKENS)).any():
+            raise ValueError("a page's tokens are out of range")
+        used = np.concatenate([[0], np.cumsum(stop - start, dtype=np.int64)])
+        last = np.cumsum(entries)
+        held = np.zeros((rows, 256), dtype=np.int64)
+        held[row, code] = used[last] - used[last - entries] + tail
+        for index, codes in enumerate(self.codes):
+            held[index, NOWHERE] = (codes == NOWHERE).sum()
+            if (np.bincount(codes, minlength=256) != held[index]).any():
+                raise ValueError(f"row {index} has other tokens than its streams")
+
+    def _checked_counts(self) -> dict[int, int]:
+        """Slots by bit width: all that are named, from 0 without gaps."""
+        named: dict[int, set[int]] = {bits: set() for bits in {*self.policy.bits, 16}}
+        for _, stream in self._parts():
+            if stream.pages and stream.bits == 16:
+                raise ValueError("a stream of 16 bit has pages")
+            if len(set(stream.blocks)) < len(stream.blocks):
+                raise ValueError("a stream has a block twice")
+            named[stream.bits].update(stream.pages)
+            named[16].update(stream.blocks)
+        for bits, slots in named.items():
+            if slots and (min(slots), max(slots)) != (0, len(slots) - 1):
+                raise ValueError(f"slots of {bits} bit are not numbered from 0")
+        return {bits: len(slots) for bits, slots in named.items()}
+
+    def partial_blocks(self) -> dict[int, int]:
+        """Blocks that are not full, and how many of their places are in use."""
+        used: dict[int, int] = {}
+        for _, stream in self._parts():
+            for index, block in enumerate(stream.blocks):
+                places = min(BLOCK_TOKENS, stream.tail - index * BLOCK_TOKENS)
+                used[block] = max(used.get(block, 0), places)
+        return {block: places for block, places in used.items() if places < BLOCK_TOKENS}
+
+    def sequences(self, slots: dict[int, list[int]]) -> list[Sequence]:
+        """The sequences over these slots: number i is the i-th of its kind."""
+        made = [Sequence(bytearray(codes.tobytes())) for codes in self.codes]
+        for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
+            stream.pages = [slots[stream.bits][page] for page in stream.pages]
+            stream.blocks = [slots[16][block] for block in stream.blocks]
+            made[row].streams[code] = stream
+            made[row].stored += stream.tokens
+        return made
+
+
+def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[int, list[int]]]:
+    """Tables of a ledger with slots numbered from 0, and the slots under these numbers."""
+    numbers: dict[int, dict[int, int]] = {bits: {} for bits in ledger.allocators}
+
+    def number(bits: int, slots: list[int]) -> list[int]:
+        return [numbers[bits].setdefault(slot, len(numbers[bits])) for slot in slots]
+
+    streams, entries, blocks = [], [np.empty((0, 3), np.int32)], []
+    rows = ledger.sequences if ledger.length else []
+    for row, sequence in enumerate(rows):
+        for code, stream in sequence.streams.items():
+            streams.append((row, code, len(stream.pages), stream.tail))
+            columns = (number(stream.bits, stream.pages), stream.starts, stream.stops)
+            entries.append(np.array(columns, dtype=np.int32).T)
+            blocks += number(16, stream.blocks)
+    codes = b"".join(bytes(sequence.codes) for sequence in rows)
+    tables = SavedTables(
+        ledger.policy,
+        np.frombuffer(bytearray(codes), np.uint8).reshape(len(rows), ledger.length),
+        np.array(streams, dtype=np.int64).reshape(-1, 4),
+        np.ascontiguousarray(np.concatenate(entries)),
+        np.array(blocks, dtype=np.int32),
+        {bits: len(found) for bits, found in numbers.items()},
+    )
+    return tables, {bits: list(found) for bits, found in numbers.items()}

@@ -1,0 +1,178 @@
+"""PageStore: the slots that caches keep their pages in, and the bytes under them in every layer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.pool import Pool, SlotAllocator
+from oscar_mm.errors import InputError
+from oscar_mm.memory import StoreReport, measure_store
+from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from oscar_mm.cache.ledger import Ledger
+    from oscar_mm.cache.sequence import Sequence
+
+
+class LayerPools:
+    """The pools of one layer of a model.
+
+    Attributes:
+        blocks: 16-bit blocks, (slots, 2, KV heads, 32, head_dim) in the model's dtype.
+        pages: bit width -> pages, (slots, page_bytes) uint8.
+        formats: bit width -> layout of the pages.
+    """
+
+    def __init__(
+        self,
+        policy: KVPolicy,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
+        self.blocks = Pool((2, kv_heads, BLOCK_TOKENS, head_dim), dtype, device)
+        self.formats = {
+            bits: PageFormat.of(policy, bits, kv_heads, head_dim)
+            for bits in set(policy.bits) - {16}
+        }
+        self.pages = {
+            bits: Pool((page_format.page_bytes,), torch.uint8, device)
+            for bits, page_format in self.formats.items()
+        }
+
+    @property
+    def by_bits(self) -> dict[int, Pool]:
+        """All pools; 16 for the blocks."""
+        return {**self.pages, 16: self.blocks}
+
+
+class PageStore:
+    """Slots and pools that the caches of one model share::
+
+        store = PageStore("compact")
+        chats = [OscarCache("compact", store=store) for _ in range(3)]
+
+    Caches have pages in common only by ``OscarCache.fork``: pages are in the basis (balancing) of
+    the cache that packed them, and a fork inherits it. Slots that a cache no longer needs go back
+    to the store, and are used again before its pools grow; ``trim`` gives them back to the device.
+
+    Threads: one forward pass at a time. Whoever uses caches of one store from several threads
+    holds ``lock`` for a whole forward pass and for each operation on a cache (fork, forget, crop,
+    close, save, load). A cache may be garbage-collected at any time in any thread.
+
+    Args:
+        policy: of all its caches: a KVPolicy or a preset's name.
+        lock: by default one of its own.
+
+    Attributes:
+        allocators: bit width -> slots of that kind, the same ids in every layer.
+        layers: layer index -> its pools, made by the first cache that reaches the layer.
+        lock: see above.
+    """
+
+    def __init__(
+        self, policy: str | KVPolicy = "compact", lock: threading.RLock | None = None
+    ) -> None:
+        self.policy = KVPolicy.of(policy)
+        self.allocators = {bits: SlotAllocator() for bits in sorted({*self.policy.bits, 16})}
+        self.layers: dict[int, LayerPools] = {}
+        self.lock = threading.RLock() if lock is None else lock
+        self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+        self._dropped: deque[list[Sequence]] = deque()
+
+    def register(self, ledger: Ledger) -> None:
+        """A ledger that holds slots; those of its sequences come back when it is gone.
+
+        A finalizer runs between any two steps of any thread, so it only leaves a note, and
+        ``collect`` gives the slots back.
+        """
+        self._ledgers.add(ledger)
+        weakref.finalize(ledger, self._dropped.append, ledger.sequences).atexit = False
+
+    def layer(
+        self,
+        index: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerPools:
+        """The pools of a layer, made at the first call.
+
+        Raises:
+            InputError: they exist and are for keys of another shape, dtype or device.
+        """
+        wanted = (kv_heads, head_dim, dtype, device)
+        pools = self.layers.get(index)
+        if pools is None:
+            pools = self.layers[index] = LayerPools(self.policy, *wanted)
+        there = (pools.kv_heads, pools.head_dim, pools.dtype, pools.device)
+        if there != wanted:
+            raise InputError(
+                f"layer {index}: the store holds {_describe(*there)}, the new keys are "
+                f"{_describe(*wanted)}: caches of different models cannot share a store"
+            )
+        return pools
+
+    def share(self, sequences: Iterable[Sequence]) -> None:
+        """Add an owner to every slot of the sequences."""
+        self._change_owners(sequences, SlotAllocator.share)
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Take an owner from every slot of the sequences."""
+        self._change_owners(sequences, SlotAllocator.release)
+
+    def _change_owners(
+        self, sequences: Iterable[Sequence], change: Callable[[SlotAllocator, list[int]], None]
+    ) -> None:
+        for sequence in sequences:
+            for stream in sequence.streams.values():
+                if stream.pages:
+                    change(self.allocators[stream.bits], stream.pages)
+                change(self.allocators[16], stream.blocks)
+
+    def collect(self) -> None:
+        """Take back the slots of caches that were garbage-collected."""
+        while self._dropped:
+            self.release(self._dropped.popleft())
+
+    def trim(self) -> None:
+        """Give free slots back to the device. Between forward passes only: slots get other ids.
+
+        One layer's pool at a time is copied, so that much memory is needed on the way.
+        """
+        self.collect()
+        for bits, slots in self.allocators.items():
+            if not slots.free:
+                continue
+            for pools in self.layers.values():
+                # Of a forward pass that was interrupted a pool may not have all slots yet.
+                pools.by_bits[bits].reserve(slots.capacity)
+            kept = slots.compact()
+            for pools in self.layers.values():
+                pools.by_bits[bits].keep(kept)
+            new_ids = {old: new for new, old in enumerate(kept)}
+            for ledger in self._ledgers:
+                for stream in ledger.streams():
+                    if bits == 16:
+                        stream.blocks = [new_ids[block] for block in stream.blocks]
+                    elif stream.bits == bits:
+                        stream.pages = [new_ids[page] for page in stream.pages]
+
+    def memory(self) -> StoreReport:
+        """Bytes of the pools, used and free, whoever holds them; each once."""
+        self.collect()
+        return measure_store(self)
+
+
+def _describe(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{kv_heads} KV heads of {head_dim} channels in {dtype} on {device}"

@@ -1,0 +1,72 @@
+"""decode by PyTorch operations: the CPU's path and the kernel's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.tables import SECOND, START
+from oscar_mm.ops.dequantize import unpack_stored
+from oscar_mm.ops.running_attention import RunningAttention
+from oscar_mm.quant.basis import Basis
+
+_HALF = BLOCK_TOKENS // 2
+_TOKENS_AT_ONCE = 2048
+"""Tokens of the past that are in memory at a time, in float32."""
+
+
+def decode_by_torch(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    sigma: torch.Tensor | None,
+    items: torch.Tensor,
+    counts: torch.Tensor,
+    scaling: float,
+    formats: Sequence[PageFormat],
+    rotate: bool,
+) -> torch.Tensor:
+    """As the operation ``decode`` (``oscar_mm.ops.decode``), a row at a time; waits for the device.
+
+    Returns:
+        (batch, query heads, tokens, head_dim) contiguous.
+    """
+    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    basis = Basis(queries.shape[3], rotate, sigma)
+    for row, (halves, in_pages) in enumerate(counts.tolist()):
+        packed = basis if in_pages else None
+        running = RunningAttention(queries[row], keys.shape[1], scaling, packed)
+        for part in items[row, :halves].split(_TOKENS_AT_ONCE // _HALF) if halves else ():
+            running.add(*_halves(blocks, part), stored=False)
+        entries = items[row, halves : halves + in_pages]
+        for number, page_format in enumerate(formats):
+            mine = entries[(entries[:, 1] >= SECOND) == bool(number)]
+            for part in mine.split(_TOKENS_AT_ONCE // PAGE_TOKENS) if len(mine) else ():
+                stored = unpack_stored(pages[number][part[:, 0]], page_format)
+                used = part[:, 1] % SECOND
+                sides = (_in_use(side, used // START, used % START) for side in stored)
+                running.add(*sides, stored=True)
+        running.add(keys[row], values[row], stored=False, first_query=0)
+        output[row] = running.output()
+    return output
+
+
+def _halves(blocks: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, (KV heads, tokens, head_dim), of halves of blocks."""
+    split = blocks.unflatten(3, (2, _HALF))
+    half, tokens = entries[:, 0], entries[:, 1]
+    sides = (split[half // 2, side, :, half % 2] for side in range(2))
+    keys, values = (_in_use(side, torch.zeros_like(tokens), tokens) for side in sides)
+    return keys, values
+
+
+def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
+    """(n, KV heads, tokens, head_dim) -> (KV heads, tokens from starts to stops - 1, head_dim)."""
+    places = torch.arange(states.shape[2], device=states.device)
+    used = (places >= starts[:, None]) & (places < stops[:, None])
+    joined = states.transpose(0, 1).flatten(1, 2)
+    return joined if bool(used.all()) else joined[:, used.flatten()]

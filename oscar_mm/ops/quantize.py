@@ -1,0 +1,94 @@
+"""Keys and values -> page bytes by PyTorch operations: the CPU's path, the kernel's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from oscar_mm.cache.layout import PageFormat
+from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.fit import KEY_RUN, VALUE_RUN, assign_codes, fit_group
+from oscar_mm.quant.scaling import divide_by_norm, fitted_norm, token_rms
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How pages are made; ``KVPolicy`` explains the parts."""
+
+    page_format: PageFormat
+    rotate: bool
+    fit: str
+    norm: str
+
+
+def quantize(
+    keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole pages.
+
+    Args:
+        keys: (pages, KV heads, 128, head_dim), any float dtype; values likewise.
+        recipe: how.
+        sigma: (KV heads or 1, head_dim) float32, balancing, or None.
+
+    Returns:
+        (pages, page_bytes) uint8, and () bool: whether all scales, zeros and norms are finite
+        float16 numbers.
+    """
+    page_format = recipe.page_format
+    basis = Basis(page_format.head_dim, recipe.rotate, sigma)
+    arrays = _packed_keys(basis.keys_in(keys), recipe)
+    arrays |= _packed_values(basis.values_in(values), recipe)
+    pages = torch.zeros(len(keys), page_format.page_bytes, dtype=torch.uint8, device=keys.device)
+    for name, array in arrays.items():
+        page_format.write(pages, name, array)
+    finite = [x.half().isfinite().all() for name, x in arrays.items() if "codes" not in name]
+    return pages, torch.stack(finite).all()
+
+
+def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
+    """Pages at a time, so that temporaries stay bounded."""
+    step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * 128 * page_format.head_dim))
+    return (slice(start, start + step) for start in range(0, pages, step))
+
+
+def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Arrays of a page, as ``PageFormat.write`` takes them, from (pages, heads, 128, d) float32."""
+    page_format = recipe.page_format
+    unit, norms = keys, None
+    if page_format.token_scaling is not None:
+        norms = token_rms(keys, page_format.token_scaling)
+        unit = divide_by_norm(keys, norms)
+    # (pages, heads, groups, tokens, d) or (pages, heads, tokens, groups, channels)
+    split, dim = (2, 3) if page_format.key_axis == "channel" else (3, 4)
+    grouped = unit.unflatten(split, (-1, page_format.key_group))
+    scale, zero = fit_group(grouped, page_format.bits, recipe.fit, dim, KEY_RUN)
+    codes = assign_codes(grouped, scale, zero, page_format.bits)
+    arrays = {
+        "key_codes": codes.view_as(keys),
+        "key_scales": scale.squeeze(dim),
+        "key_zeros": zero.squeeze(dim),
+    }
+    if norms is not None:
+        coded = (codes * scale + zero).view_as(keys)
+        norms = fitted_norm(keys, coded, norms, recipe.norm, page_format.token_scaling)
+        arrays["norms"] = norms[..., 0]
+        if page_format.token_scaling == "shared":
+            arrays["norms"] = norms[:, 0, :, 0]
+    return arrays
+
+
+def _packed_values(values: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
+    page_format = recipe.page_format
+    grouped = values.unflatten(3, (-1, page_format.value_group))
+    scale, zero = fit_group(grouped, page_format.bits, recipe.fit, 4, VALUE_RUN)
+    return {
+        "value_codes": assign_codes(grouped, scale, zero, page_format.bits).view_as(values),
+        "value_scales": scale.squeeze(4),
+        "value_zeros": zero.squeeze(4),
+    }

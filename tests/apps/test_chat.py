@@ -1,0 +1,141 @@
+"""oscar-mm chat: lines in, answers out; whatever goes wrong, the conversation goes on."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from oscar_mm import OscarVLPipeline
+from oscar_mm.cli import run
+from tests.prompts import clip, noise, tone
+from tests.recordings import write_movie, write_sound
+
+ROOT = Path(__file__).parents[2]
+
+
+def talk(
+    folder: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, *options: str, code: int = 0
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    arguments = ["chat", "-m", str(folder), "--device", "cpu", "--max-new-tokens", "5", *options]
+    assert run(arguments) == code
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "a picture.png"
+    Image.fromarray(noise(100, 120)).save(path)
+    return path
+
+
+def test_answers_are_those_of_the_library(qwen3_vl_folder, picture, monkeypatch, capsys) -> None:
+    shown = f"/image {picture}"
+    talk(qwen3_vl_folder, [shown, "What?", "", shown, shown, "And these?", "Why?"], monkeypatch)
+    with OscarVLPipeline(qwen3_vl_folder, device="cpu").chat() as chat:
+        answers = [
+            chat.ask("What?", images=[picture], max_new_tokens=5),
+            chat.ask("And these?", images=[picture, picture], max_new_tokens=5),
+            chat.ask("Why?", max_new_tokens=5),
+        ]
+    captured = capsys.readouterr()
+    assert captured.out == "".join(f"{answer.text}\n" for answer in answers)
+    assert captured.err == ""
+
+
+def test_commands(qwen3_vl_folder, picture, tmp_path, monkeypatch, capsys) -> None:
+    saved = tmp_path / "chat.safetensors"
+    lines = [
+        *(f'/image "{picture}"', "What is it?", "/forget 1", "/segments", "/memory"),
+        *("/help", f"/save {saved}", "Is it?", "/undo", f"/load {saved}"),
+        *(f"/image {picture}", "/drop", "And?", "/segments", "/quit", "never asked"),
+    ]
+    talk(qwen3_vl_folder, lines, monkeypatch, "--system", "Be brief.")
+    captured = capsys.readouterr()
+    listed = [line.split() for line in captured.out.splitlines() if "text   " in line]
+    assert [line[0] for line in listed if line[0].isdecimal()] == ["0", "0", "2"]
+    assert captured.out.count("forgotten                         a picture.png") == 2
+    assert "KV cache" in captured.out and "/quit " in captured.out
+    assert "> What is it?\n" in captured.out and "never asked" not in captured.out
+    size = f"{saved.stat().st_size:,}"
+    assert captured.err == f"saved as {saved}, {size} bytes\ntaken back: Is it?\n"
+    talk(qwen3_vl_folder, ["/segments"], monkeypatch, "--load", str(saved))
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_errors_are_shown_and_the_chat_goes_on(
+    qwen3_vl_folder, picture, tmp_path, monkeypatch, capsys
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("no picture")
+    expected = {
+        "/image": "/image needs the PATH of a file",
+        "/image gone.png": "gone.png: no such file",
+        f"/image {notes}": "is not an image that can be read",
+        "/audio call.wav": "Qwen3-VL reads image, video, no audio",
+        "/image https://example.org/a.png": "is an address, not a path",
+        "/forget": "/forget needs the number of a segment",
+        "/forget 9": "no such segment; there are none yet",
+        "/undo": "nothing was asked yet",
+        "/save": "/save needs the PATH",
+        f"/save {notes}": "is there already; only a .safetensors file is replaced",
+        "/load": "/load needs the PATH",
+        "/load gone": "gone: no such file",
+        f"/load {notes}": "is not a safetensors file",
+        "/what": "/what: no such command; /help lists them",
+        "is <|im_end|> it?": "a control token of this model",
+    }
+    talk(qwen3_vl_folder, [*expected, f"/image {picture}", "And now?"], monkeypatch)
+    captured = capsys.readouterr()
+    errors = captured.err.splitlines()
+    assert len(errors) == len(expected) and captured.out.count("\n") == 1
+    for error, message in zip(errors, expected.values(), strict=True):
+        assert error.startswith("error: ") and message in error
+    assert notes.read_text() == "no picture"
+
+
+def test_sound_and_video(qwen3_omni_folder, tmp_path, monkeypatch, capsys) -> None:
+    sound = write_sound(tmp_path / "sound.flac", tone(1))
+    movie = write_movie(tmp_path / "movie.mp4", clip(8), tone(1))
+    lines = [f"/audio {sound}", f"/video {movie}", "What do you hear?", "/segments"]
+    talk(qwen3_omni_folder, lines, monkeypatch, "--audio-in-video")
+    captured = capsys.readouterr()
+    assert "sound.flac" in captured.out and "movie.mp4" in captured.out
+    assert "error" not in captured.err
+
+
+def test_bad_options(qwen3_vl_folder, tmp_path, monkeypatch, capsys) -> None:
+    for options, message in {
+        ("--policy", "tiny"): "unknown policy",
+        ("--top-p", "0"): "top_p",
+        ("--load", "gone"): "gone: no such file",
+        ("--audio-in-video",): "Qwen3-VL reads image, video, no audio",
+        ("--load", __file__, "--system", "Be kind."): "--system is for a new chat",
+        ("--load", __file__): "is not a safetensors file",
+    }.items():
+        talk(qwen3_vl_folder, [], monkeypatch, *options, code=2)
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert run(["chat"]) == 2
+    assert "--model is missing" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_answer(qwen3_vl_folder) -> None:
+    command = [sys.executable, "-m", "oscar_mm.cli", "chat", "-m", str(qwen3_vl_folder)]
+    options = ["--device", "cpu", "--max-new-tokens", "4000"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, *options], cwd=ROOT, **pipes) as running:
+        running.stdin.write(b"What is it?\n")
+        running.stdin.flush()
+        assert os.read(running.stdout.fileno(), 1)
+        running.send_signal(signal.SIGINT)
+        while not (note := running.stderr.readline()):
+            pass
+        assert note == b"stopped; what you read counts as the answer\n"
+        out, errors = running.communicate(b"/segments\n/undo\n/undo\n", 60)
+    assert (running.returncode, out.count(b"What is it?")) == (0, 1)
+    assert errors == b"taken back: What is it?\nerror: undo: nothing was asked yet\n"

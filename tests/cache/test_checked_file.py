@@ -1,0 +1,140 @@
+"""The container: whole or not at all, and nothing altered goes unnoticed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oscar_mm import InputError
+from oscar_mm.cache import checked_file
+from oscar_mm.cache.checked_file import read_checked, write_checked
+
+TENSORS = {"a": torch.arange(7, dtype=torch.int32), "b": torch.randn(3, 5).bfloat16()}
+TEXTS = {"one": '{"oscar_mm.sha256":"no"}', "two": "ünï"}
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    return read_checked(path, lambda texts: None)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "some.safetensors"
+    write_checked(path, TENSORS, TEXTS)
+    return path
+
+
+def test_round_trip(saved: Path) -> None:
+    tensors, texts = read(saved)
+    assert set(tensors) == {"a", "b"} and texts.items() >= TEXTS.items()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
+    # It is a plain safetensors file, alone in its folder, and private.
+    assert set(load_file(saved)) == {"a", "b"}
+    assert os.listdir(saved.parent) == [saved.name]
+    assert os.name != "posix" or saved.stat().st_mode & 0o077 == 0
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    write_checked(tmp_path / "empty", {}, {})
+    assert read(tmp_path / "empty")[0] == {}
+
+
+def test_any_altered_byte_is_found(saved: Path, tmp_path: Path) -> None:
+    """Length, header, texts, the checksum itself, data: every single one."""
+    whole = saved.read_bytes()
+    other = tmp_path / "altered"
+    for at in range(len(whole)):
+        for flip in (0x01, 0x20):
+            other.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+            with pytest.raises(InputError, match="altered: "):
+                read(other)
+
+
+def test_any_truncation_is_found(saved: Path, tmp_path: Path) -> None:
+    whole = saved.read_bytes()
+    other = tmp_path / "short"
+    for size in range(len(whole)):
+        other.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"short: is (truncated|not a safetensors)"):
+            read(other)
+    other.write_bytes(whole[:-1])
+    with pytest.raises(InputError, match=f"truncated: {len(whole) - 1} bytes, .* {len(whole)}"):
+        read(other)
+    other.write_bytes(whole + b"x")
+    with pytest.raises(InputError, match="goes on behind its end"):
+        read(other)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\x03\x04 a zip file, for instance of torch.save" + bytes(200),
+        (100_000_000).to_bytes(8, "little") + b"{}",
+        (1 << 63).to_bytes(8, "little") + b"{}" + bytes(100),
+        (4).to_bytes(8, "little") + b"{1:}",
+        (2).to_bytes(8, "little") + b"[]",
+        (26).to_bytes(8, "little") + b'{"a":{"data_offsets":[0]}}',
+        (9).to_bytes(8, "little") + b'{"a":"b"}',
+        (60_000).to_bytes(8, "little") + b'{"a":' + b"[" * 59_995,
+    ],
+)
+def test_not_safetensors(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"other: is (not a safetensors file|truncated)"):
+        read(path)
+
+
+@pytest.mark.parametrize("texts", [None, {"a": "b"}, {"oscar_mm.sha256": "12"}])
+def test_safetensors_of_others(tmp_path: Path, texts: dict[str, str] | None) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path, texts)
+    with pytest.raises(InputError, match=r"model\.safetensors: is a safetensors file, but none"):
+        read(path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"gone: cannot be read: No such file"):
+        read(tmp_path / "gone")
+    with pytest.raises(InputError, match="cannot be read"):
+        read(tmp_path)
+    with pytest.raises(InputError, match=r"no.a: cannot be written: No such file"):
+        write_checked(tmp_path / "no" / "a", TENSORS, {})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="folder: cannot be written"):
+        write_checked(tmp_path / "folder", TENSORS, {})
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("step", ["save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_old_file_survives_a_failed_write(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    before = saved.read_bytes()
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"oscar_mm.cache.checked_file.{step}", fail)
+    expected = InputError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        write_checked(saved, {"c": torch.ones(3)}, {})
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]
+
+
+def test_refusal_comes_before_the_whole_file_is_read(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(texts: dict[str, str]) -> None:
+        assert json.loads(texts["one"]) and texts["two"] == TEXTS["two"]
+        raise InputError("no")
+
+    monkeypatch.setattr(checked_file, "_digest", None)
+    with pytest.raises(InputError, match="no"):
+        read_checked(saved, refuse)

@@ -1,0 +1,253 @@
+"""Saving and loading: the same cache, bit for bit, or a reason why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache.checked_file import write_checked
+from oscar_mm.cache.persist import load_cache, save_cache
+from oscar_mm.cache.store import PageStore
+from oscar_mm.modality import PADDING
+from tests.cache.invariants import (
+    POLICIES,
+    attend_oscar,
+    chunk,
+    filled,
+    left_padded,
+    random_ids,
+)
+from tests.cache.numbers import check_slots
+
+IDS = left_padded(random_ids(8, 60, 290, 40, 200), 590, 400)
+LAYERS = 2
+
+
+def history(policy: str | KVPolicy) -> OscarCache:
+    """Two layers, two rows of unequal length that share slots, tokens forgotten, a cut."""
+    cache = OscarCache(policy)
+    for layer in range(LAYERS):
+        attend_oscar(cache, chunk(layer, 590, batch=2), ids=IDS, layer=layer)
+    cache.batch_select_indices(torch.tensor([0, 0, 1]))
+    for layer in range(LAYERS):
+        attend_oscar(cache, chunk(5 + layer, 40, batch=3), layer=layer)
+    cache.crop(-10)
+    cache.forget(100, 330, row=1)
+    cache.forget(560, 575, row=2)
+    return cache
+
+
+def same(one: OscarCache, other: OscarCache) -> None:
+    """The same content, and the same attention output from now on, bit for bit."""
+    assert one.get_seq_length() == other.get_seq_length()
+    length = one.get_seq_length()
+    assert torch.equal(one.real_tokens(length), other.real_tokens(length))
+    for layer in range(LAYERS):
+        for found, expected in zip(one.unpacked(layer), other.unpacked(layer), strict=True):
+            assert torch.equal(found, expected)
+    for seed, tokens in enumerate((1, 150, 1)):
+        for layer in range(LAYERS):
+            new = chunk(20 + seed, tokens, batch=3)
+            found, expected = (attend_oscar(cache, new, layer=layer) for cache in (one, other))
+            assert torch.equal(found, expected)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
+    save_cache(history("compact"), path, fingerprint="model-1", metadata={"turn": 3})
+    return path
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_round_trip(policy: str, tmp_path: Path) -> None:
+    cache, path = history(POLICIES[policy]), tmp_path / "cache"
+    metadata = {
+        "token_ids": torch.arange(630),
+        "positions": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "media": [{"sha256": "ab" * 32, "label": "ä.png"}],
+        "none": None,
+    }
+    save_cache(cache, path, fingerprint="f", metadata=metadata)
+    loaded, given = load_cache(path, fingerprint="f", policy=POLICIES[policy])
+    assert given["media"] == metadata["media"] and given["none"] is None
+    assert torch.equal(given["token_ids"], metadata["token_ids"])
+    assert given["positions"].tolist() == metadata["positions"].tolist()
+    assert set(given) == set(metadata)
+    before, after = cache.memory(), loaded.memory()
+    assert after.tokens == before.tokens and after.kv_bytes <= before.kv_bytes
+    check_slots(loaded.store, [loaded.ledger])
+    same(loaded, cache)
+
+
+def test_only_slots_in_use_and_shared_ones_once(tmp_path: Path) -> None:
+    one, _ = filled("compact", random_ids(1, 60, 2000))
+    many = one.fork()
+    many.batch_repeat_interleave(8)
+    sizes = []
+    for cache in (one, many):
+        save_cache(cache, tmp_path / "a", fingerprint="f")
+        sizes.append((tmp_path / "a").stat().st_size)
+    assert sizes[1] < 1.15 * sizes[0]
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    assert loaded.memory().by_kind == many.memory().by_kind
+    one.forget(60, 1900)
+    many.close()
+    save_cache(one, tmp_path / "a", fingerprint="f")
+    kept = one.store.allocators[2].used
+    assert load_file(tmp_path / "a")["layer.0.pages.2"].shape[0] == kept <= 2
+
+
+def test_places_without_a_token_are_zero(tmp_path: Path) -> None:
+    """What lay in memory before is nobody's business."""
+    cache, _ = filled("bf16", torch.zeros(1, 50, dtype=torch.int64))
+    cache.layers[0].blocks.storage[:, :, :, 18:] = 7.5
+    content = cache.unpacked(0)[0]
+    cache.crop(-5)
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    blocks = load_file(tmp_path / "a")["layer.0.blocks"]
+    assert blocks[0].any() and not blocks[1, :, :, 13:].any()
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    assert torch.equal(loaded.unpacked(0)[0], content[:, :, :45])
+
+
+def test_into_a_store_that_others_use(tmp_path: Path) -> None:
+    store = PageStore("compact")
+    first = OscarCache("compact", store=store)
+    for layer in range(LAYERS):
+        attend_oscar(first, chunk(layer, 300, batch=3), layer=layer)
+    before = [x.clone() for x in first.unpacked(1)]
+    cache = history("compact")
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f", store=store)
+    assert loaded.store is store
+    check_slots(store, [first.ledger, loaded.ledger])
+    same(loaded, cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, first.unpacked(1), strict=True))
+
+
+def test_empty_caches(tmp_path: Path) -> None:
+    cache = OscarCache("compact")
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    loaded, given = load_cache(tmp_path / "a", fingerprint="f")
+    assert loaded.get_seq_length() == 0 and given == {}
+    attend_oscar(cache, chunk(0, 200))
+    sigma = cache.layers[0].sigma
+    cache.crop(-200)
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    assert torch.equal(loaded.layers[0].sigma, sigma)
+    assert torch.equal(attend_oscar(loaded, chunk(1, 300)), attend_oscar(cache, chunk(1, 300)))
+    assert torch.equal(loaded.unpacked(0)[0], cache.unpacked(0)[0])
+
+
+def test_in_a_fresh_process(saved: Path) -> None:
+    """The same next output, to the last bit."""
+    script = (
+        "import sys, torch; from oscar_mm.cache.persist import load_cache; "
+        "from tests.cache.invariants import attend_oscar, chunk; torch.set_num_threads(1); "
+        "cache, given = load_cache(sys.argv[1], fingerprint='model-1'); "
+        "out = [attend_oscar(cache, chunk(n, 3, batch=3), layer=n) for n in range(2)]; "
+        "print(given['turn'], [x.double().sum().item().hex() for x in out])"
+    )
+    command = [sys.executable, "-c", script, str(saved)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    cache = history("compact")
+    out = [attend_oscar(cache, chunk(n, 3, batch=3), layer=n) for n in range(2)]
+    assert found.stdout.strip() == f"3 {[x.double().sum().item().hex() for x in out]}"
+
+
+def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
+    """8 KV heads of 128 channels in bfloat16, policy compact, whole file against 16 bit."""
+    cache, generator = OscarCache("compact"), torch.Generator().manual_seed(0)
+    image = [0] * 6 + [1] * 160
+    for _ in range(10):
+        cache.expect(torch.tensor([image * 10]))
+        new = torch.randn(2, 1, 8, 1660, 128, generator=generator).bfloat16()
+        cache.update(new[0], new[1], 0)
+    path = tmp_path / "hundred"
+    save_cache(
+        cache, path, fingerprint="f", metadata={"ids": torch.zeros(16600, dtype=torch.int32)}
+    )
+    assert cache.memory().bf16_bytes == 16600 * 2 * 8 * 128 * 2
+    assert path.stat().st_size <= cache.memory().bf16_bytes / 6
+    assert load_cache(path, fingerprint="f")[0].memory().ratio >= 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fingerprint": "model-2"}, r"another model \(fingerprint model-1, here model-2\)"),
+        ({"policy": "oscar"}, r"another policy: key_group=128, here 32; .*sinks=4, here 0"),
+        ({"policy": KVPolicy(window=64)}, r"another policy: window=32, here 64$"),
+        ({"store": PageStore("kivi")}, "another policy"),
+    ],
+)
+def test_refuses_what_does_not_fit(saved: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=r"chat\.safetensors: .*" + message):
+        load_cache(saved, **{"fingerprint": "model-1"} | arguments)
+
+
+@pytest.mark.parametrize("shape", [{"head_dim": 32}, {"kv_heads": 4}])
+def test_refuses_a_store_of_another_shape(saved: Path, shape: dict[str, int]) -> None:
+    store = PageStore("compact")
+    first = OscarCache("compact", store=store)
+    attend_oscar(first, chunk(0, 10, **shape))
+    used = store.memory()
+    with pytest.raises(InputError, match=r"chat\.safetensors: layer 0: the store holds"):
+        load_cache(saved, fingerprint="model-1", store=store)
+    assert store.memory() == used
+    attend_oscar(first, chunk(1, 10, **shape))
+
+
+def test_altered_and_truncated(saved: Path, tmp_path: Path) -> None:
+    whole = saved.read_bytes()
+    path = tmp_path / "bad"
+    for at in (len(whole) - 1, len(whole) // 2):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(InputError, match="bad: was altered"):
+            load_cache(path, fingerprint="model-1")
+        path.write_bytes(whole[:at])
+        with pytest.raises(InputError, match="bad: is truncated"):
+            load_cache(path, fingerprint="model-1")
+
+
+def test_metadata_that_cannot_be_saved(tmp_path: Path) -> None:
+    for wrong in ({"a": object()}, {"a": float("nan")}, {"a": {1, 2}}):
+        with pytest.raises(InputError, match="x: metadata cannot be saved"):
+            save_cache(OscarCache(), tmp_path / "x", fingerprint="f", metadata=wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_not_after_an_interrupted_pass(tmp_path: Path) -> None:
+    cache = history("compact")
+    attend_oscar(cache, chunk(0, 5, batch=3))
+    with pytest.raises(RuntimeError, match="did not reach layer 1"):
+        save_cache(cache, tmp_path / "x", fingerprint="f")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_safetensors_files(tmp_path: Path) -> None:
+    write_checked(tmp_path / "a", {"w": torch.ones(3)}, {"x": "y"})
+    with pytest.raises(InputError, match="a: is a safetensors file, but no saved cache"):
+        load_cache(tmp_path / "a", fingerprint="f")
+
+
+def test_padding_only_rows(tmp_path: Path) -> None:
+    ids = torch.full((2, 40), PADDING)
+    ids[0] = 0
+    cache = OscarCache("compact")
+    attend_oscar(cache, chunk(0, 40, batch=2), ids=ids)
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    new = chunk(1, 3, batch=2)
+    assert torch.equal(attend_oscar(loaded, new), attend_oscar(cache, new))

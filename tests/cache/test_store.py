@@ -1,0 +1,177 @@
+"""Caches that share a store: forks, closing, accounting; nobody sees another's tokens."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache.store import PageStore
+from tests.cache.invariants import attend_oscar, chunk, filled, random_ids
+from tests.cache.numbers import check_slots
+
+IDS = random_ids(3, 60, 400, 50, 300)
+
+
+def used(store: PageStore) -> dict[int, int]:
+    store.collect()
+    return {bits: slots.used for bits, slots in store.allocators.items()}
+
+
+def test_a_fork_costs_tables_only_and_inherits_the_balancing() -> None:
+    cache, _ = filled("compact", IDS)
+    before = used(cache.store)
+    for twin in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
+        assert used(cache.store) == before and twin.store is cache.store
+        assert twin.layers[0].sigma is cache.layers[0].sigma is not None
+        assert twin.layers[0].sigma_is_final and twin.layers[0].cache is twin
+        for found, expected in zip(twin.unpacked(0), cache.unpacked(0), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 60, 333, 460, 810])
+@pytest.mark.parametrize("end", ["closed", "dropped", "goes on"])
+def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(kept: int, end: str) -> None:
+    """It is what a cache would be that the parent was cropped to, bit for bit."""
+    parent, _ = filled("compact", IDS)
+    expected = copy.deepcopy(parent)
+    expected.crop(-(810 - kept))
+    snapshot = parent.fork()
+    snapshot.crop(-(810 - kept))
+    if end == "closed":
+        parent.close()
+    elif end == "goes on":
+        attend_oscar(parent, chunk(9, 200))
+        parent.forget(0, 900)
+    del parent
+    for seed, tokens in enumerate((1, 200, 1)):
+        new = chunk(seed, tokens)
+        assert torch.equal(attend_oscar(snapshot, new), attend_oscar(expected, new))
+    assert torch.equal(snapshot.unpacked(0)[0], expected.unpacked(0)[0])
+
+
+def test_slots_come_back_when_a_cache_is_reset_closed_or_gone() -> None:
+    store = PageStore("compact")
+    caches = [OscarCache("compact", store=store) for _ in range(4)]
+    for seed, cache in enumerate(caches):
+        attend_oscar(cache, chunk(seed, 810), ids=IDS)
+    caches.append(caches[0].fork())
+    alone = {bits: count // 4 for bits, count in used(store).items()}
+    assert all(alone.values())
+    pools = store.memory().pool_bytes
+    caches[1].close()
+    caches[1].close()
+    caches[2].reset()
+    gc.disable()  # Without it too: a cache is in no cycle of references.
+    try:
+        del cache
+        caches.pop(3)
+        assert used(store) == alone
+    finally:
+        gc.enable()
+    # The parent goes, its fork stays.
+    caches.pop(0)
+    assert used(store) == alone
+    attend_oscar(caches[-1], chunk(7, 100))
+    assert store.memory().pool_bytes == pools
+    caches[-1].close()
+    assert not any(used(store).values())
+    assert store.memory().used_bytes == 0
+    store.trim()
+    assert store.memory().pool_bytes == 0
+
+
+def test_a_closed_cache_takes_nothing() -> None:
+    cache, _ = filled("compact", IDS)
+    cache.close()
+    assert cache.get_seq_length() == 0 and cache.memory().kv_bytes == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        attend_oscar(cache, chunk(0, 5))
+    with pytest.raises(RuntimeError, match="closed"):
+        attend_oscar(cache.fork(), chunk(0, 5))
+
+
+def test_reset_of_a_cache_of_a_given_store_stays_there() -> None:
+    store = PageStore("compact")
+    cache = OscarCache("compact", store=store)
+    attend_oscar(cache, chunk(0, 300))
+    cache.reset()
+    assert cache.store is store
+    attend_oscar(cache, chunk(1, 300))
+    expected = OscarCache("compact")
+    attend_oscar(expected, chunk(1, 300))
+    assert torch.equal(cache.unpacked(0)[0], expected.unpacked(0)[0])
+
+
+@pytest.mark.parametrize("operation", ["fork", "forget"])
+def test_not_within_a_forward_pass(operation: str) -> None:
+    cache = OscarCache("compact")
+    for layer in range(2):
+        attend_oscar(cache, chunk(0, 200), layer=layer)
+    attend_oscar(cache, chunk(1, 5))
+    with pytest.raises(RuntimeError, match="did not reach layer 1"):
+        cache.fork() if operation == "fork" else cache.forget(0, 5)
+    attend_oscar(cache, chunk(1, 5), layer=1)
+    assert cache.fork().get_seq_length() == 205
+
+
+def test_an_interrupted_turn_is_undone_by_a_fork() -> None:
+    """What a chat does: a fork before the turn, which takes over if the turn fails midway."""
+    cache = OscarCache("compact")
+    for layer in range(2):
+        attend_oscar(cache, chunk(layer, 810), ids=IDS, layer=layer)
+    before = [cache.unpacked(layer)[0] for layer in range(2)]
+    twin = cache.fork()
+    attend_oscar(cache, chunk(5, 300))  # layer 1 never comes
+    cache.close()
+    attend_oscar(other := OscarCache("compact", store=twin.store), chunk(6, 500))
+    for layer in range(2):
+        assert torch.equal(twin.unpacked(layer)[0], before[layer])
+    check_slots(twin.store, [twin.ledger, other.ledger])
+
+
+def test_caches_that_do_not_fit_a_store() -> None:
+    store = PageStore("compact")
+    with pytest.raises(InputError, match="its store of"):
+        OscarCache("oscar", store=store)
+    with pytest.raises(InputError, match="its store of"):
+        OscarCache(KVPolicy(window=64), store=store)
+    attend_oscar(OscarCache("compact", store=store), chunk(0, 5))
+    for shape in ({"head_dim": 32}, {"kv_heads": 1}):
+        with pytest.raises(InputError, match="layer 0: the store holds 2 KV heads of 64 channels"):
+            attend_oscar(OscarCache("compact", store=store), chunk(0, 5, **shape))
+
+
+def test_bytes_that_caches_share_are_in_both_reports() -> None:
+    cache, _ = filled("compact", IDS)
+    alone = cache.memory()
+    assert alone.shared_bytes == 0 and alone.by_kind["unused"] == 0
+    twin = cache.fork()
+    whole = cache.memory()
+    assert whole == twin.memory()
+    assert str(whole).endswith("KB") and "shared with other caches" in str(whole)
+    assert whole.kv_bytes == alone.kv_bytes
+    slots = sum(whole.by_kind[kind] for kind in ("codes", "scales", "norms", "tails"))
+    assert whole.shared_bytes == slots == cache.store.memory().used_bytes
+    attend_oscar(twin, chunk(1, 300))
+    grown, store = twin.memory(), cache.store.memory()
+    assert cache.memory().by_kind["unused"] == grown.by_kind["unused"] == 0
+    assert grown.kv_bytes > whole.kv_bytes
+    # Each slot once: what both hold, and what either holds alone.
+    reports = (cache.memory(), grown)
+    assert reports[0].shared_bytes == reports[1].shared_bytes
+    held = sum(sum(r.by_kind[k] for k in ("codes", "scales", "norms", "tails")) for r in reports)
+    assert store.used_bytes == held - reports[0].shared_bytes
+    # Free slots are in the store's report, and in a cache's once it is alone.
+    twin.close()
+    cache.forget(0, 400)
+    last, store = cache.memory(), cache.store.memory()
+    assert last.by_kind["unused"] == store.free_bytes > 0
+    assert last.shared_bytes == 0
+    pools = cache.store.layers[0].by_bits.values()
+    assert store.pool_bytes == sum(pool.storage.nbytes for pool in pools)
+    cache.store.trim()
+    assert cache.memory().by_kind["unused"] == cache.store.memory().free_bytes == 0

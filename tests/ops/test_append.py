@@ -1,0 +1,125 @@
+"""append: new tokens into places of 16-bit blocks."""
+
+import ctypes
+
+import pytest
+import torch
+
+from oscar_mm.ops import append as module
+from oscar_mm.ops.append import append, macros
+from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def problem(
+    dtype: torch.dtype, head_dim: int, tokens: int, device: str = "cpu"
+) -> tuple[torch.Tensor, ...]:
+    """Keys, values, poisoned blocks, shuffled writes of all tokens of two rows, and the flag."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.randn(2, tokens, 3, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    slots = -(-2 * tokens // 32) + 2
+    blocks = torch.full((slots, 2, 3, 32, head_dim), torch.nan, dtype=dtype, device=device)
+    places = torch.randperm(slots * 32, generator=generator)[: 2 * tokens]
+    row, token = torch.arange(2 * tokens) // tokens, torch.arange(2 * tokens) % tokens
+    writes = torch.stack([row, token, places // 32, places % 32], dim=1).to(device, torch.int32)
+    return keys, values, blocks, writes, torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def expected_blocks(keys, values, blocks, writes) -> torch.Tensor:
+    expected = blocks.clone()
+    for row, token, slot, place in writes.tolist():
+        if slot >= 0:
+            expected[slot, 0, :, place] = keys[row, :, token]
+            expected[slot, 1, :, place] = values[row, :, token]
+    return expected
+
+
+def check(problem: tuple[torch.Tensor, ...]) -> None:
+    keys, values, blocks, writes, bad = problem
+    writes[::5, 2] = -1
+    writes[::5, :2] = 1 << 20  # of what is not written nothing is looked at
+    expected = expected_blocks(keys, values, blocks, writes)
+    append(keys, values, blocks, writes, bad)
+    assert torch.equal(blocks.isnan(), expected.isnan())
+    assert torch.equal(blocks.nan_to_num(), expected.nan_to_num())
+    assert not bad
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writes(dtype: torch.dtype, tokens: int) -> None:
+    check(problem(dtype, 24, tokens))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_flag_of_what_is_not_finite(side: int, wrong: float) -> None:
+    tensors = problem(torch.bfloat16, 24, 4)
+    tensors[side][1, 2, 3, 23] = wrong
+    *states, writes, bad = tensors
+    left_out = writes.clone()
+    left_out[7, 2] = -1
+    append(*states, left_out, bad)
+    assert not bad, "the token is not stored"
+    append(*states, writes, bad)
+    assert bad.tolist() == [1]
+    tensors[side][1, 2, 3, 23] = 0
+    append(*states, writes, bad)
+    assert bad.tolist() == [1], "set until somebody has looked"
+
+
+def test_nothing_to_write() -> None:
+    keys, values, blocks, writes, bad = problem(torch.float32, 24, 4)
+    append(keys, values, blocks, writes[:0], bad)
+    assert blocks.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "part", "unit"),
+    [
+        (torch.bfloat16, 128, slice(0, 128), 16),
+        (torch.bfloat16, 136, slice(8, 136), 16),
+        (torch.bfloat16, 136, slice(4, 132), 8),
+        (torch.bfloat16, 36, slice(0, 36), 8),
+        (torch.float32, 5, slice(0, 5), 4),
+        (torch.bfloat16, 130, slice(0, 128), 4),
+        (torch.bfloat16, 129, slice(0, 128), None),
+        (torch.bfloat16, 3, slice(0, 3), None),
+    ],
+)
+def test_bytes_that_a_thread_takes(
+    dtype: torch.dtype, width: int, part: slice, unit: int | None
+) -> None:
+    assert module._unit(torch.zeros(2, 3, 5, width, dtype=dtype)[..., part]) == unit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+def test_compiles(arch: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "append.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(module.AppendParams)});\n"
+    )
+    for unit in module._UNITS:
+        report = compile_text("append.cu", text, arch, macros(dtype, unit)).reports["append"]
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 700])
+@pytest.mark.parametrize("head_dim", [2, 36, 80, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
+    tensors = problem(dtype, head_dim, tokens, "cuda")
+    check(tensors)
+    for side in range(2):
+        tensors[side][0, 2, -1, -1] = torch.inf
+        tensors[3][tokens - 1] = torch.tensor([0, tokens - 1, 0, 0])
+        tensors[4].zero_()
+        append(*tensors)
+        assert bool(tensors[4])
+        tensors[side][0, 2, -1, -1] = 0

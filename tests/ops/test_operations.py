@@ -1,0 +1,176 @@
+"""What holds for all four operations: schema, fakes, compiling, graphs, and refusing arguments."""
+
+import pytest
+import torch
+
+from tests.ops.arguments import ARGUMENTS, OPERATIONS, WRITTEN, results
+
+BOTH = [
+    pytest.param("cpu", torch.float32, id="cpu"),
+    pytest.param("cuda:0", torch.bfloat16, id="cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype"), BOTH)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_opcheck(name: str, device: str, dtype: torch.dtype) -> None:
+    found = torch.library.opcheck(OPERATIONS[name], ARGUMENTS[name](device, dtype))
+    assert set(found.values()) == {"SUCCESS"} and len(found) == 4
+
+
+@pytest.mark.parametrize(("device", "dtype"), BOTH)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_under_torch_compile(name: str, device: str, dtype: torch.dtype) -> None:
+    """As part of a graph; a generated kernel around it is none of our business."""
+
+    def step(*arguments: object) -> list[torch.Tensor]:
+        return [tensor * 2 for tensor in results(name, arguments)]
+
+    expected = step(*ARGUMENTS[name](device, dtype))
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(compiled(*ARGUMENTS[name](device, dtype)), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_in_inference_mode(name: str) -> None:
+    outside = ARGUMENTS[name]("cpu", torch.float32)
+    expected = results(name, ARGUMENTS[name]("cpu", torch.float32))
+    with torch.inference_mode():
+        found = results(name, outside)
+    assert all(map(torch.equal, found, expected))
+
+
+def refused(name: str, arguments: list, kind: type[Exception], at: int) -> None:
+    argument = OPERATIONS[name]._schema.arguments[at].name
+    with pytest.raises(kind, match=rf"oscar_mm\.{name}: {argument} is .*, must be "):
+        OPERATIONS[name](*arguments)
+    assert not any(arguments[place].any() for place in WRITTEN.get(name, ()) if place != at)
+
+
+def tensors_of(name: str, arguments: tuple) -> list[int]:
+    return [at for at, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), BOTH)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> None:
+    arguments = ARGUMENTS[name](device, dtype)
+    for at in tensors_of(name, arguments):
+
+        def changed(tensor: torch.Tensor, at: int = at) -> list:
+            return [*arguments[:at], tensor, *arguments[at + 1 :]]
+
+        right = arguments[at]
+        refused(name, changed(right.double()), TypeError, at)
+        refused(name, changed(right[None]), ValueError, at)
+        if right.numel() > 1:
+            refused(name, changed(torch.stack([right, right], dim=-1)[..., 0]), ValueError, at)
+        if at:  # the first one tells where the others must be
+            refused(name, changed(right.to("meta")), ValueError, at)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "message"),
+    [
+        ("unpack", "dtype", torch.int8, "dtype is torch.int8, must be one of"),
+        ("unpack", "format", "2 bits", "page format '2 bits': must be like"),
+        ("unpack", "sigma", torch.ones(3, 64), "sigma is of 3 rows, must be of 2 or 1"),
+        ("unpack", "pages", torch.zeros(4, 7, dtype=torch.uint8), r"pages is of shape \(4, 7\)"),
+        ("pack", "fit", "best", "fit is 'best', must be one of"),
+        ("pack", "norm", "best", "norm is 'best', must be one of"),
+        ("pack", "rows", torch.zeros(4, dtype=torch.int32), r"rows is of shape \(4,\).*\(5\)"),
+        ("append", "writes", torch.zeros(4, 3, dtype=torch.int32), r"must be of shape \(n, 4\)"),
+        ("decode", "queries", torch.zeros(2, 8, 17, 64), "queries is of 17 tokens, must be of 1"),
+        ("decode", "queries", torch.zeros(2, 7, 3, 64), "queries is of 7 heads, must be of a mul"),
+        ("decode", "pages", [], "pages is of 0 pools, must be of 2, as formats"),
+        (
+            "decode",
+            "formats",
+            ["4 bits, 2 heads of 64, channel 128, value 64, per_head"] * 2,
+            r"formats is of \[4, 4\] bits, must be at most two, by ascending bits",
+        ),
+        (
+            "decode",
+            "formats",
+            [f"{bits} bits, 3 heads of 64, channel 128, value 64, per_head" for bits in (2, 4)],
+            "formats is for 3 heads of 64, must be for 2 of 64, as keys",
+        ),
+    ],
+)
+def test_values_that_do_not_fit(name: str, argument: str, value: object, message: str) -> None:
+    arguments = list(ARGUMENTS[name]("cpu", torch.float32))
+    names = [one.name for one in OPERATIONS[name]._schema.arguments]
+    arguments[names.index(argument)] = value
+    with pytest.raises((ValueError, TypeError), match=message):
+        OPERATIONS[name](*arguments)
+
+
+def test_schemas_tell_what_is_written() -> None:
+    written = {
+        name: [one.name for one in operation._schema.arguments if one.is_write]
+        for name, operation in OPERATIONS.items()
+    }
+    assert written == {
+        "append": ["blocks", "bad"],
+        "decode": [],
+        "pack": ["pages", "bad"],
+        "unpack": [],
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_on_another_stream_and_in_a_graph(name: str) -> None:
+    arguments = ARGUMENTS[name]("cuda:0", torch.bfloat16)
+    expected = results(name, arguments)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        other = results(name, ARGUMENTS[name]("cuda:0", torch.bfloat16))
+    stream.synchronize()
+    assert all(map(torch.equal, other, expected))
+    graph = torch.cuda.CUDAGraph()
+    fresh = ARGUMENTS[name]("cuda:0", torch.bfloat16)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = results(name, fresh)
+    for _ in range(3):
+        for tensor in captured:
+            tensor.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, expected))
+
+
+@pytest.mark.gpu
+def test_graphs_of_one_stream_replayed_at_once() -> None:
+    """Each has counters of its own: they would end in wrong sums or never."""
+    arguments = ARGUMENTS["decode"]("cuda:0", torch.bfloat16)
+    expected = results("decode", arguments)[0]
+    stream, graphs = torch.cuda.Stream(), []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = [results("decode", arguments)[0] for _ in range(20)]
+        graphs.append((graph, outputs, torch.cuda.Stream()))
+    for _ in range(50):
+        for graph, _, own in graphs:
+            with torch.cuda.stream(own):
+                graph.replay()
+        eager = results("decode", arguments)[0]
+    torch.cuda.synchronize()
+    assert torch.equal(eager, expected)
+    for _, outputs, _ in graphs:
+        assert all(torch.equal(output, expected) for output in outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_on_another_device(name: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    expected = results(name, ARGUMENTS[name]("cuda:0", torch.bfloat16))
+    found = results(name, ARGUMENTS[name]("cuda:1", torch.bfloat16))
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(found, expected, strict=True))

@@ -1,0 +1,121 @@
+"""unpack: pages by slot, in the model's coordinates. (What pages hold is in test_pack.py.)"""
+
+import ctypes
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.cache.layout import PageFormat
+from oscar_mm.ops.dequantize import unpack_by_torch
+from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+from oscar_mm.ops.samples import random_basis, random_pages
+from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.ops.unpack_kernel import UnpackParams, kernel_for, macros
+
+POLICIES = {
+    "compact": KVPolicy.preset("compact"),
+    "oscar": KVPolicy.preset("oscar"),
+    "kivi": KVPolicy.preset("kivi"),
+    "groups of 64": KVPolicy(key_group=64, value_group=64),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("name", [*POLICIES, "quarot"])
+def test_slots(name: str, rotate: bool) -> None:
+    policy = POLICIES.get(name) or KVPolicy.preset(name)
+    page_format = PageFormat.of(policy, 2, 2, 80)
+    pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
+    slots = torch.tensor([3, 1, 1], dtype=torch.int32)
+    text = text_of(page_format)
+    found = unpack_slots(pages, slots, basis.sigma, text, rotate, torch.float32)
+    expected = unpack_by_torch(pages, page_format, basis, torch.float32)
+    for one, every in zip(found, expected, strict=True):
+        assert torch.equal(one, every[[3, 1, 1]])
+        # Pages of a head follow each other in memory.
+        assert one.transpose(0, 1).is_contiguous()
+
+
+def test_none_and_sigma_of_all_heads() -> None:
+    page_format = PageFormat.of(POLICIES["compact"], 4, 2, 64)
+    pages, text = random_pages(2, page_format, CPU), text_of(page_format)
+    slots = torch.arange(2, dtype=torch.int32)
+    none = unpack_slots(pages, slots[:0], None, text, True, torch.bfloat16)
+    assert [x.shape for x in none] == [(0, 2, 128, 64)] * 2
+    row = torch.rand(1, 64) + 0.5
+    one = unpack_slots(pages, slots, row, text, True, torch.bfloat16)
+    both = unpack_slots(pages, slots, row.repeat(2, 1), text, True, torch.bfloat16)
+    assert torch.equal(one[0], both[0]) and one[0].dtype == torch.bfloat16
+
+
+def compiled(arch: str, policy: KVPolicy, bits: int, head_dim: int) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "unpack.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(UnpackParams)});\n"
+        "static_assert(THREADS == 256);\n"
+    )
+    made = macros(PageFormat.of(policy, bits, 8, head_dim), policy.rotate, torch.bfloat16)
+    report = compile_text("unpack.cu", text, arch, made).reports["unpack"]
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.registers <= 64, "so that a multiprocessor holds all its threads"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+def test_compiles(arch: str) -> None:
+    compiled(arch, POLICIES["compact"], 2, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "head_dim"),
+    [("compact", 4, 128), ("oscar", 2, 64), ("kivi", 4, 64), ("groups of 64", 2, 128)],
+)
+def test_specializations(name: str, bits: int, head_dim: int) -> None:
+    compiled("sm_90a", POLICIES[name], bits, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "bits", "head_dim", "rotate"), list(product(POLICIES, (2, 4), (64, 128), (1, 0)))
+)
+def test_kernel_equals_torch(
+    name: str, bits: int, head_dim: int, rotate: bool, dtype: torch.dtype
+) -> None:
+    page_format = PageFormat.of(POLICIES[name], bits, 5, head_dim)
+    place, rotate = torch.device("cuda", 0), bool(rotate)
+    assert kernel_for(page_format, rotate, dtype, place) is not None
+    pages, basis = random_pages(40, page_format, place), random_basis(page_format, rotate, place)
+    slots = torch.randint(40, (100,), dtype=torch.int32, device=place)
+    for sigma in (None, basis.sigma, basis.sigma[:1].contiguous()):
+        found = unpack_slots(pages, slots, sigma, text_of(page_format), rotate, dtype)
+        expected = unpack_by_torch(
+            pages[slots], page_format, replace(basis, sigma=sigma), torch.float32
+        )
+        for one, other in zip(found, expected, strict=True):
+            # One rounding to 16 bit: half a unit, and float32 sums in another order.
+            unit = torch.finfo(dtype).eps / 2
+            scale = other.abs().amax(dim=3, keepdim=True)
+            assert ((one.float() - other).abs() <= unit * other.abs() + 1e-5 * scale).all()
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_does_not_make(caplog: pytest.LogCaptureFixture) -> None:
+    place = torch.device("cuda", 0)
+    for policy, head_dim, dtype in (
+        (KVPolicy.preset("quarot"), 128, torch.bfloat16),
+        (POLICIES["compact"], 96, torch.bfloat16),
+        (POLICIES["compact"], 128, torch.float32),
+    ):
+        page_format = PageFormat.of(policy, 2, 2, head_dim)
+        pages, slots = random_pages(3, page_format, place), torch.arange(3, device=place).int()
+        assert kernel_for(page_format, True, dtype, place) is None
+        found = unpack_slots(pages, slots, None, text_of(page_format), True, dtype)
+        expected = unpack_by_torch(
+            pages, page_format, random_basis(page_format, True, place), dtype
+        )
+        assert torch.equal(found[1], expected[1])
