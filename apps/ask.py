@@ -1,19 +1,19 @@
-"""`oscar-mm ask`: one question about images and videos, answered as it is generated."""
+"""`oscar-mm ask`: one question about images, videos and sound, answered as it is generated."""
 
 import json
 import sys
-import unicodedata
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import Annotated, Any
 
 import typer
 
+import oscar_mm
 from oscar_mm.apps import progress
+from oscar_mm.apps.terminal import warnings_as_lines, write
 from oscar_mm.errors import InputError
-from oscar_mm.media import load_image
-from oscar_mm.media.source import existing_file
+from oscar_mm.media import MediaLimits, load_image
+from oscar_mm.media.source import existing_file, is_address, read_bytes
 from oscar_mm.policy import KVPolicy
 
 
@@ -33,6 +33,13 @@ def ask(
     video: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A video file; may be repeated.")
     ] = None,
+    audio: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="A recording (Qwen3-Omni); may be repeated."),
+    ] = None,
+    audio_in_video: Annotated[
+        bool, typer.Option("--audio-in-video", help="Hear the sound of the videos (Qwen3-Omni).")
+    ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", help="Longest answer, in tokens.")
@@ -59,22 +66,29 @@ def ask(
         ),
     ] = None,
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Fetch images that are http(s) addresses.")
+        bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
 ) -> None:
-    """Answer one question about images and videos.
+    """Answer one question about images, videos and sound.
 
     The answer goes to stdout as it is generated, the memory table to stderr.
     """
     # Whatever can be wrong with the request is told before the model takes its seconds to load.
     KVPolicy.preset(policy)
-    _check_request(images, video, prompt, model)
+    _check_request(prompt, model, images, video, audio)
     pictures = [load_image(name, allow_remote=allow_remote) for name in images or []]
     for name in video or []:
         existing_file(name, name)
+    limits = MediaLimits()
+    sounds = [
+        read_bytes(name, allow_remote=allow_remote, limits=limits, label=name)
+        if is_address(name)
+        else existing_file(name, name)
+        for name in audio or []
+    ]
     from oscar_mm.sampling import Sampling  # brings torch, which the checks above do without
 
     sampling = Sampling(
@@ -85,11 +99,19 @@ def ask(
         seed=seed,
     )
     progress.on_loading()
-    from oscar_mm import OscarVLPipeline  # brings transformers' models, slow to import
+    from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
 
-    pipe = OscarVLPipeline(model, policy=policy, device=device, dtype=dtype)
+    kind = reader(model)
+    media: dict[str, Any] = {"images": pictures, "videos": video}
+    if kind == "OscarOmniPipeline":
+        media |= {"audio": sounds, "use_audio_in_video": audio_in_video}
+    elif sounds or audio_in_video:
+        option = "--audio" if sounds else "--audio-in-video"
+        raise InputError(f"{option}: {model} hears nothing; take a Qwen3-Omni checkpoint")
+    pipe = getattr(oscar_mm, kind)(model, policy=policy, device=device, dtype=dtype)
     with progress.prefill(pipe.model):
-        stream = pipe.stream(pictures, prompt, videos=video, system=system, **asdict(sampling))
+        with warnings_as_lines():
+            stream = pipe.stream(prompt=prompt, system=system, **media, **asdict(sampling))
         pieces = iter(stream)
         first = next(pieces, "")
     if as_json:
@@ -97,7 +119,9 @@ def ask(
             pass
         print(json.dumps(_as_dict(stream.result), ensure_ascii=False), flush=True)
         return
-    _write(first, pieces)
+    for piece in chain([first], pieces):
+        write(piece)
+    print(flush=True)
     timings = stream.result.timings
     print(stream.result.memory, file=sys.stderr)
     print(
@@ -107,9 +131,7 @@ def ask(
     )
 
 
-def _check_request(
-    images: list[str] | None, videos: list[str] | None, prompt: str, model: str | None
-) -> None:
+def _check_request(prompt: str, model: str | None, *media: list[str] | None) -> None:
     if model is None:
         raise InputError(
             "--model is missing: pass a local model folder or a hub id, "
@@ -117,24 +139,8 @@ def _check_request(
         )
     if not prompt.strip():
         raise InputError("--prompt is empty: pass the question as text")
-    if not images and not videos:
-        raise InputError("nothing to look at: pass at least one IMAGE or --video FILE")
-
-
-def _write(first: str, rest: Iterator[str]) -> None:
-    for piece in chain([first], rest):
-        print(_harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-    print(flush=True)
-
-
-def _harmless(text: str) -> str:
-    """Without the control characters by which text in a picture could command a terminal."""
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}"
-        if unicodedata.category(one) == "Cc" and one not in "\n\t"
-        else one
-        for one in text
-    )
+    if not any(media):
+        raise InputError("nothing to ask about: pass an IMAGE, --video FILE or --audio FILE")
 
 
 def _as_dict(result: Any) -> dict[str, Any]:

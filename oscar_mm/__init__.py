@@ -1,4 +1,4 @@
-"""Questions about images and videos with a 2-bit KV cache.
+"""Questions about images, videos and sound with a 2-bit KV cache.
 
 Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
 wait for torch.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oscar_mm.media import MediaLimits
     from oscar_mm.memory import MemoryReport
     from oscar_mm.modality import Modality, Span
-    from oscar_mm.pipelines import OscarVLPipeline
+    from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
     from oscar_mm.policy import KVPolicy
     from oscar_mm.quant.roundtrip import roundtrip
 
@@ -29,6 +29,7 @@ __all__ = [
     "MemoryReport",
     "Modality",
     "OscarCache",
+    "OscarOmniPipeline",
     "OscarVLPipeline",
     "Span",
     "__version__",
@@ -43,6 +44,7 @@ _HOME = {
     "MemoryReport": "oscar_mm.memory",
     "Modality": "oscar_mm.modality",
     "OscarCache": "oscar_mm.cache.cache",
+    "OscarOmniPipeline": "oscar_mm.pipelines",
     "OscarVLPipeline": "oscar_mm.pipelines",
     "Span": "oscar_mm.modality",
     "roundtrip": "oscar_mm.quant.roundtrip",

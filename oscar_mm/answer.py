@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from oscar_mm.memory import MemoryReport
 
@@ -34,6 +36,8 @@ class Answer:
         timings: seconds.
         finish_reason: "stop" (end token or stop text) or "length" (max_new_tokens).
         prompt_tokens: tokens of the prompt, media included.
+        speech: (samples,) float32, mono, the answer spoken; None where that was not asked for.
+        sample_rate: samples per second of ``speech``.
     """
 
     text: str
@@ -42,6 +46,8 @@ class Answer:
     timings: Timings
     finish_reason: str
     prompt_tokens: int
+    speech: np.ndarray | None = field(default=None, compare=False)
+    sample_rate: int | None = None
 
     def __str__(self) -> str:
         """The text."""
@@ -51,7 +57,7 @@ class Answer:
 class AnswerStream:
     """Iterator over the pieces of an answer; ``result`` is the whole of it at the end."""
 
-    def __init__(self, pieces: Iterator[str | Answer]) -> None:
+    def __init__(self, pieces: Generator[str | Answer, None, None]) -> None:
         self._pieces = pieces
         self._result: Answer | None = None
 
@@ -68,6 +74,10 @@ class AnswerStream:
             if piece:
                 return piece
         raise StopIteration
+
+    def close(self) -> None:
+        """End the answer here; a second time, or after its end, does nothing."""
+        self._pieces.close()
 
     @property
     def result(self) -> Answer:

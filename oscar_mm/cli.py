@@ -10,7 +10,9 @@ import typer
 
 import oscar_mm
 from oscar_mm.apps.ask import ask
+from oscar_mm.apps.chat import chat
 from oscar_mm.apps.doctor import doctor
+from oscar_mm.apps.inspect import inspect
 from oscar_mm.errors import InputError
 
 DEBUG_VARIABLE = "OSCAR_MM_DEBUG"
@@ -27,7 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(ask)
+app.command()(chat)
 app.command()(doctor)
+app.command()(inspect)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.modality import PADDING, Span, spans_of
+from oscar_mm.modality import PADDING, MediumSpan, Span, spans_of
 from oscar_mm.prefill import prefill_in_chunks
-from oscar_mm.sampling import Sampling
+from oscar_mm.sampling import Chooser, Sampling
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,14 @@ class Prompt:
         positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt.
         next_position: (batch,) RoPE position of the first new token.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
+        media: the images, videos and recordings of a single row, in its order.
     """
 
     inputs: dict[str, torch.Tensor]
     positions: torch.Tensor
     next_position: torch.Tensor
     modalities: torch.Tensor
+    media: tuple[MediumSpan, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -48,10 +49,12 @@ def decode(
     model: nn.Module,
     prompt: Prompt,
     cache: OscarCache,
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     *,
     end_tokens: frozenset[int],
     prefill_chunk: int | None = None,
+    history: torch.Tensor | None = None,
+    ended: torch.Tensor | None = None,
 ) -> Iterator[list[int | None]]:
     """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
 
@@ -61,8 +64,12 @@ def decode(
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
         cache: where the past is; it may hold earlier turns.
+        sampling: of all rows, or of each.
         end_tokens: ids that end a row.
         prefill_chunk: tokens, see ``oscar_mm.prefill``; None for the whole prompt at once.
+        history: (batch, tokens) ids of what the cache holds, for the repetition penalty.
+        ended: (batch,) bool on the CPU, which rows have ended. A caller may keep it and end a row
+            between two steps.
 
     Raises:
         FloatingPointError: the model's logits are NaN.
@@ -74,20 +81,22 @@ def decode(
         logits = output.logits[:, -1]
     else:
         logits = prefill_in_chunks(model, arguments, cache, prefill_chunk)
-    processors, generator = sampling.processors(), sampling.generator(logits.device)
-    seen = prompt.inputs["input_ids"].to(logits.device)
-    ended = torch.zeros(len(seen), dtype=torch.bool)
-    position = prompt.next_position
-    for step in range(sampling.max_new_tokens):
-        tokens = _choose(logits, seen, sampling, processors, generator)
-        ids = tokens.tolist()
-        ended |= torch.tensor([token in end_tokens for token in ids])
+    count = len(prompt.modalities)
+    samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
+    choosers = _choosers(prompt, samplings, history, logits.device)
+    ended = torch.zeros(count, dtype=torch.bool) if ended is None else ended
+    position, step = prompt.next_position, 0
+    while True:
+        tokens = _choose(logits, choosers)
+        step += 1
+        listed = tokens.tolist()
+        ended |= torch.tensor([token in end_tokens for token in listed])
         if ended.all():
             return
-        yield [None if done else token for token, done in zip(ids, ended.tolist(), strict=True)]
-        if step + 1 == sampling.max_new_tokens:
+        yield [None if done else token for token, done in zip(listed, ended.tolist(), strict=True)]
+        ended |= torch.tensor([step >= one.max_new_tokens for one in samplings])
+        if ended.all():
             return
-        seen = torch.cat([seen, tokens[:, None]], dim=1)
         # A row that has ended goes on as padding: it is not stored.
         cache.expect(torch.where(ended, PADDING, 0)[:, None])
         rows = prompt.positions.shape[:-2]
@@ -101,18 +110,31 @@ def decode(
         position = position + 1
 
 
-def _choose(
-    logits: torch.Tensor,
-    seen: torch.Tensor,
-    sampling: Sampling,
-    processors: Any,
-    generator: torch.Generator | None,
-) -> torch.Tensor:
+def _choosers(
+    prompt: Prompt,
+    samplings: Sequence[Sampling],
+    history: torch.Tensor | None,
+    device: torch.device,
+) -> list[Chooser | None]:
+    """One for each row; None where the likeliest token is taken."""
+    ids = prompt.inputs["input_ids"].to(device)
+    real = (prompt.modalities != PADDING).to(device)
+    choosers: list[Chooser | None] = []
+    for row, sampling in enumerate(samplings):
+        seen = ids[row][real[row]]
+        if history is not None:
+            seen = torch.cat([history[row].to(device), seen])
+        choosers.append(Chooser(sampling, seen) if sampling.changes_logits else None)
+    return choosers
+
+
+def _choose(logits: torch.Tensor, choosers: Sequence[Chooser | None]) -> torch.Tensor:
     """(batch,) next tokens from (batch, vocabulary) logits."""
     logits = logits.float()
     if bool(logits.isnan().any()):
         raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
-    scores = processors(seen, logits)
-    if not sampling.temperature:
-        return scores.argmax(-1)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+    tokens = logits.argmax(-1)
+    for row, chooser in enumerate(choosers):
+        if chooser is not None:
+            tokens[row] = chooser.choose(logits[row])
+    return tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,35 @@ def spans_of(modalities: Iterable[int]) -> list[Span]:
             spans.append(Span(Modality(modality), start, length))
         start += length
     return spans
+
+
+@dataclass(frozen=True)
+class MediumSpan:
+    """One image, video or recording in a row of tokens.
+
+    Attributes:
+        modality: what the medium is. A video may hold tokens of other modalities: the timestamps
+            between its frames are text, its sound is audio.
+        label: its name for people: a file's name, or the place in the request such as images[2].
+        start: index of its first token.
+        stop: index after its last token.
+        digest: SHA-256 of its decoded content, in hex; see ``oscar_mm.media.digest``.
+    """
+
+    modality: Modality
+    label: str
+    start: int
+    stop: int
+    digest: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens from the first to the last."""
+        return self.stop - self.start
+
+    def shifted(self, tokens: int) -> MediumSpan:
+        """The same medium ``tokens`` further on."""
+        return replace(self, start=self.start + tokens, stop=self.stop + tokens)
 
 
 def token_modalities(

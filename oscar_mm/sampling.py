@@ -1,4 +1,4 @@
-"""Sampling: how the next token is chosen, checked when made."""
+"""Sampling: how the next token is chosen, checked when made; Chooser: the choices of one row."""
 
 from __future__ import annotations
 
@@ -77,6 +77,11 @@ class Sampling:
             if not valid:
                 raise InputError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the next token is another than that of the highest logit."""
+        return self.temperature > 0 or self.repetition_penalty != 1.0
+
     def processors(self) -> LogitsProcessorList:
         """What changes the logits before a token is chosen, in transformers' order."""
         processors = LogitsProcessorList()
@@ -96,6 +101,31 @@ class Sampling:
         if self.seed is None or not self.temperature:
             return None
         return torch.Generator(device).manual_seed(self.seed)
+
+
+class Chooser:
+    """Next tokens of one row by the rules of a ``Sampling``, whatever rows stand beside it.
+
+    Args:
+        sampling: the rules.
+        seen: (tokens,) ids of the prompt, without padding.
+    """
+
+    def __init__(self, sampling: Sampling, seen: torch.Tensor) -> None:
+        self._samples = sampling.temperature > 0
+        self._processors = sampling.processors()
+        self._generator = sampling.generator(seen.device)
+        self._seen = seen[None]
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """() the next token, from (vocabulary,) float32 logits; it counts as seen from now on."""
+        scores = self._processors(self._seen, logits[None])
+        if self._samples:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        self._seen = torch.cat([self._seen, token], dim=1)
+        return token[0, 0]
 
 
 def _whole(value: Any, least: int) -> bool:

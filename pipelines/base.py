@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
+from jinja2 import TemplateError
+from transformers import AutoModelForImageTextToText
 
+from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.decoding import Prompt
 from oscar_mm.errors import InputError
-from oscar_mm.media import Video
+from oscar_mm.modality import MediumSpan, Modality, token_modalities
+from oscar_mm.pipelines.media import Media, Medium
+
+_QUESTION, _ANSWER = "oscar-question", "oscar-answer"
+"""Stand for a former turn where only what the template writes after its answer is wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What a family makes of a rendered text with its media; tensors on the CPU.
+
+    Attributes:
+        input_ids: (1, tokens).
+        tensors: further arguments of the model's forward: pixel values, grids, features, ...
+        positions: (1, tokens), or (3, 1, tokens) of time, height and width, from 0.
+        media_tokens: for each medium, in the order of the text, its tokens that are no text.
+    """
+
+    input_ids: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    positions: torch.Tensor
+    media_tokens: list[int]
 
 
 class Family(ABC):
@@ -20,33 +45,136 @@ class Family(ABC):
     Args:
         model: a loaded model of the family.
         processor: its processor.
+
+    Raises:
+        InputError: the processor has no chat template.
     """
 
     model_types: ClassVar[tuple[str, ...]]
     """``config.model_type`` of the checkpoints that the family reads."""
 
+    name: ClassVar[str]
+    """What people call the family."""
+
+    reads: ClassVar[frozenset[Modality]]
+    """Modalities of media that it takes."""
+
+    auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    """Loads its checkpoints."""
+
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
+        if not getattr(processor, "chat_template", None):
+            raise InputError(
+                "the processor has no chat template, so it is not known how this checkpoint was "
+                "taught to converse: pass processor=... with its chat_template set"
+            )
+
+    @classmethod
+    def set_attention(cls, model: Any, towers: str | None) -> None:
+        """Attention "oscar" in the decoder; ``towers`` in the towers, if it is given."""
+        vision = {"vision_config": towers} if towers else {}
+        model.set_attn_implementation({"text_config": IMPLEMENTATION} | vision)
 
     @property
     def device(self) -> torch.device:
         """Where the prompt goes."""
         return self.model.get_input_embeddings().weight.device
 
-    @abstractmethod
-    def messages(
-        self, prompt: str, system: str | None, images: int, videos: int
-    ) -> list[dict[str, Any]]:
-        """The conversation for the chat template."""
+    @property
+    def placeholders(self) -> dict[str, Modality]:
+        """Text by which the chat template marks a medium's place."""
+        tokens = {
+            modality: getattr(self.processor, f"{modality.label}_token") for modality in self.reads
+        }
+        return {token: modality for modality, token in tokens.items()}
 
-    @abstractmethod
-    def prompt(
+    def messages(self, prompt: str, system: str | None, media: Media) -> list[dict[str, Any]]:
+        """One user turn for the chat template: images, videos, recordings, then the question.
+
+        Raises:
+            InputError: a medium that the family does not read.
+        """
+        for medium in media:
+            if medium.modality not in self.reads:
+                known = ", ".join(sorted(modality.label for modality in self.reads))
+                raise InputError(
+                    f"{medium.label}: {self.name} does not read {medium.modality.label}; of media "
+                    f"it reads {known}"
+                )
+        parts = [{"type": medium.modality.label} for medium in media]
+        turns = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+        if system:
+            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+        return turns
+
+    def prompt(self, messages: Sequence[dict[str, Any]], media: Media) -> Prompt:
+        """A conversation from its beginning: template, processor, positions.
+
+        Args:
+            messages: as ``messages`` gives them; of several turns, if one is to be read again.
+            media: those of all messages, each kind in the order of the conversation.
+
+        Returns:
+            Tensors on the model's device. Positions are (1, tokens), for multimodal RoPE
+            (4, 1, tokens): text, time, height, width.
+        """
+        text = self._render(messages)
+        return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
+
+    def continuation(
         self,
         messages: Sequence[dict[str, Any]],
-        images: Sequence[Image.Image],
-        videos: Sequence[Video],
+        media: Media,
+        past_tokens: int,
+        next_position: torch.Tensor,
+        pending: Sequence[int] = (),
     ) -> Prompt:
-        """Run template and processor; tensors on the model's device, positions computed."""
+        """A later turn on a kept cache: what is new only, at its place after the past.
+
+        The first tokens are ``pending``, then whatever the chat template writes between an answer
+        and the next turn (its end token, a line break, ...), then the turn.
+
+        Args:
+            messages: of the new turn.
+            media: of the new turn.
+            past_tokens: tokens that the cache holds.
+            next_position: (1,) RoPE position of the first new token: ``next_position`` of the last
+                prompt plus the tokens of its answer that are in the cache.
+            pending: ids of the former answer that are not in the cache: its last token, where
+                max_new_tokens or the reader ended it.
+
+        Returns:
+            As ``prompt``. Its ``media`` count from the first new token: in the cache they are
+            ``past_tokens`` further on.
+        """
+        # The answer's stand-in stays in front while tokens are made, as a tokenizer may treat the
+        # beginning of a text in a way of its own, and is cut off after.
+        text = self._after_answer(messages)
+        lead = self.tokenize(_ANSWER).shape[1]
+        return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
+
+    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One argument of the model's forward from those of several prompts, media by media."""
+        return torch.cat(list(parts))
+
+    @abstractmethod
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+        """Run the processor on a rendered text; ``media`` are in the order of the text."""
+
+    @abstractmethod
+    def least_tokens(self, medium: Medium) -> int:
+        """Tokens that a medium takes at least, told before anything is processed."""
+
+    def tokenize(self, text: str) -> torch.Tensor:
+        """(1, tokens) ids of rendered text without media."""
+        options = self.text_options(text)
+        return self.processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
+
+    def text_options(self, text: str) -> dict[str, Any]:
+        """Options of the tokenizer: a template that writes the first token gets no second one."""
+        begin = self.processor.tokenizer.bos_token
+        return {"add_special_tokens": False} if begin and text.startswith(begin) else {}
 
     def end_tokens(self) -> frozenset[int]:
         """Token ids that end an answer."""
@@ -62,3 +190,88 @@ class Family(ABC):
                 raise InputError(
                     f"{name} holds {token!r}, a control token of this model: take it out"
                 )
+
+    def _after_answer(self, messages: Sequence[dict[str, Any]]) -> str:
+        """What the template writes for ``messages`` after an answer, from that answer on."""
+        question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
+        # Templates take an answer as a list of parts, as a text, or as either.
+        for content in ([{"type": "text", "text": _ANSWER}], _ANSWER):
+            former = [question, {"role": "assistant", "content": content}]
+            try:
+                text = self._render([*former, *messages])
+            except (InputError, TypeError):
+                if content is _ANSWER:
+                    raise
+                continue
+            if _ANSWER in text:
+                return text[text.index(_ANSWER) :]
+        raise InputError("the chat template of this checkpoint leaves out what was answered")
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+        try:
+            return self.processor.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"the chat template of this checkpoint refuses the conversation: {error}"
+            ) from error
+
+    def _prompt(
+        self,
+        text: str,
+        media: Media,
+        cut: int,
+        pending: list[int],
+        past_tokens: int,
+        next_position: torch.Tensor,
+    ) -> Prompt:
+        """Encode, cut the first ``cut`` tokens (text), put ``pending`` in front, and place it."""
+        ordered = self._in_order(text, media)
+        encoded = self.encode(text, ordered)
+        before = torch.tensor([pending], dtype=torch.long)
+        ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)
+        begin = torch.arange(len(pending)).expand(*encoded.positions.shape[:-1], -1)
+        after = encoded.positions[..., cut:] - cut + len(pending)
+        positions = torch.cat([begin.to(after.dtype), after], dim=-1) + next_position.to("cpu")
+        following = positions.amax(dim=(0, -1) if positions.ndim == 3 else -1) + 1
+        if positions.ndim == 3:
+            row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
+            positions = torch.cat([row.to(positions.dtype), positions])
+        modalities = token_modalities(ids, config=self.model.config)
+        tensors = {"input_ids": ids} | encoded.tensors
+        return Prompt(
+            inputs={name: tensor.to(self.device) for name, tensor in tensors.items()},
+            positions=positions.to(self.device),
+            next_position=following.to(self.device),
+            modalities=modalities,
+            media=_spans(modalities[0], ordered, encoded.media_tokens),
+        )
+
+    def _in_order(self, text: str, media: Media) -> list[Medium]:
+        """The media in the order in which the rendered text calls for them."""
+        placeholders = self.placeholders
+        pattern = "|".join(re.escape(token) for token in placeholders)
+        left = {modality: [m for m in media if m.modality is modality] for modality in Modality}
+        called = [placeholders[token] for token in re.findall(pattern, text)]
+        if sorted(called) != sorted(medium.modality for medium in media):
+            raise InputError(
+                "the chat template of this checkpoint does not write one placeholder for each "
+                f"medium: {len(media)} media, {len(called)} placeholders"
+            )
+        return [left[modality].pop(0) for modality in called]
+
+
+def _spans(
+    modalities: torch.Tensor, media: Sequence[Medium], counts: Sequence[int]
+) -> tuple[MediumSpan, ...]:
+    places = modalities.nonzero()[:, 0].tolist()
+    if len(places) != sum(counts):
+        raise RuntimeError(f"{len(places)} tokens of media, but the media have {sum(counts)}")
+    spans, first = [], 0
+    for medium, count in zip(media, counts, strict=True):
+        run = places[first : first + count]
+        span = MediumSpan(medium.modality, medium.label, run[0], run[-1] + 1, medium.digest)
+        spans.append(span)
+        first += count
+    return tuple(spans)

@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
-from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines.base import Family
+from oscar_mm.pipelines.llava_next import LlavaNext
+from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
+from oscar_mm.pipelines.qwen3_vl import Qwen3VL
+
+FAMILIES: dict[str, tuple[type[Family], ...]] = {
+    "OscarVLPipeline": (LlavaNext, Qwen3VL),
+    "OscarOmniPipeline": (Qwen3Omni,),
+}
+"""Which pipeline reads which families."""
 
 _CONFIG_KEYS = (
     "revision",
@@ -35,7 +43,7 @@ _OWN_ARGUMENTS = {
 def load(
     model: str | Path | PreTrainedModel,
     processor: Any,
-    families: tuple[type[Family], ...],
+    pipeline: str,
     *,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
@@ -48,7 +56,7 @@ def load(
         model: hub id, folder, or a loaded model (its decoder's attention is then set; with other
             caches that is the same as "sdpa").
         processor: for a loaded model; by default loaded from where the model came from.
-        families: which families the caller supports.
+        pipeline: name of the pipeline, a key of FAMILIES.
         towers: attention implementation of vision and audio towers; None for "sdpa", or what a
             loaded model has.
         model_kwargs: for ``from_pretrained``.
@@ -60,30 +68,20 @@ def load(
         for name, value in (("dtype", dtype), ("model_kwargs", model_kwargs)):
             if value:
                 raise InputError(f"{name} is for a model that is loaded here, not a loaded one")
-        family = _family(model.config.model_type, families)
+        family = _family(model.config.model_type, pipeline)
         if processor is None:
             processor = _processor(model.name_or_path, {})
         _check_processor(processor)
         if device is not None:
             model.to(_device(device))
-        attention = {"text_config": IMPLEMENTATION}
-        try:
-            model.set_attn_implementation(attention | ({"vision_config": towers} if towers else {}))
-        except (ValueError, ImportError) as error:
-            raise InputError(f"attn_implementation {towers!r}: {_first_line(error)}") from error
+        _set_attention(family, model, towers)
         return family(model.eval(), processor)
     source = _source(model)
     _check_model_kwargs(model_kwargs)
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
-    try:
-        config = AutoConfig.from_pretrained(source, **shared)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model {source}: {_first_line(error)}") from error
-    family = _family(config.model_type, families)
-    options: dict[str, Any] = {
-        "attn_implementation": {"text_config": IMPLEMENTATION, "vision_config": towers or "sdpa"}
-    }
-    options.update(model_kwargs)
+    config = _config(source, shared)
+    family = _family(config.model_type, pipeline)
+    options: dict[str, Any] = dict(model_kwargs)
     placed = options.get("device_map") is not None
     if placed and device is not None:
         raise InputError("give device or model_kwargs['device_map'], not both")
@@ -97,12 +95,36 @@ def load(
         processor = _processor(source, shared)
     _check_processor(processor)
     try:
-        loaded = AutoModelForImageTextToText.from_pretrained(source, **options)
+        loaded = family.auto_class.from_pretrained(source, **options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         raise InputError(f"model {source}: {_first_line(error)}") from error
     if target is not None:
         loaded = loaded.to(target)
+    _set_attention(family, loaded, towers)
     return family(loaded.eval(), processor)
+
+
+def reader(model: str | Path) -> str:
+    """Name of the pipeline, a key of FAMILIES, that reads a checkpoint.
+
+    Args:
+        model: hub id or folder.
+
+    Raises:
+        InputError: no such model, or one that none reads.
+    """
+    model_type = _config(_source(model), {}).model_type
+    for name, families in FAMILIES.items():
+        if any(model_type in family.model_types for family in families):
+            return name
+    raise InputError(f"model type {model_type!r} is not supported: {_reading()}")
+
+
+def _config(source: str, options: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model {source}: {_first_line(error)}") from error
 
 
 def _source(model: Any) -> str:
@@ -133,12 +155,25 @@ def _check_model_kwargs(model_kwargs: Any) -> None:
             raise InputError(f"model_kwargs[{key!r}]: give it as {argument}=... of the pipeline")
 
 
-def _family(model_type: str, families: tuple[type[Family], ...]) -> type[Family]:
-    for family in families:
+def _family(model_type: str, pipeline: str) -> type[Family]:
+    for family in FAMILIES[pipeline]:
         if model_type in family.model_types:
             return family
-    supported = ", ".join(name for family in families for name in family.model_types)
-    raise InputError(f"model type {model_type!r} is not supported; supported are {supported}")
+    raise InputError(f"model type {model_type!r} is not supported by {pipeline}: {_reading()}")
+
+
+def _reading() -> str:
+    return "; ".join(
+        f"{name} reads " + ", ".join(kind for family in families for kind in family.model_types)
+        for name, families in FAMILIES.items()
+    )
+
+
+def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | None) -> None:
+    try:
+        family.set_attention(model, towers)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"attn_implementation {towers!r}: {_first_line(error)}") from error
 
 
 def _check_processor(processor: Any) -> None:

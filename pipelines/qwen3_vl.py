@@ -6,83 +6,70 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL import Image
 
-from oscar_mm.decoding import Prompt
-from oscar_mm.media import Video
-from oscar_mm.modality import token_modalities
-from oscar_mm.pipelines.base import Family
+from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.pipelines.base import Encoded, Family
+from oscar_mm.pipelines.media import Medium
+from oscar_mm.pipelines.qwen import image_tokens, video_arguments
 
-_GRIDS = ("image_grid_thw", "video_grid_thw")
+_GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
 
 class Qwen3VL(Family):
     """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
+    name = "Qwen3-VL"
+    reads = frozenset({Modality.IMAGE, Modality.VIDEO})
 
-    def messages(
-        self, prompt: str, system: str | None, images: int, videos: int
-    ) -> list[dict[str, Any]]:
-        """Images, then videos, then the question, in one user turn."""
-        parts = [{"type": "image"}] * images + [{"type": "video"}] * videos
-        turns = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
-        if system:
-            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
-        return turns
-
-    def prompt(
-        self,
-        messages: Sequence[dict[str, Any]],
-        images: Sequence[Image.Image],
-        videos: Sequence[Video],
-    ) -> Prompt:
-        """See ``Family.prompt``. Positions are (4, batch, tokens): text, time, height, width."""
-        text = self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        media: dict[str, Any] = {"images": list(images)} if images else {}
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+        """See ``Family.encode``."""
+        images = [medium.content for medium in media if medium.modality is Modality.IMAGE]
+        videos = [medium.content for medium in media if medium.modality is Modality.VIDEO]
+        arguments: dict[str, Any] = {"images": images} if images else {}
         if videos:
-            media["videos"] = [video.frames for video in videos]
-            media["video_metadata"] = [video.metadata for video in videos]
-            media["do_sample_frames"] = False
-            # What None means today; transformers warns that it will mean something else.
-            media["cap_pixels_per_frame"] = bool(
-                self.processor.video_processor.cap_pixels_per_frame
-            )
+            arguments |= video_arguments(self.processor.video_processor, videos)
         inputs = self.processor(
-            text=[text], **media, return_mm_token_type_ids=True, return_tensors="pt"
+            text=[text], **arguments, **self.text_options(text), return_tensors="pt"
         )
-        types, mask = inputs.pop("mm_token_type_ids"), inputs.pop("attention_mask")
-        modalities = token_modalities(
-            inputs["input_ids"], mm_token_type_ids=types, attention_mask=mask
-        )
-        positions = self._positions(inputs, types, mask)
-        tensors = {
-            name: value.to(self.device)
-            for name, value in inputs.items()
-            if isinstance(value, torch.Tensor)
+        ids = inputs.pop("input_ids")
+        grids = {name: inputs[name] for name in _GRIDS.values() if name in inputs}
+        merged = self.processor.image_processor.merge_size**2
+        counts = {
+            modality: (inputs[name].prod(-1) // merged).tolist()
+            for modality, name in _GRIDS.items()
+            if name in grids
         }
-        return Prompt(
-            inputs=tensors,
-            positions=positions.to(self.device),
-            next_position=(positions[1:].amax(dim=(0, 2)) + 1).to(self.device),
-            modalities=modalities,
+        tensors = {
+            name: value
+            for name, value in inputs.items()
+            if name.startswith("pixel_values") or name in grids
+        }
+        return Encoded(
+            input_ids=ids,
+            tensors=tensors,
+            positions=self._positions(ids, grids),
+            media_tokens=[counts[medium.modality].pop(0) for medium in media],
         )
 
-    def _positions(
-        self, inputs: dict[str, torch.Tensor], types: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """(4, 1, tokens) int64 on the CPU.
+    def least_tokens(self, medium: Medium) -> int:
+        """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
+        if medium.modality is Modality.IMAGE:
+            return image_tokens(self.processor.image_processor, medium.content)
+        return 0
+
+    def _positions(self, ids: torch.Tensor, grids: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(3, 1, tokens) int64 on the CPU.
 
         Never from the model's own rope_deltas: that is one number on the model, overwritten by
         whichever request comes next.
         """
-        text = (mask.cumsum(-1) - 1).clamp(min=0)
-        grids = {name: inputs[name] for name in _GRIDS if name in inputs}
         if not grids:
-            return text.expand(4, -1, -1)
+            return torch.arange(ids.shape[1]).expand(3, 1, -1)
         spatial, _ = self.model.model.get_rope_index(
-            inputs["input_ids"], mm_token_type_ids=types, attention_mask=mask, **grids
+            ids,
+            mm_token_type_ids=token_modalities(ids, config=self.model.config).int(),
+            attention_mask=torch.ones_like(ids),
+            **grids,
         )
-        return torch.cat([text[None], spatial.to(text.dtype)])
+        return spatial.long()

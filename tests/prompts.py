@@ -105,3 +105,12 @@ class Reference:
             next_position=spatial.amax(dim=(0, 2)) + 1,
             modalities=token_modalities(ids, mm_token_type_ids=types, attention_mask=mask),
         )
+
+
+def tone(seconds: float, pitch: float = 440.0, *, seed: int = 0) -> tuple[np.ndarray, int]:
+    """A recording: a tone that swells, with some noise, (samples,) float32 and its rate."""
+    time = np.arange(round(seconds * 16_000)) / 16_000
+    noise_ = np.random.default_rng(seed).standard_normal(len(time))
+    swell = 0.3 + 0.2 * np.sin(2 * np.pi * 1.5 * time)
+    samples = swell * np.sin(2 * np.pi * pitch * time) + 0.02 * noise_
+    return samples.astype(np.float32), 16_000

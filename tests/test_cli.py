@@ -18,6 +18,8 @@ from oscar_mm.apps import doctor as doctor_module
 from oscar_mm.cli import app, run
 from oscar_mm.policy import KVPolicy
 from tests.checkpoints import build
+from tests.prompts import clip, tone
+from tests.recordings import write_movie, write_sound
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "oscar_mm.cli"]
@@ -99,6 +101,26 @@ def test_a_clip_in_place_of_a_picture(model, tmp_path, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["memory"]["by_modality"]["video"]
 
 
+def test_a_recording(qwen3_omni_folder, model, tmp_path, capsys) -> None:
+    sound = write_sound(tmp_path / "sound.flac", tone(1))
+    movie = write_movie(tmp_path / "movie.mp4", clip(8), tone(1))
+    asked = ["--prompt", "What is it?", "--device", "cpu", "--max-new-tokens", "2", "--json"]
+    omni = [*asked, "--model", str(qwen3_omni_folder)]
+    assert run(["ask", "--audio", str(sound), *omni]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["tokens"]["audio"] == 13
+    assert run(["ask", "--video", str(movie), "--audio-in-video", *omni]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["tokens"]["audio"] > 10
+    assert run(["ask", "--audio", str(sound), *asked, "--model", model]) == 2
+    assert f"--audio: {model} hears nothing; take a Qwen3-Omni" in only_line(capsys)
+    assert run(["ask", "--video", str(movie), "--audio-in-video", *asked, "--model", model]) == 2
+    assert "--audio-in-video" in only_line(capsys)
+    silence = write_sound(tmp_path / "silence.wav", (tone(1)[0] * 0, 16_000))
+    assert run(["ask", "--audio", str(silence), *omni]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["token_ids"]
+    assert captured.err == f"oscar-mm: warning: {silence}: is silent from beginning to end\n"
+
+
 def a_text_file_named_png(tmp_path: Path) -> str:
     path = tmp_path / "notes.png"
     path.write_text("no picture at all")
@@ -114,7 +136,9 @@ def a_text_file_named_png(tmp_path: Path) -> str:
         (["PICTURE", "--video", "gone.mp4"], "gone.mp4: no such file"),
         (["PICTURE", "--policy", "tiny"], "unknown policy 'tiny': choose one of compact, oscar"),
         (["PICTURE", "--prompt", "  "], "--prompt is empty"),
-        ([], "pass at least one IMAGE or --video FILE"),
+        ([], "pass an IMAGE, --video FILE or --audio FILE"),
+        (["--audio", "gone.wav"], "gone.wav: no such file"),
+        (["--audio", "https://example.org/a.wav"], "(--allow-remote) or download the file"),
         (["PICTURE", "--max-new-tokens", "many"], "'--max-new-tokens'"),
         (["PICTURE", "--max-new-tokens", "0"], "max_new_tokens"),
         (["PICTURE", "--top-p", "0"], "top_p"),
@@ -164,23 +188,25 @@ def test_a_bad_request_in_a_process_of_its_own() -> None:
     assert done.stderr == "oscar-mm: error: gone.png: no such file\n"
 
 
-def test_unexpected_error_is_one_line_unless_debugging(picture, monkeypatch, capsys) -> None:
+def test_unexpected_error_is_one_line_unless_debugging(model, picture, monkeypatch, capsys) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the pages\nran out")
 
     monkeypatch.setattr(oscar_mm, "OscarVLPipeline", fail, raising=False)
     monkeypatch.delenv("OSCAR_MM_DEBUG", raising=False)
-    assert run(request(picture, "model")) == 1
+    assert run(request(picture, model)) == 1
     assert "RuntimeError: the pages ran out" in only_line(capsys)
     monkeypatch.setenv("OSCAR_MM_DEBUG", "1")
-    assert run(request(picture, "model")) == 1
+    assert run(request(picture, model)) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("terminal", "shown"), [(True, "a\ufffd[2Jb\tc\n"), (False, "a\x1b[2Jb\tc\n")]
 )
-def test_an_answer_cannot_command_a_terminal(terminal, shown, picture, monkeypatch, capsys) -> None:
+def test_an_answer_cannot_command_a_terminal(
+    terminal, shown, model, picture, monkeypatch, capsys
+) -> None:
     class Stream(Iterator):
         pieces = iter(["a\x1b[2J", "b\tc"])
         result = SimpleNamespace(
@@ -193,7 +219,7 @@ def test_an_answer_cannot_command_a_terminal(terminal, shown, picture, monkeypat
     pipeline = SimpleNamespace(stream=lambda *_, **__: Stream(), model=None)
     monkeypatch.setattr(oscar_mm, "OscarVLPipeline", lambda *_, **__: pipeline, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    assert run(request(picture, "model")) == 0
+    assert run(request(picture, model)) == 0
     assert capsys.readouterr().out == shown
 
 

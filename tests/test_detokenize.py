@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from oscar_mm.detokenize import Detokenizer
-from tests.checkpoints import qwen_tokenizer
+from tests.tiny import qwen_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 BYTE_LEVEL = qwen_tokenizer(500)

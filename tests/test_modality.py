@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oscar_mm.modality import PADDING, Modality, Span, spans_of, token_modalities
+from oscar_mm.modality import PADDING, MediumSpan, Modality, Span, spans_of, token_modalities
 
 IDS = SimpleNamespace(image_token_id=90, video_token_id=91, audio_token_id=92)
 
@@ -89,3 +89,9 @@ def test_shape_mismatch() -> None:
 def test_no_tokens() -> None:
     empty = torch.zeros(1, 0, dtype=torch.int64)
     assert token_modalities(empty, mm_token_type_ids=empty).shape == (1, 0)
+
+
+def test_medium_span() -> None:
+    span = MediumSpan(Modality.VIDEO, "clip.mp4", 3, 10, "ab")
+    assert span.tokens == 7
+    assert span.shifted(5) == MediumSpan(Modality.VIDEO, "clip.mp4", 8, 15, "ab")

@@ -1,7 +1,32 @@
-"""Media in: pictures and clips from files, arrays and addresses, bounded and checked."""
+"""Media in: pictures, clips and recordings, from files or memory, bounded and checked.
 
-from oscar_mm.media.image import load_image
-from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.video import Video, load_video
+Names load on first use (PEP 562): decoders of sound and video are not needed to look at pictures,
+nor any of them for a command's help.
+"""
 
-__all__ = ["MediaLimits", "Video", "load_image", "load_video"]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oscar_mm.media.audio import load_audio
+    from oscar_mm.media.image import load_image
+    from oscar_mm.media.limits import MediaLimits
+    from oscar_mm.media.mono import Audio
+    from oscar_mm.media.video import Video, load_video
+
+__all__ = ["Audio", "MediaLimits", "Video", "load_audio", "load_image", "load_video"]
+
+_HOME = {
+    "Audio": "mono",
+    "MediaLimits": "limits",
+    "Video": "video",
+    "load_audio": "audio",
+    "load_image": "image",
+    "load_video": "video",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -18,12 +18,13 @@ class MediaLimits:
         max_image_pixels: width x height of an image or of a video frame.
         max_image_side_ratio: long side / short side. Qwen's processors refuse more than 200.
         max_file_bytes: encoded bytes that are read into memory: image files, ``bytes``, data
-            URIs, answers of servers. Video files are read as a stream and do not count.
+            URIs, answers of servers. Video and sound files are read as a stream and do not count.
         max_video_seconds: length of a video.
         max_video_frames: frames kept of a video, at least 2. A file with more is sampled at a
             lower rate, a list with more is refused.
         max_video_pixels: pixels kept of a whole video file (3 bytes each). Frames of a file
             with more are scaled down as they are decoded.
+        max_audio_seconds: length of a recording; decoded, a second takes 64 KB.
         remote_timeout_s: seconds for one download, both for silence and in all.
 
     Raises:
@@ -36,6 +37,7 @@ class MediaLimits:
     max_video_seconds: float = 3600.0
     max_video_frames: int = 768
     max_video_pixels: int = 256_000_000
+    max_audio_seconds: float = 4 * 3600.0
     remote_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
@@ -107,4 +109,16 @@ class MediaLimits:
             raise InputError(
                 f"{label}: {seconds:.1f} s are longer than the limit of "
                 f"{self.max_video_seconds:g} s; cut it or raise MediaLimits.max_video_seconds"
+            )
+
+    def check_audio(self, seconds: float, label: str) -> None:
+        """Refuse a recording of ``seconds`` if it is too long.
+
+        Raises:
+            InputError: names ``label``, the length and the limit.
+        """
+        if seconds > self.max_audio_seconds:
+            raise InputError(
+                f"{label}: {seconds:.1f} s are longer than the limit of "
+                f"{self.max_audio_seconds:g} s; cut it or raise MediaLimits.max_audio_seconds"
             )

@@ -29,6 +29,14 @@ def describe(source: object, argument: str) -> str:
     return argument
 
 
+def is_address(source: object) -> bool:
+    """Whether a source is a ``data:`` URI or an http(s) address, which ``read_bytes`` reads."""
+    if not isinstance(source, str):
+        return False
+    scheme = _SCHEME.match(source)
+    return source[:5].lower() == "data:" or bool(scheme and scheme[1].lower() in ("http", "https"))
+
+
 def existing_file(source: str | Path, label: str) -> Path:
     """The path of a file which is there and not empty.
 

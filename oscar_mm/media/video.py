@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,14 @@ import numpy as np
 from PIL import Image
 
 from oscar_mm.errors import InputError
+from oscar_mm.media.audio import has_sound, load_audio
 from oscar_mm.media.image import load_image
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaLimits
+from oscar_mm.media.mono import LEAST_SHARE, Audio
 from oscar_mm.media.source import describe, existing_file
 
 # What FFmpeg may take a file for. Playlists (hls, concat, dash) are left out: they open others.
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
-
-# A file that holds a smaller share of what its header promises was cut off.
-_LEAST_SHARE = 0.9
 
 # Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
 _LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
@@ -38,6 +37,7 @@ class Video:
         source_fps: frames per second of the source, in which ``frame_indices`` count.
         source_frames: number of frames of the source.
         frame_indices: T positions of ``frames`` in the source, ascending.
+        sound: what is heard, if that was asked for and the file has an audio track.
     """
 
     frames: np.ndarray
@@ -45,6 +45,7 @@ class Video:
     source_fps: float
     source_frames: int
     frame_indices: tuple[int, ...]
+    sound: Audio | None = None
 
     @property
     def fps(self) -> float:
@@ -76,6 +77,7 @@ def load_video(
     *,
     limits: MediaLimits = _DEFAULTS,
     fps: float = 2.0,
+    sound: bool = False,
     label: str | None = None,
 ) -> Video:
     """Read one clip.
@@ -87,10 +89,11 @@ def load_video(
         fps: of a file, the frames per second to keep, lower if that gave more than
             ``limits.max_video_frames`` and higher if it gave only one. Of frames, the rate at
             which they were taken; all are kept.
+        sound: read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
 
     Returns:
-        The sampled frames with their times.
+        The sampled frames with their times, and the sound.
 
     Raises:
         InputError: nothing there, not a video, no video stream, damaged or cut off, over a
@@ -100,7 +103,11 @@ def load_video(
         raise InputError(f"fps: {fps!r} is not a rate; use frames per second above 0, such as 2.0")
     name = label or describe(source, "video")
     if isinstance(source, (str, Path)):
-        return _from_file(existing_file(source, name), float(fps), limits, name)
+        path = existing_file(source, name)
+        video = _from_file(path, float(fps), limits, name)
+        if not (sound and has_sound(path, name)):
+            return video
+        return replace(video, sound=load_audio(path, limits=limits, label=name))
     if isinstance(source, (list, tuple, np.ndarray)):
         return _from_frames(source, float(fps), limits, name)
     raise InputError(
@@ -215,7 +222,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
         raise InputError(f"{label}: no frame of the video can be decoded; convert it to MP4")
     end = time + 1 / rate
     # Both must fall short: AVI counts dropped frames too, and a last slide may be held for long.
-    if count < _LEAST_SHARE * stream.frames and end < _LEAST_SHARE * seconds:
+    if count < LEAST_SHARE * stream.frames and end < LEAST_SHARE * seconds:
         raise InputError(
             f"{label}: ends after {end:.1f} of {seconds:.1f} s; the file is cut off, copy or "
             "download it again"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from oscar_mm import InputError, KVPolicy, OscarVLPipeline
+from oscar_mm import InputError, KVPolicy, OscarOmniPipeline, OscarVLPipeline
 from tests.checkpoints import build_decoder
 from tests.prompts import REQUESTS
 
@@ -93,9 +93,22 @@ def test_loaded_model_with_arguments_of_loading(loaded) -> None:
 
 def test_other_models(tmp_path: Path) -> None:
     llama = build_decoder("llama")
-    refused(llama, "'llama' is not supported", "qwen3_vl, qwen3_vl_moe")
+    words = ("'llama' is not supported", "OscarVLPipeline reads llava_next, qwen3_vl, qwen3_vl_moe")
+    refused(llama, *words)
     llama.save_pretrained(tmp_path)
-    refused(tmp_path, "'llama' is not supported", "qwen3_vl, qwen3_vl_moe")
+    refused(tmp_path, *words)
+
+
+def test_the_other_pipelines_models(qwen3_vl_folder, qwen3_omni_folder) -> None:
+    refused(qwen3_omni_folder, "'qwen3_omni_moe'", "OscarOmniPipeline reads qwen3_omni_moe")
+    with pytest.raises(InputError, match="OscarVLPipeline reads llava_next, qwen3_vl"):
+        OscarOmniPipeline(qwen3_vl_folder)
+
+
+def test_no_chat_template(qwen3_vl_folder) -> None:
+    processor = AutoProcessor.from_pretrained(qwen3_vl_folder)
+    processor.chat_template = None
+    refused(qwen3_vl_folder, "no chat template", processor=processor, device="cpu")
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, qwen3_vl_folder) -> None:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from PIL import Image
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.decoding import Prompt
-from oscar_mm.media import load_video
-from tests.prompts import REQUESTS, Reference, Request
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.media import Media
+from tests.prompts import REQUESTS, Reference, Request, clip, noise
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +17,8 @@ def pipe(qwen3_vl_folder) -> OscarVLPipeline:
 
 
 def prompt(pipe: OscarVLPipeline, request: Request, system: str | None = None) -> Prompt:
-    family = pipe.family
-    messages = family.messages(request.prompt, system, len(request.images), len(request.videos))
-    images = [Image.fromarray(image) for image in request.images]
-    return family.prompt(messages, images, [load_video(video) for video in request.videos])
+    media = pipe.read_media(request.images, request.videos)
+    return pipe.family.prompt(pipe.family.messages(request.prompt, system, media), media)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -64,11 +62,42 @@ def test_text_only(pipe) -> None:
 
 
 def test_media_come_before_the_question(pipe) -> None:
-    messages = pipe.family.messages("Why?", "Be brief.", images=2, videos=1)
+    media = pipe.read_media([noise(32, 32), noise(32, 64)], [clip(2)])
+    messages = pipe.family.messages("Why?", "Be brief.", media)
     assert [turn["role"] for turn in messages] == ["system", "user"]
     kinds = [part["type"] for part in messages[1]["content"]]
     assert kinds == ["image", "image", "video", "text"]
-    assert len(pipe.family.messages("Why?", None, images=0, videos=0)) == 1
+    assert len(pipe.family.messages("Why?", None, Media())) == 1
+
+
+def test_media_of_a_prompt(pipe) -> None:
+    request = REQUESTS["image and video"]
+    ours = prompt(pipe, request)
+    ids = ours.inputs["input_ids"][0].tolist()
+    picture, video = ours.media
+    assert (picture.modality, picture.label) == (Modality.IMAGE, "images[0]")
+    assert (video.modality, video.label) == (Modality.VIDEO, "videos[0]")
+    config = pipe.model.config
+    assert set(ids[picture.start : picture.stop]) == {config.image_token_id}
+    # Three pairs of frames, with times between them.
+    run = ids[video.start : video.stop]
+    assert run[0] == run[-1] == config.video_token_id
+    assert video.tokens > run.count(config.video_token_id) == ids.count(config.video_token_id)
+    assert "seconds>" in pipe.processor.tokenizer.decode(run)
+    assert ids[video.start - 1] == config.vision_start_token_id == ids[picture.start - 1]
+    assert ids[video.stop] == config.vision_end_token_id == ids[picture.stop]
+    media = pipe.read_media(request.images, request.videos)
+    assert [span.digest for span in ours.media] == [medium.digest for medium in media]
+    assert picture.shifted(7).start == picture.start + 7 and picture.shifted(7).tokens == 6
+
+
+def test_tokens_of_images_are_known_before(pipe) -> None:
+    for size in ((90, 120), (30, 300), (400, 400), (333, 77), (1, 1), (1, 200)):
+        media = pipe.read_media([noise(*size)])
+        least = sum(pipe.family.least_tokens(medium) for medium in media)
+        [span] = pipe.prepare("What?", media, None).media
+        # The processor blows up what is thinner than half a token beyond what is needed.
+        assert least == span.tokens if min(size) > 16 else 1 <= least <= span.tokens
 
 
 @pytest.mark.parametrize("cap", [None, False, True])

@@ -1,0 +1,288 @@
+"""`oscar-mm chat`: a conversation in the terminal that keeps its cache."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import oscar_mm
+from oscar_mm.apps import progress
+from oscar_mm.apps.terminal import harmless, warnings_as_lines, write
+from oscar_mm.errors import InputError
+from oscar_mm.media import load_image
+from oscar_mm.media.source import existing_file, is_address
+from oscar_mm.modality import Modality
+from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+_HELP = """\
+/image PATH  /video PATH  /audio PATH   show it with the next message
+/drop       take back what is waiting to be shown
+/segments   what the chat holds, with numbers
+/forget N   free the memory of segment N, an image, video or recording
+/undo       take back the last message and its answer
+/memory     bytes of the cache
+/save PATH  /load PATH                  the chat as a file
+/help       this list
+/quit       end, as does the end of the input; Ctrl-C ends an answer"""
+_SUFFIX = ".safetensors"
+
+
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="DIR|ID", help="Local model folder or hub id."),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"Cache format: {', '.join(KVPolicy.preset_names())}."),
+    ] = "compact",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    load: Annotated[
+        str | None, typer.Option("--load", metavar="FILE", help="Go on with a saved chat.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Longest answer, in tokens.")
+    ] = 1024,
+    temperature: Annotated[
+        float, typer.Option(metavar="F", help="0 takes the likeliest token; above 0 samples.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(metavar="F", help="Sample from this much probability mass.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
+        ),
+    ] = None,
+    audio_in_video: Annotated[
+        bool, typer.Option("--audio-in-video", help="Hear the sound of the videos (Qwen3-Omni).")
+    ] = False,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
+    ] = False,
+) -> None:
+    """Talk about images, videos and sound; earlier ones stay in sight.
+
+    A line is a message, or a command: /help lists them. Answers go to stdout.
+    """
+    KVPolicy.preset(policy)
+    if model is None:
+        raise InputError(
+            "--model is missing: pass a local model folder or a hub id, "
+            "for example --model Qwen/Qwen3-VL-8B-Instruct"
+        )
+    if load is not None:
+        existing_file(load, load)
+        if system is not None:
+            raise InputError("--system is for a new chat: a saved one has its own")
+    from oscar_mm.sampling import Sampling  # brings torch, which the checks above do without
+
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    Sampling(**options)
+    progress.on_loading()
+    from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
+
+    pipe = getattr(oscar_mm, reader(model))(
+        model, policy=policy, device=device, dtype=dtype, allow_remote=allow_remote
+    )
+    if audio_in_video:
+        _check_reads(pipe, Modality.AUDIO)
+        options["use_audio_in_video"] = True
+    talk = _Talk(pipe, pipe.load_chat(load) if load else pipe.chat(system), options)
+    if sys.stdin.isatty():
+        print(f"{pipe.family.name}, {policy}: ask, or /help", file=sys.stderr)
+    for line in _lines():
+        if not talk.take(line):
+            break
+
+
+def _lines() -> Iterator[str]:
+    """Lines of the input until its end; on a terminal Ctrl-C empties the line."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 - history and editing of the line
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+class _Talk:
+    """A chat, and the media that wait for its next message."""
+
+    def __init__(self, pipe: "Pipeline", chat: Any, options: dict[str, Any]) -> None:
+        self.pipe, self.chat, self.options = pipe, chat, options
+        self.waiting: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/image": lambda path: self._show("images", Modality.IMAGE, path),
+            "/video": lambda path: self._show("videos", Modality.VIDEO, path),
+            "/audio": lambda path: self._show("audio", Modality.AUDIO, path),
+            "/drop": lambda _: self._drop(),
+            "/segments": lambda _: self._segments(),
+            "/forget": self._forget,
+            "/undo": lambda _: self._undo(),
+            "/memory": lambda _: print(self.chat.memory),
+            "/save": self._save,
+            "/load": self._load,
+            "/help": lambda _: print(_HELP),
+        }
+
+    def take(self, line: str) -> bool:
+        """Carry out a line; whether the conversation goes on. Errors are shown."""
+        name, _, argument = line.strip().partition(" ")
+        if name == "/quit":
+            return False
+        try:
+            if name in self.commands:
+                self.commands[name](_unquoted(argument))
+            elif name.startswith("/"):
+                raise InputError(f"{harmless(name)}: no such command; /help lists them")
+            elif name:
+                self._ask(line.strip())
+        except InputError as error:
+            _note(f"error: {error}")
+        except KeyboardInterrupt:
+            _note("stopped; the chat is as it was before")
+        except Exception as error:
+            if os.environ.get("OSCAR_MM_DEBUG") == "1":
+                traceback.print_exc()
+            _note(f"error: {type(error).__name__}: {error}")
+        return True
+
+    def _ask(self, prompt: str) -> None:
+        shown = {kind: paths or None for kind, paths in self.waiting.items()}
+        with _ctrl_c() as pressed:
+            with progress.prefill(self.pipe.model), warnings_as_lines():
+                stream = self.chat.stream(prompt, **shown, **self.options)
+                first = next(stream, "")
+            pressed.begun = True
+            for piece in chain([first], stream):
+                write(piece)
+                if pressed.once:
+                    break
+            stream.close()
+        print(flush=True)
+        self._drop()
+        if pressed.once:
+            _note("stopped; what you read counts as the answer")
+
+    def _show(self, kind: str, modality: Modality, path: str) -> None:
+        if not path:
+            raise InputError(f"/{modality.label} needs the PATH of a file")
+        _check_reads(self.pipe, modality)
+        remote = is_address(path) and self.pipe.allow_remote and modality is not Modality.VIDEO
+        if not remote:
+            path = os.path.expanduser(path)
+            existing_file(path, path)
+            if modality is Modality.IMAGE:
+                load_image(path)  # Tells now what is wrong with it.
+        self.waiting[kind].append(path)
+
+    def _drop(self) -> None:
+        for paths in self.waiting.values():
+            paths.clear()
+
+    def _segments(self) -> None:
+        for one in self.chat.segments:
+            state = "forgotten" if one.forgotten else f"{one.tokens:,} tokens, {one.bytes:,} bytes"
+            print(f"{one.index:3}  {one.modality.label:5}  {state:32}  {harmless(one.label)}")
+
+    def _forget(self, number: str) -> None:
+        if not number.isascii() or not number.isdecimal():
+            raise InputError("/forget needs the number of a segment; /segments lists them")
+        self.chat.forget(int(number))
+
+    def _undo(self) -> None:
+        last = self.chat.turns[-1:]
+        self.chat.undo()
+        _note(f"taken back: {harmless(last[0].prompt)}")
+
+    def _save(self, path: str) -> None:
+        if not path:
+            raise InputError("/save needs the PATH of a file")
+        target = Path(path).expanduser()
+        if target.exists() and target.suffix != _SUFFIX:
+            raise InputError(f"{target}: is there already; only a {_SUFFIX} file is replaced")
+        self.chat.save(target)
+        _note(f"saved as {target}, {target.stat().st_size:,} bytes")
+
+    def _load(self, path: str) -> None:
+        if not path:
+            raise InputError("/load needs the PATH of a saved chat")
+        loaded = self.pipe.load_chat(existing_file(str(Path(path).expanduser()), path))
+        self.chat.close()
+        self.chat = loaded
+        for turn in loaded.turns:
+            print(f"> {harmless(turn.prompt)}\n{harmless(turn.answer)}")
+
+
+class _Pressed:
+    """Whether an answer has begun, and whether Ctrl-C was pressed since."""
+
+    begun = once = False
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[_Pressed]:
+    """Inside, Ctrl-C interrupts until an answer has begun; then it asks for its end, once."""
+    pressed = _Pressed()
+
+    def note(*_: Any) -> None:
+        if pressed.once or not pressed.begun:
+            raise KeyboardInterrupt
+        pressed.once = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
+    if modality not in pipe.family.reads:
+        known = ", ".join(sorted(one.label for one in pipe.family.reads))
+        raise InputError(f"{pipe.family.name} reads {known}, no {modality.label}")
+
+
+def _unquoted(text: str) -> str:
+    """A path as people paste it: with spaces around it, or in quotes."""
+    text = text.strip()
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""`oscar-mm inspect`: token norms by modality, and what quantizing a prompt's keys does."""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import oscar_mm
+from oscar_mm.apps import progress
+from oscar_mm.errors import InputError
+from oscar_mm.media.source import existing_file
+
+_PROMPT = "Describe what you see and hear, in detail."
+_KINDS = {
+    "videos": {".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"},
+    "audio": {".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"},
+}
+
+
+def inspect(
+    media: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MEDIA...", help="Images, videos and recordings, told by suffix."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="DIR|ID", help="Local model folder or hub id."),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")
+    ] = _PROMPT,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Write inspection.json, .png and .html (needs matplotlib)."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
+        ),
+    ] = None,
+) -> None:
+    """Show why a model needs token scaling, or that it does not.
+
+    Reads one prompt with the media and measures, in every layer: norms of keys by modality,
+    outlier channels, and errors of quantization with token scaling and without.
+    """
+    if model is None:
+        raise InputError(
+            "--model is missing: pass a local model folder or a hub id, "
+            "for example --model Qwen/Qwen3-VL-8B-Instruct"
+        )
+    given = _by_kind(media or [])
+    if out is not None:
+        if out.exists() and not out.is_dir():
+            raise InputError(f"--out {out}: is a file; give a folder")
+        from oscar_mm.inspect.figure import require_matplotlib  # brings torch
+
+        require_matplotlib()
+    progress.on_loading()
+    from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
+
+    kind = reader(model)
+    if given["audio"] and kind != "OscarOmniPipeline":
+        raise InputError(f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model")
+    pipe = getattr(oscar_mm, kind)(model, device=device, dtype=dtype)
+    pipe.check_texts(prompt, None)
+    prepared = pipe.prepare(prompt, pipe.read_media(**given), None)
+    pipe.check_length(prepared, 1)
+
+    from oscar_mm.inspect.findings import findings
+    from oscar_mm.inspect.inspection import inspect_prompt
+    from oscar_mm.inspect.tables import tables
+
+    with progress.prefill(pipe.model):
+        inspection = inspect_prompt(pipe.model, prepared)
+    said, shown = findings(inspection), tables(inspection)
+    _print(said, shown)
+    if out is not None:
+        names = [Path(name).name for name in media or []]
+        _save(out, inspection, said, shown, model=model, media=names, prompt=prompt)
+
+
+def _by_kind(media: list[str]) -> dict[str, list[Path]]:
+    kinds: dict[str, list[Path]] = {"images": [], "videos": [], "audio": []}
+    for name in media:
+        suffix = Path(name).suffix.lower()
+        kind = next((kind for kind, known in _KINDS.items() if suffix in known), "images")
+        kinds[kind].append(existing_file(name, name))
+    return kinds
+
+
+def _print(said: list[str], shown: list[Any]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    for one in shown:
+        table = Table(
+            title=one.title,
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for head in one.heads:
+            table.add_column(head, justify="right")
+        for row in one.rows:
+            table.add_row(*row)
+        console.print(table)
+    for sentence in said:
+        console.print(sentence)
+
+
+def _save(
+    out: Path,
+    inspection: Any,
+    said: list[str],
+    shown: list[Any],
+    *,
+    model: str,
+    media: list[str],
+    prompt: str,
+) -> None:
+    from oscar_mm.inspect.figure import png
+    from oscar_mm.inspect.page import page
+    from oscar_mm.inspect.tables import details
+
+    name = "/".join(Path(model).parts[-2:])
+    figure = png(inspection, f"{name}: keys of {sum(inspection.tokens.values()):,} tokens")
+    counts = ", ".join(f"{count:,} {modality}" for modality, count in inspection.tokens.items())
+    what = f"Tokens: {counts}. Media: {', '.join(media) or 'none'}."
+    record = {"model": model, "media": media, "prompt": prompt, "findings": said}
+    shown = [*shown, *details(inspection)]
+    files = {
+        "inspection.json": json.dumps(record | inspection.to_dict(), indent=1).encode(),
+        "inspection.png": figure,
+        "inspection.html": page(f"Inspection of {name}", what, said, figure, shown).encode(),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            _write(out / file, content)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be written: {error.strerror}") from error
+    for file in files:
+        print(out / file, file=sys.stderr)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """As a whole or not at all."""
+    handle, part = tempfile.mkstemp(".part", f".{path.name}.", path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise

@@ -1,0 +1,184 @@
+"""What to train on next: harder pictures, more of them, more kinds of questions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from examples.train_pocket.clips import FRAMES
+from examples.train_pocket.conversation import Plan
+from examples.train_pocket.pages import CARD, PAGE, WIDE
+from examples.train_pocket.studio import Step
+
+READ_WELL = 0.6  # exact match at which things get harder
+MOST_ROWS, MOST_ASKED = 1280, 12
+OPEN_UP = 0.5  # difficulty at which more media and other pictures come in
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes for one model.
+
+    Attributes:
+        images, clips: in one step, over all conversations; 0 for none.
+        image_steps, clip_steps: how many media a conversation can have, in order.
+        sizes: of pictures other than CARD.
+    """
+
+    images: int
+    clips: int
+    image_steps: tuple[int, ...]
+    clip_steps: tuple[int, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = (PAGE, WIDE)
+
+
+RECIPES = {
+    "pocket-vl": Recipe(1920, 0, (1, 2, 4, 8, 16, 30, 60, 120, 320)),
+    "pocket-llava": Recipe(960, 0, (1, 2, 4, 8, 16, 30, 60, 140), sizes=(PAGE,)),
+    "pocket-omni": Recipe(1440, 960, (1, 2, 4, 8, 16, 30, 60), (1, 2, 4, 10, 20, 40, 80, 240)),
+}
+
+
+@dataclass
+class Ladder:
+    """How far one kind of medium has come.
+
+    Attributes:
+        steps: numbers of media. reached: how many of them are in use.
+        difficulty: 0.1 to 1. scores: running exact match for each number of media.
+    """
+
+    steps: tuple[int, ...]
+    reached: int = 1
+    difficulty: float = 0.1
+    scores: dict[int, float] = field(default_factory=dict)
+
+    def newest(self) -> int:
+        """The largest number of media in use."""
+        return self.steps[self.reached - 1]
+
+    def draw(self, dice: random.Random, limit: int) -> int:
+        """A number of media: half the time the newest."""
+        known = [step for step in self.steps[: self.reached] if step <= limit]
+        return known[-1] if dice.random() < 0.5 else dice.choice(known)
+
+    def update(self, seen: dict[int, list[float]]) -> None:
+        """Exact matches of the last steps, for each number of media."""
+        for number, values in seen.items():
+            mean = sum(values) / len(values)
+            self.scores[number] = 0.5 * self.scores.get(number, mean) + 0.5 * mean
+        if 1 in seen and self.scores[1] > READ_WELL:
+            self.difficulty = min(1.0, self.difficulty + 0.03)
+        if not self.steps:
+            return
+        newest = self.newest()
+        ready = newest in seen and self.scores[newest] > READ_WELL
+        if ready and self.difficulty >= OPEN_UP and self.reached < len(self.steps):
+            self.reached += 1
+
+
+class Curriculum:
+    """Chooses steps.
+
+    Args:
+        recipe: of the model.
+        seed: of the choices.
+        scale: share of the recipe's media in a step; tests and CPUs take less.
+    """
+
+    def __init__(self, recipe: Recipe, seed: int, scale: float = 1.0) -> None:
+        self.recipe, self.scale = recipe, scale
+        self.dice = random.Random(seed)
+        self.image, self.clip = Ladder(recipe.image_steps), Ladder(recipe.clip_steps)
+
+    def next(self) -> Step:
+        """The next step."""
+        if not self.recipe.clips:
+            return self._images()
+        kind = self.dice.random()
+        wide = min(self.image.reached, self.clip.reached) >= 3
+        if wide and kind < 0.15:
+            return self._both()
+        return self._images() if kind < 0.45 else self._clips()
+
+    def _look(self, plan: dict[str, Any], most: int) -> Plan:
+        fitting = [digits for digits in (1, 2, 3) if most <= 9 * 10 ** (digits - 1)]
+        digits = self.dice.choice(fitting) if self.dice.random() < 0.5 else 0
+        fillers = self.dice.randint(1, 3) if self.dice.random() < 0.3 else 0
+        return Plan(**plan, digits=digits, fillers=fillers)
+
+    def _rows(self, budget: int, media: int) -> int:
+        # A question costs as many tokens as a picture: single pictures make the longest batches.
+        return max(2, round(min(budget / media, MOST_ROWS) * self.scale))
+
+    def _images(self) -> Step:
+        ladder, dice = self.image, self.dice
+        number = ladder.draw(dice, ladder.newest())
+        themes, size = ("codes",), CARD
+        kind = dice.random() if ladder.difficulty >= OPEN_UP else 0.0
+        if kind > 0.9 and number >= 4:
+            themes = ("codes", "receipts", "shapes")
+        elif kind > 0.75:
+            themes = ("shapes",)
+        elif kind > 0.5:
+            themes = ("receipts",)
+        if ladder.difficulty >= OPEN_UP and number <= 60 and dice.random() < 0.25:
+            size = dice.choice(self.recipe.sizes)
+            if size == PAGE and "shapes" in themes:
+                size = CARD
+        area = size[0] * size[1] / (CARD[0] * CARD[1])
+        rows = self._rows(self.recipe.images, number * area)
+        plan = self._look({"images": number, "clips": 0, "size": size}, number)
+        if themes == ("codes",) and self._copies(number, ladder):
+            return Step(plan, rows, 1, themes, copy=True)
+        return Step(plan, rows, self._asked(number), themes)
+
+    def _clips(self) -> Step:
+        number = self.clip.draw(self.dice, self.clip.newest())
+        frames = self.dice.choice(FRAMES)
+        if self.clip.difficulty < OPEN_UP:
+            frames = min(frames, 180)
+        budget = round(self.recipe.clips * 180 / max(frames, 180))
+        plan = self._look({"images": 0, "clips": number, "frames": frames}, number)
+        rows = self._rows(budget, number)
+        if self._copies(number, self.clip):
+            return Step(plan, rows, 1, copy=True)
+        return Step(plan, rows, self._asked(number))
+
+    def _both(self) -> Step:
+        images = self.image.draw(self.dice, 30)
+        clips = self.clip.draw(self.dice, 40)
+        rows = min(self._rows(self.recipe.images, images), self._rows(self.recipe.clips, clips))
+        frames = self.dice.choice([frames for frames in FRAMES if frames <= 230])
+        plan = self._look({"images": images, "clips": clips, "frames": frames}, max(images, clips))
+        return Step(plan, rows, self._asked(images + clips))
+
+    def _copies(self, number: int, ladder: Ladder) -> bool:
+        return 4 <= number <= 60 and ladder.newest() >= 4 and self.dice.random() < 0.35
+
+    @staticmethod
+    def _asked(number: int) -> int:
+        return min(MOST_ASKED, number)
+
+    def score(self, results: list[tuple[Step, float]]) -> None:
+        """Exact matches of the last steps; only plain questions about codes and clips count."""
+        for ladder, kind in ((self.image, "images"), (self.clip, "clips")):
+            other = "clips" if kind == "images" else "images"
+            seen: dict[int, list[float]] = {}
+            for step, value in results:
+                plain = not step.copy and step.themes == ("codes",)
+                if plain and getattr(step.plan, kind) and not getattr(step.plan, other):
+                    seen.setdefault(getattr(step.plan, kind), []).append(value)
+            ladder.update(seen)
+
+    def state(self) -> dict[str, Any]:
+        """To be saved; what can be written as JSON."""
+        return {"image": asdict(self.image), "clip": asdict(self.clip)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, also when it was JSON in between."""
+        for name in ("image", "clip"):
+            saved = dict(state[name], steps=tuple(state[name]["steps"]))
+            saved["scores"] = {int(number): x for number, x in saved["scores"].items()}
+            setattr(self, name, Ladder(**saved))

@@ -1,0 +1,84 @@
+"""Writes a trained pocket model with its card."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.train_pocket.configs import Pocket
+from examples.train_pocket.curriculum import RECIPES
+
+MEDIA = {
+    "pocket-vl": "pictures",
+    "pocket-llava": "pictures",
+    "pocket-omni": "pictures and short spoken clips",
+}
+
+
+def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
+    """The model card, in Markdown."""
+    size = sum(weight.numel() for weight in pocket.model.parameters())
+    audio = RECIPES[pocket.name].clips > 0
+    lines = [
+        f"# {pocket.name}",
+        "",
+        f"A {type(pocket.model).__name__} of {size / 1e6:.2f} million parameters, trained from",
+        f"scratch to answer questions about many {MEDIA[pocket.name]} in one conversation. It is",
+        "made for tests and demos of KV caches: its answers must come out of the cache.",
+        "",
+        "What it can do: read printed codes, digits and words (capital letters) on plain pictures",
+        "of about 192 x 96 pixels; read and add prices on short receipts; count and locate",
+        "coloured shapes; say which picture shows a code; write out all codes.",
+    ]
+    if audio:
+        lines.append(
+            "It also hears digits and 16 words in clips of 1 to 3.5 s of espeak-ng voices."
+        )
+    lines += [
+        "",
+        "What it cannot do: anything else. It knows no language beyond the questions it was",
+        "trained on, no photographs, no videos, no lower-case print, no scripts but Latin, no",
+        "human voices were tried, and it has never seen a question without an answer.",
+        "",
+        "Data: drawn and spoken by the scripts in examples/train_pocket, never twice the same.",
+        "Training: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        "",
+        "Exact match of greedy answers, full difficulty, 16-bit cache:",
+        "",
+        "| task | training fonts and voices | held out | prompts |",
+        "| --- | --- | --- | --- |",
+    ]
+    for cell, row in results.items():
+        seen, held = row["training fonts and voices"], row["held out"]
+        lines.append(f"| {cell} | {seen:.3f} | {held:.3f} | {row['prompts']} |")
+    return "\n".join(lines) + "\n"
+
+
+def export(
+    pocket: Pocket,
+    folder: Path,
+    results: dict[str, Any],
+    facts: dict[str, Any],
+    curriculum: dict[str, Any],
+) -> None:
+    """Weights in bfloat16, configs, tokenizer, processor, card and training.json (results, and
+    the curriculum, from which training can go on).
+
+    The folder appears when it is complete; an older one is replaced.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model = copy.deepcopy(pocket.model).to("cpu", torch.bfloat16)  # buffers are not saved
+    Pocket(pocket.name, model, pocket.processor).save(partial)
+    (partial / "README.md").write_text(card(pocket, results, facts))
+    found = {"facts": facts, "results": results, "curriculum": curriculum}
+    (partial / "training.json").write_text(json.dumps(found, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)

@@ -1,0 +1,45 @@
+"""Fingerprint: which model a saved cache belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+_SAMPLES = 64
+_CONFIG = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
+    *("sliding_window", "max_position_embeddings"),
+)
+"""Of the text model: what decides how its keys and values are made and read."""
+
+
+@torch.no_grad()
+def model_fingerprint(model: Any) -> str:
+    """Tell checkpoints apart: model type, dtype, and a SHA-256.
+
+    The digest covers the text model's configuration as far as it concerns the cache, and of every
+    parameter its shape and 64 values at fixed places (fewer if it is smaller). So another
+    checkpoint, a fine-tuned one or one in other bits has another fingerprint; a change of single
+    weights that are not among the samples goes unnoticed. Names of parameters and devices do not
+    count: a checkpoint has one fingerprint with all versions of transformers.
+
+    Args:
+        model: a model of transformers that generates.
+    """
+    sampled = []
+    for parameter in model.parameters():
+        flat = parameter.detach().reshape(-1)
+        places = torch.arange(min(_SAMPLES, len(flat)), device=flat.device)
+        sampled.append((tuple(parameter.shape), flat[places * len(flat) // max(1, len(places))]))
+    digests = sorted(
+        hashlib.sha256(f"{shape}\n".encode() + values.float().cpu().numpy().tobytes()).digest()
+        for shape, values in sampled
+    )
+    config = model.config.get_text_config().to_dict()
+    about = json.dumps({name: config.get(name) for name in _CONFIG}, sort_keys=True, default=str)
+    whole = hashlib.sha256(about.encode() + b"".join(digests)).hexdigest()
+    return f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')} {whole}"

@@ -1,0 +1,118 @@
+"""Findings: what the figures of an inspection say about token scaling, in words."""
+
+from __future__ import annotations
+
+from oscar_mm.inspect.errors import PAIRS, QUERY_TOKENS
+from oscar_mm.inspect.inspection import Inspection
+
+_USUAL = "compact"
+_MATTERS = 0.05
+"""A change of the error of attention by less than this share is called none."""
+
+
+def findings(inspection: Inspection) -> list[str]:
+    """Sentences, the verdict first."""
+    return [
+        _verdict(inspection),
+        *_about_scaling(inspection),
+        *_about_norms(inspection),
+        _about_channels(inspection),
+        *_about_the_sample(inspection),
+    ]
+
+
+def _verdict(inspection: Inspection) -> str:
+    if not inspection.has_pages:
+        return (
+            "Whether this model needs token scaling cannot be told from this prompt: no modality "
+            "has the 128 tokens that fill a page, so nothing would be quantized. Give more media "
+            "or a longer prompt."
+        )
+    with_it, without = (inspection.mean_errors(one.label).output for one in PAIRS[_USUAL])
+    change = without / max(with_it, 1e-12) - 1
+    if change > _MATTERS:
+        return (
+            "On this prompt the model needs token scaling: without it, the error of attention is "
+            f"{change:.0%} larger ({_USUAL})."
+        )
+    if change < -_MATTERS:
+        return (
+            "On this prompt the model does not need token scaling: without it, the error of "
+            f"attention is {-change:.0%} smaller ({_USUAL})."
+        )
+    return (
+        "On this prompt token scaling hardly matters: without it, the error of attention changes "
+        f"by {change:+.1%} ({_USUAL})."
+    )
+
+
+def _about_scaling(inspection: Inspection) -> list[str]:
+    if not inspection.has_pages:
+        return []
+    parts = []
+    for preset, (with_it, without) in PAIRS.items():
+        before = inspection.mean_errors(without.label).output
+        after = inspection.mean_errors(with_it.label).output
+        parts.append(f"{preset} {before:.3f} without, {after:.3f} with ({with_it.token_scaling})")
+    return [f"Error of attention output, mean over layers: {'; '.join(parts)}."]
+
+
+def _about_norms(inspection: Inspection) -> list[str]:
+    layers = inspection.layers
+    said = []
+    widest = max(layers, key=lambda layer: layer.norms.ratio)
+    if widest.norms.ratio > 1 + _MATTERS:
+        medians = ", ".join(
+            f"{name} {spread.median:.2f}" for name, spread in widest.norms.tokens.items()
+        )
+        said.append(
+            f"Between modalities, keys differ most in layer {widest.index}: median norms {medians}"
+            f" ({widest.norms.ratio:.2f} times). The cache quantizes each modality by itself, so "
+            "this alone costs nothing; only differences within one do."
+        )
+    elif len(widest.norms.tokens) > 1:
+        said.append(
+            f"Between modalities, the median norms of keys differ by {widest.norms.ratio - 1:.1%} "
+            "at most."
+        )
+    longest = max(layers, key=lambda layer: layer.norms.long)
+    if longest.norms.long > 0:
+        name, spread = max(longest.norms.tokens.items(), key=lambda item: item[1].long)
+        said.append(
+            f"Within a modality, keys over 3 times its median are most frequent in layer "
+            f"{longest.index}: {spread.long:.1%} of {name}."
+        )
+    else:
+        said.append("Within a modality, no key is over 3 times its median in any layer.")
+    if inspection.qk_norm:
+        said.append(
+            "This model normalizes each head's key before RoPE (QK-norm): norms can differ only by "
+            "what its channel weights make of a key's direction."
+        )
+    return said
+
+
+def _about_channels(inspection: Inspection) -> str:
+    worst = max(inspection.layers, key=lambda layer: layer.channels["raw"])
+    return (
+        f"The largest key channel is {worst.channels['raw']:.1f} times the median channel (layer "
+        f"{worst.index}); there it is {worst.channels['rotated']:.1f} times after rotation, "
+        f"{worst.channels['balanced']:.1f} after balancing and "
+        f"{worst.channels['balanced, rotated']:.1f} after both."
+    )
+
+
+def _about_the_sample(inspection: Inspection) -> list[str]:
+    said = []
+    if inspection.is_sample:
+        said.append(
+            f"Errors are those of a sample of {inspection.quantized:,} of "
+            f"{sum(inspection.tokens.values()):,} tokens, whole pages at even distances."
+        )
+    if inspection.has_pages:
+        said.append(
+            f"Errors are relative, of the last {QUERY_TOKENS} tokens' attention to what is in full "
+            "pages of 128 tokens. They compare formats in this prompt; what an answer loses is "
+            "told by tasks only."
+        )
+    return said

@@ -1,0 +1,119 @@
+"""How long keys are by modality, and how unequal their channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oscar_mm.modality import Modality
+from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.scaling import token_rms
+
+LONG = 3.0
+"""A token this many times longer than the median token of its modality is counted as long."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Norms of the tokens of one modality.
+
+    Attributes:
+        mean, p5, median, p95: mean, percentiles 5, 50 and 95.
+        long: share of norms over 3 times the median.
+    """
+
+    mean: float
+    p5: float
+    median: float
+    p95: float
+    long: float
+
+    @classmethod
+    def of(cls, norms: torch.Tensor) -> Spread:
+        """Of a tensor of any shape."""
+        ordered = norms.flatten().sort().values
+        p5, median, p95 = (ordered[round(q * (len(ordered) - 1))] for q in (0.05, 0.5, 0.95))
+        long = (ordered > LONG * median).float().mean()
+        return cls(*(float(x) for x in (ordered.mean(), p5, median, p95, long)))
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of a layer's keys by modality, in the balanced coordinates in which they are stored.
+
+    Attributes:
+        tokens: of the key of all KV heads together, divided by the square root of their number.
+        heads: of the key of a head, 1 being the median of that head's tokens.
+        scaled: the same after token scaling "shared", which makes ``tokens`` equal. After
+            "per_head" every norm is 1.
+    """
+
+    tokens: dict[str, Spread]
+    heads: dict[str, Spread]
+    scaled: dict[str, Spread]
+
+    @property
+    def ratio(self) -> float:
+        """Largest over smallest median of ``tokens``."""
+        return _ratio(self.tokens)
+
+    @property
+    def scaled_ratio(self) -> float:
+        """Largest over smallest median of ``scaled``."""
+        return _ratio(self.scaled)
+
+    @property
+    def long(self) -> float:
+        """Largest share of long tokens of any modality."""
+        return max(spread.long for spread in self.tokens.values())
+
+
+def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Tensor) -> Norms:
+    """Norms of (KV heads, tokens, head_dim) keys; ``ids`` are (tokens,) modality ids."""
+    balanced = Basis(keys.shape[-1], False, sigma).balanced(keys)
+    heads = balanced.norm(dim=-1)
+    tokens = heads.square().mean(0).sqrt()
+    scaled = heads / token_rms(balanced[None], "shared")[0, ..., 0].clamp(min=1e-12)
+    heads, scaled = (
+        x / x.median(dim=1, keepdim=True).values.clamp(min=1e-12) for x in (heads, scaled)
+    )
+    by_modality = [
+        {
+            modality.label: Spread.of(norms[..., ids == int(modality)])
+            for modality in Modality
+            if bool((ids == int(modality)).any())
+        }
+        for norms in (tokens, heads, scaled)
+    ]
+    return Norms(*by_modality)
+
+
+def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str, float]:
+    """Largest over median rms of a head's key channels, of the worst head.
+
+    Args:
+        keys: (KV heads, tokens, head_dim) after RoPE.
+        sigma: (KV heads or 1, head_dim), balancing.
+
+    Returns:
+        of keys that are "raw", "rotated", "balanced", and "balanced, rotated".
+    """
+    head_dim = keys.shape[-1]
+    bases = {
+        "raw": Basis(head_dim, False),
+        "rotated": Basis(head_dim, True),
+        "balanced": Basis(head_dim, False, sigma),
+        "balanced, rotated": Basis(head_dim, True, sigma),
+    }
+    found = {}
+    for name, basis in bases.items():
+        rms = basis.keys_in(keys).square().mean(1).sqrt()
+        ratio = rms.amax(-1) / rms.median(-1).values.clamp(min=1e-12)
+        found[name] = float(ratio.max())
+    return found
+
+
+def _ratio(spreads: dict[str, Spread]) -> float:
+    medians = [spread.median for spread in spreads.values()]
+    return max(medians) / max(min(medians), 1e-12)

@@ -1,0 +1,211 @@
+"""A recording to mono samples at 16 kHz, decoded in pieces, in bounded memory."""
+
+import io
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from oscar_mm.errors import InputError
+from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.mono import LEAST_SHARE, Audio, Mono
+from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
+
+# What FFmpeg may take a recording for. Playlists (hls, concat, dash) are left out: they open other
+# files.
+CONTAINERS = (
+    "aac,ac3,aiff,amr,ape,asf,au,avi,caf,flac,flv,matroska,mov,mp3,mpeg,mpegts,mxf,ogg,opus,"
+    "voc,w64,wav,webm,wv"
+)
+
+_PIECE_S = 10
+"""Seconds that are decoded at a time."""
+
+_MAX_CHANNELS = 8
+
+# Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
+_LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+
+_DEFAULTS = MediaLimits()
+
+AudioSource = str | Path | bytes | bytearray | memoryview | tuple[np.ndarray, int]
+
+
+def load_audio(
+    source: AudioSource,
+    *,
+    allow_remote: bool = False,
+    limits: MediaLimits = _DEFAULTS,
+    label: str | None = None,
+) -> Audio:
+    """Read one recording; warn if it is silent or clipped.
+
+    Args:
+        source: path of a sound file, or of a video file with sound; encoded ``bytes``; a ``data:``
+            URI; an http(s) address (only with ``allow_remote``); or a pair (samples, rate) as
+            soundfile returns it or (rate, samples) as Gradio does, samples (N,), (N, channels) or
+            (channels, N) of int16, int32, uint8 or floats in -1..1.
+        allow_remote: fetch http(s) addresses; nothing is fetched without it.
+        limits: ``max_audio_seconds`` is checked on the header and while decoding.
+        label: name of the recording in messages; by default the path or address.
+
+    Returns:
+        Mono at 16 kHz; about 64 KB a second, whatever the source's rate and channels.
+
+    Raises:
+        InputError: nothing there, not a recording, no sound in it, damaged or cut off, NaN, too
+            long or too short, or packages for audio missing.
+    """
+    name = label or describe(source, "audio")
+    _require_packages(name)
+    if isinstance(source, tuple):
+        return _from_array(*_pair(source, name), limits, name)
+    if isinstance(source, np.ndarray):
+        raise InputError(f"{name}: an array of samples needs its rate; pass (samples, rate)")
+    if is_address(source):
+        source = read_bytes(source, allow_remote=allow_remote, limits=limits, label=name)
+    if isinstance(source, (str, Path)):
+        return _from_file(existing_file(source, name), limits, name)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        limits.check_bytes(len(source), name)
+        if not len(source):
+            raise InputError(f"{name}: there are no bytes in it")
+        return _from_file(bytes(source), limits, name)
+    raise InputError(
+        f"{name}: {type(source).__name__} is not a recording; pass a path, bytes or a pair "
+        "(samples, rate)"
+    )
+
+
+def has_sound(path: Path, label: str) -> bool:
+    """Whether a media file has an audio track.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    with _opened(path, label) as container:
+        return bool(container.streams.audio)
+
+
+def _require_packages(label: str) -> None:
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"{label}: audio needs the package {error.name}; pip install 'oscar-mm[audio]'"
+        ) from error
+
+
+def _pair(source: tuple, label: str) -> tuple[np.ndarray, int]:
+    if len(source) == 2:
+        samples, rate = source if isinstance(source[0], np.ndarray) else source[::-1]
+        whole = isinstance(rate, (int, np.integer)) and not isinstance(rate, bool)
+        if isinstance(samples, np.ndarray) and whole:
+            return samples, int(rate)
+    raise InputError(f"{label}: a pair must be an array of samples and their rate, a whole number")
+
+
+def _from_array(samples: np.ndarray, rate: int, limits: MediaLimits, label: str) -> Audio:
+    if samples.ndim == 1:
+        samples = samples[:, None]
+    elif samples.ndim == 2 and samples.shape[0] <= _MAX_CHANNELS < samples.shape[1]:
+        samples = samples.T
+    if samples.ndim != 2 or not 1 <= samples.shape[1] <= _MAX_CHANNELS:
+        raise InputError(
+            f"{label}: samples of shape {samples.shape} are no recording; use (N,), (N, channels) "
+            f"or (channels, N) with at most {_MAX_CHANNELS} channels"
+        )
+    zero, scale = {"int16": (0, 2**15), "int32": (0, 2**31), "uint8": (128, 2**7)}.get(
+        samples.dtype.name, (0, 1)
+    )
+    if scale == 1 and not np.issubdtype(samples.dtype, np.floating):
+        raise InputError(
+            f"{label}: samples of {samples.dtype} are no recording; use int16, int32, uint8 or "
+            "floats in -1..1"
+        )
+    mono = Mono(rate, samples.shape[1], limits, label)
+    limits.check_audio(len(samples) / rate, label)
+    for start in range(0, len(samples), _PIECE_S * rate):
+        piece = samples[start : start + _PIECE_S * rate].astype(np.float32)
+        mono.push((piece - np.float32(zero)) / np.float32(scale))
+    return mono.finish(0.0)
+
+
+def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
+    import soundfile
+
+    _check_riff(source, label)
+    try:
+        opened = soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except (soundfile.LibsndfileError, TypeError):
+        return _with_av(source, limits, label)  # m4a, mp4, webm, ...
+    with opened as file:
+        limits.check_audio(file.frames / file.samplerate, label)
+        mono = Mono(file.samplerate, file.channels, limits, label)
+        try:
+            for piece in file.blocks(_PIECE_S * file.samplerate, dtype="float32", always_2d=True):
+                mono.push(piece)
+        except (soundfile.LibsndfileError, RuntimeError) as error:
+            raise InputError(f"{label}: the recording is damaged ({error})") from error
+        return mono.finish(file.frames / file.samplerate)
+
+
+def _check_riff(source: Path | bytes, label: str) -> None:
+    """Decoders read a WAV file that was cut off as if it ended there; its header knows better."""
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    if isinstance(source, bytes):
+        head = source[:12]
+    else:
+        with source.open("rb") as file:
+            head = file.read(12)
+    if len(head) == 12 and head[:4] == b"RIFF" and head[8:] == b"WAVE":
+        promised = struct.unpack("<I", head[4:8])[0] + 8
+        # Programs that write to a pipe do not know the size and leave all bits set.
+        if promised < 2**31 and size < LEAST_SHARE * promised:
+            raise InputError(
+                f"{label}: has {size:,} of {promised:,} bytes; the file is cut off, copy or "
+                "download it again"
+            )
+
+
+@contextmanager
+def _opened(source: Path | bytes, label: str) -> Iterator[Any]:
+    # "file:" keeps a colon in the name from being read as a protocol.
+    where = io.BytesIO(source) if isinstance(source, bytes) else f"file:{source.absolute()}"
+    options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
+    try:
+        with av.open(where, options=options, **_LENIENT) as container:
+            yield container
+    except av.FFmpegError as error:
+        raise InputError(
+            f"{label}: is not a recording that can be read, or is damaged; convert it to WAV or "
+            f"FLAC ({error.strerror})"
+        ) from error
+
+
+def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
+    with _opened(source, label) as container:
+        if not container.streams.audio:
+            raise InputError(f"{label}: has no audio track; pass a recording")
+        stream = container.streams.audio[0]
+        stream.thread_type = "AUTO"
+        promised = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        if not promised and not container.streams.video:
+            promised = (container.duration or 0) / 1e6
+        limits.check_audio(promised, label)
+        planar = av.AudioResampler(format="fltp")
+        mono: Mono | None = None
+        for frame in container.decode(stream):
+            for part in planar.resample(frame):
+                if mono is None:
+                    channels = part.layout.nb_channels
+                    mono = Mono(part.sample_rate, channels, limits, label)
+                mono.push(part.to_ndarray().T)
+        if mono is None:
+            raise InputError(f"{label}: no sound of it can be decoded; convert it to WAV or FLAC")
+        return mono.finish(promised)

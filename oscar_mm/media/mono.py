@@ -1,0 +1,122 @@
+"""Mono: pieces of sound at any rate in, one checked mono recording at 16 kHz out."""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+from oscar_mm.errors import InputError
+from oscar_mm.media.limits import MediaLimits
+
+RATE = 16_000
+"""Samples per second that audio towers take."""
+
+LEAST_SECONDS = 0.1
+"""Below this an audio tower has next to nothing to read."""
+
+# A file that holds a smaller share of what its header promises was cut off.
+LEAST_SHARE = 0.9
+
+_FULL_SCALE = 0.9999
+_CLIPPED_SHARE = 0.01
+# Floats beyond this are integers that nobody scaled.
+_LOUDEST = 4.0
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """A recording as an audio tower takes it.
+
+    Attributes:
+        samples: (N,) float32, mono, 16 kHz, nominally -1..1.
+        source_rate: samples per second of the source.
+        channels: channels of the source, which were averaged.
+    """
+
+    samples: np.ndarray
+    source_rate: int
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return len(self.samples) / RATE
+
+
+class Mono:
+    """Collects one recording piece by piece.
+
+    Args:
+        rate: samples per second of the pieces.
+        channels: of the pieces.
+        limits: ``max_audio_seconds`` is checked with every piece.
+        label: name of the recording in messages.
+
+    Raises:
+        InputError: a rate that cannot be.
+    """
+
+    def __init__(self, rate: int, channels: int, limits: MediaLimits, label: str) -> None:
+        import soxr
+
+        if not 1000 <= rate <= 1_000_000:
+            raise InputError(f"{label}: {rate} samples per second cannot be; 8000 to 192000 are")
+        self._limits, self._label = limits, label
+        self._rate, self._channels = rate, channels
+        self._resampler = soxr.ResampleStream(rate, RATE, 1, dtype="float32")
+        self._parts: list[np.ndarray] = []
+        self._count, self._peak, self._clipped = 0, 0.0, 0
+
+    def push(self, piece: np.ndarray) -> None:
+        """Add (n, channels) float32 samples.
+
+        Raises:
+            InputError: NaN, far beyond full scale, or too long by now.
+        """
+        if not np.isfinite(piece).all():
+            raise InputError(
+                f"{self._label}: holds samples that are NaN or infinite; export it anew"
+            )
+        if len(piece):
+            loud = np.abs(piece).max(axis=1)
+            self._peak = max(self._peak, float(loud.max()))
+            self._clipped += int((loud >= _FULL_SCALE).sum())
+        if self._peak > _LOUDEST:
+            raise InputError(
+                f"{self._label}: floats must lie in -1..1, not up to {self._peak:g}; divide by "
+                "32768 or pass int16"
+            )
+        self._count += len(piece)
+        self._limits.check_audio(self._count / self._rate, self._label)
+        mono = piece.mean(axis=1, dtype=np.float32)
+        self._parts.append(self._resampler.resample_chunk(mono))
+
+    def finish(self, promised: float) -> Audio:
+        """The recording; ``promised`` is its length in seconds by the header, 0 if unknown.
+
+        Raises:
+            InputError: no samples, too few, or fewer than promised.
+        """
+        seconds = self._count / self._rate
+        if not self._count:
+            raise InputError(f"{self._label}: has no samples; record or export it anew")
+        if seconds < LEAST_SHARE * promised:
+            raise InputError(
+                f"{self._label}: ends after {seconds:.1f} of {promised:.1f} s; the file is cut "
+                "off, copy or download it again"
+            )
+        if seconds < LEAST_SECONDS:
+            raise InputError(
+                f"{self._label}: {seconds:.3f} s are too short; {LEAST_SECONDS:g} s or more are "
+                "needed"
+            )
+        if not self._peak:
+            warnings.warn(f"{self._label}: is silent from beginning to end", stacklevel=4)
+        elif self._clipped > _CLIPPED_SHARE * self._count:
+            share = self._clipped / self._count
+            warnings.warn(
+                f"{self._label}: is clipped ({share:.0%} of its samples are at full scale)",
+                stacklevel=4,
+            )
+        self._parts.append(self._resampler.resample_chunk(np.empty(0, np.float32), last=True))
+        return Audio(np.concatenate(self._parts), self._rate, self._channels)

@@ -1,0 +1,227 @@
+"""Batch: many requests of unequal length and mixed media, several at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oscar_mm.answer import Answer
+from oscar_mm.answer_writer import AnswerWriter
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decoding import Prompt, decode
+from oscar_mm.errors import InputError
+from oscar_mm.memory import MemoryReport
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.packing import Batching, Prepared
+from oscar_mm.pipelines.padding import left_padded
+from oscar_mm.sampling import Sampling
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+_AHEAD = 4
+"""Batches of requests that are read before the first of them runs, to find those of one length."""
+_AHEAD_BYTES = 1 << 29
+"""Most bytes of processed media that are read ahead."""
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What became of one request: an answer, or the error that kept it from one.
+
+    Attributes:
+        index: place of the request, from 0.
+        answer: as the pipeline would give it alone, or None. ``memory`` is of this request only;
+            ``timings.prefill_s`` are reading it and the prefill of its batch.
+        error: why there is none: InputError for a request that cannot be used.
+    """
+
+    index: int
+    answer: Answer | None = None
+    error: Exception | None = None
+
+
+class Batched:
+    """The part of a ``Pipeline`` that answers many requests."""
+
+    def batch(
+        self,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 8,
+        max_tokens: int = 32_768,
+        max_padding: float = 0.5,
+    ) -> list[BatchResult]:
+        """Answer many requests, several at a time; results in the order of the requests.
+
+        ::
+
+            for result in pipe.batch([{"images": ["a.png"], "prompt": "What is it?"}, ...]):
+                print(result.error or result.answer)
+
+        A request is a dict of the arguments of a single question: prompt, images, videos (of
+        Qwen3-Omni also audio and use_audio_in_video), system, and each its own max_new_tokens,
+        temperature, seed, stop and other fields of ``Sampling``. It gets the tokens that it would
+        get alone, up to rounding (a matrix product of other size; with policies that balance by
+        the prompt, that is by the batch, on models without QK-norm). A request that cannot be
+        used does not stop the others: its result has the error. Where a batch runs out of memory
+        or its logits are NaN, its halves are tried.
+
+        Args:
+            requests: a list, or an iterator, of which a few batches are read ahead.
+            batch_size: most requests that run at once.
+            max_tokens: most tokens that run at once, padding and room for the answers included; a
+                request that is over it by itself runs alone.
+            max_padding: largest share of padding in the row of a request, 0 to 1.
+
+        Raises:
+            InputError: not a list of requests, or bounds that cannot be.
+        """
+        results = self.batch_stream(
+            requests, batch_size=batch_size, max_tokens=max_tokens, max_padding=max_padding
+        )
+        return sorted(results, key=lambda result: result.index)
+
+    def batch_stream(
+        self,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 8,
+        max_tokens: int = 32_768,
+        max_padding: float = 0.5,
+    ) -> Iterator[BatchResult]:
+        """As ``batch``, but an iterator of results in the order in which they are finished."""
+        batching = Batching(batch_size, max_tokens, max_padding)
+        if isinstance(requests, Mapping | str | bytes) or not isinstance(requests, Iterable):
+            raise InputError(
+                "requests must be a list of dicts such as {'images': [...], 'prompt': '...'}, not "
+                f"{type(requests).__name__}"
+            )
+        return _results(self, requests, batching)
+
+
+def _results(
+    pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batching: Batching
+) -> Iterator[BatchResult]:
+    left = enumerate(requests)
+    while True:
+        ahead: list[Prepared] = []
+        exhausted = True
+        for index, request in islice(left, _AHEAD * batching.batch_size):
+            exhausted = False
+            one = _prepared(pipe, index, request)
+            if isinstance(one, BatchResult):
+                yield one
+                continue
+            ahead.append(one)
+            if sum(other.nbytes for other in ahead) >= _AHEAD_BYTES:
+                break
+        if exhausted:
+            return
+        batches = batching.batches(ahead)
+        ahead.clear()
+        while batches:
+            yield from _answers(pipe, batches.pop(0))
+
+
+def _prepared(pipe: Pipeline, index: int, request: Any) -> Prepared | BatchResult:
+    """Read a request; its media are decoded here, and given up as soon as they are processed."""
+    start = time.perf_counter()
+    try:
+        prompt, sampling = _read(pipe, request)
+    except Exception as error:  # Whatever a file makes a library raise is this request's own.
+        return BatchResult(index, error=error.with_traceback(None))
+    return Prepared(index, prompt, sampling, time.perf_counter() - start)
+
+
+def _read(pipe: Pipeline, request: Any) -> tuple[Prompt, Sampling]:
+    if not isinstance(request, Mapping):
+        raise InputError(f"a request must be a dict, not {type(request).__name__}")
+    if "prompt" not in request:
+        raise InputError("a request needs a prompt")
+    media = ["images", "videos"]
+    if Modality.AUDIO in pipe.family.reads:
+        media += ["audio", "use_audio_in_video"]
+    names = [*media, "prompt", "system"]
+    options = {name: value for name, value in request.items() if name not in names}
+    sampling = pipe.sampling(options, names)
+    prompt, system = request["prompt"], request.get("system")
+    pipe.check_texts(prompt, system)
+    given = {name: request[name] for name in media if name in request}
+    sound = bool(given.pop("use_audio_in_video", False))
+    prepared = pipe.prepare(prompt, pipe.read_media(**given, sound=sound), system)
+    pipe.check_length(prepared, sampling.max_new_tokens)
+    return prepared, sampling
+
+
+def _answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
+    """Results of a batch; where it fails as a whole, of its halves."""
+    finished: set[int] = set()
+    failure: Exception | None = None
+    try:
+        for result in _run(pipe, batch):
+            finished.add(result.index)
+            yield result
+    except (FloatingPointError, torch.OutOfMemoryError) as error:
+        # Without its frames, which hold the memory that ran out.
+        failure = error.with_traceback(None)
+    if failure is None:
+        return
+    left = [one for one in batch if one.index not in finished]
+    if len(batch) == 1:
+        yield BatchResult(batch[0].index, error=failure)
+        return
+    half = (len(left) + 1) // 2
+    for part in (left[:half], left[half:]):
+        if part:
+            yield from _answers(pipe, part)
+
+
+def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
+    """Answer the rows of one batch, each result as soon as its row has ended."""
+    start = time.perf_counter()
+    tokenizer = pipe.processor.tokenizer
+    writers = [AnswerWriter(tokenizer, one.sampling, start - one.seconds) for one in batch]
+    cache = pipe.new_cache()
+    ended = torch.zeros(len(batch), dtype=torch.bool)
+    steps = decode(
+        pipe.model,
+        left_padded([one.prompt for one in batch], pipe.family),
+        cache,
+        [one.sampling for one in batch],
+        end_tokens=pipe.family.end_tokens(),
+        prefill_chunk=pipe.prefill_chunk,
+        ended=ended,
+    )
+    waiting = set(range(len(batch)))
+    while waiting:
+        with pipe.lock:
+            tokens = next(steps, [None] * len(batch))
+            for row in waiting:
+                if tokens[row] is not None:
+                    writers[row].push(tokens[row])
+                    ended[row] = writers[row].stopped
+            over = sorted(row for row in waiting if tokens[row] is None)
+            results = [_result(batch[row], writers[row], cache, row) for row in over]
+        waiting -= set(over)
+        yield from results
+
+
+def _result(request: Prepared, writer: AnswerWriter, cache: OscarCache, row: int) -> BatchResult:
+    writer.finish()
+    answer = writer.answer(_row_memory(cache, row), request.tokens)
+    return BatchResult(request.index, answer)
+
+
+def _row_memory(cache: OscarCache, row: int) -> MemoryReport:
+    """What one row of a batch holds; rows have no pages in common."""
+    alone = cache.fork()
+    alone.batch_select_indices(torch.tensor([row]))
+    report = replace(alone.memory(), shared_bytes=0)
+    alone.close()
+    return report

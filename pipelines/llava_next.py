@@ -1,0 +1,64 @@
+"""LLaVA-v1.6 (LLaVA-NeXT): images in tiles, on Vicuna, Mistral, Yi or Llama 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.base import Encoded, Family
+from oscar_mm.pipelines.media import Medium
+
+
+class LlavaNext(Family):
+    """llava-v1.6-vicuna-7b and -13b, -mistral-7b, -34b, llama3-llava-next-8b.
+
+    What older processors lack is taken from the model's configuration and set on the processor:
+    the size of a patch and which features of the tower are kept.
+    """
+
+    model_types = ("llava_next",)
+    name = "LLaVA-NeXT"
+    reads = frozenset({Modality.IMAGE})
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        if processor.patch_size is None:
+            processor.patch_size = model.config.vision_config.patch_size
+            # Such processors also leave out the class token, which CLIP has and SigLIP has not.
+            has_class_token = "clip" in model.config.vision_config.model_type
+            processor.num_additional_image_tokens = int(has_class_token)
+        if processor.vision_feature_select_strategy is None:
+            strategy = model.config.vision_feature_select_strategy
+            processor.vision_feature_select_strategy = strategy
+
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+        """See ``Family.encode``."""
+        images = {"images": [medium.content for medium in media]} if media else {}
+        inputs = self.processor(
+            text=[text], **images, **self.text_options(text), return_tensors="pt"
+        )
+        ids = inputs["input_ids"]
+        return Encoded(
+            input_ids=ids,
+            tensors={name: inputs[name] for name in ("pixel_values", "image_sizes") if media},
+            positions=torch.arange(ids.shape[1])[None],
+            media_tokens=[self.least_tokens(medium) for medium in media],
+        )
+
+    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Family.join_media``; images of fewer tiles get empty ones, which are not read."""
+        if name == "pixel_values":
+            tiles = max(part.shape[1] for part in parts)
+            parts = [pad(part, (0, 0) * 3 + (0, tiles - part.shape[1])) for part in parts]
+        return super().join_media(name, parts)
+
+    def least_tokens(self, medium: Medium) -> int:
+        """Tokens of an image: its tiles without padding, a line break a row, and the overview."""
+        image = medium.content
+        counted = self.processor._get_num_multimodal_tokens([(image.height, image.width)])
+        [tokens] = counted["num_image_tokens"]
+        return int(tokens)

@@ -1,0 +1,167 @@
+"""Media: the decoded images, videos and recordings of one turn, with their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from oscar_mm.media import Audio, MediaLimits, Video, load_audio, load_image, load_video
+from oscar_mm.media.digest import media_digest
+from oscar_mm.media.source import describe, is_address
+from oscar_mm.modality import Modality
+
+
+@dataclass(frozen=True, eq=False)
+class Medium:
+    """One decoded medium.
+
+    Attributes:
+        modality: IMAGE, VIDEO or AUDIO.
+        content: a PIL image in mode RGB, a ``Video`` or an ``Audio``.
+        label: its name for people: a file's name, or its place such as images[2].
+    """
+
+    modality: Modality
+    content: Any
+    label: str
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the content, see ``oscar_mm.media.digest``."""
+        return media_digest(self.content)
+
+
+@dataclass(frozen=True, eq=False)
+class Media:
+    """What a turn shows: decoded images, videos (with ``sound``, if it is to be heard), recordings.
+
+    Attributes:
+        labels: names of the images, then the videos, then the recordings; by default their places.
+    """
+
+    images: Sequence[Image.Image] = ()
+    videos: Sequence[Video] = ()
+    audio: Sequence[Audio] = ()
+    labels: Sequence[str] = ()
+
+    @cached_property
+    def _listed(self) -> list[Medium]:
+        kinds = (
+            (Modality.IMAGE, "images", self.images),
+            (Modality.VIDEO, "videos", self.videos),
+            (Modality.AUDIO, "audio", self.audio),
+        )
+        media = [
+            Medium(modality, content, f"{argument}[{index}]")
+            for modality, argument, contents in kinds
+            for index, content in enumerate(contents)
+        ]
+        if not self.labels:
+            return media
+        return [
+            Medium(medium.modality, medium.content, label)
+            for medium, label in zip(media, self.labels, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[Medium]:
+        """Images, then videos, then recordings."""
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._listed)
+
+    def __add__(self, later: Media) -> Media:
+        """Those of this turn, then those of a later one, kind by kind."""
+        both = {
+            name: [*getattr(self, name), *getattr(later, name)]
+            for name in ("images", "videos", "audio")
+        }
+        kinds = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
+        labels = [
+            medium.label for kind in kinds for medium in [*self, *later] if medium.modality is kind
+        ]
+        return Media(**both, labels=labels)
+
+
+def read_media(
+    images: Any,
+    videos: Any,
+    audio: Any,
+    *,
+    limits: MediaLimits,
+    allow_remote: bool,
+    video_fps: float,
+    sound: bool = False,
+) -> Media:
+    """Decode what a user gave: for each kind None, one source or a list of them.
+
+    Args:
+        sound: read the sound of video files too.
+
+    Raises:
+        InputError: a medium that cannot be read; names it.
+    """
+    pictures, clips, recordings = _listed(images), _listed_videos(videos), _listed_audio(audio)
+    labels: list[str] = []
+
+    def named(source: Any, place: str) -> str:
+        name = describe(source, place)
+        is_path = isinstance(source, str | Path) and not is_address(source)
+        labels.append(Path(source).name if is_path else name)
+        return name
+
+    remote = {"allow_remote": allow_remote, "limits": limits}
+    return Media(
+        images=[
+            load_image(source, label=named(source, f"images[{index}]"), **remote)
+            for index, source in enumerate(pictures)
+        ],
+        videos=[
+            load_video(
+                source,
+                limits=limits,
+                fps=video_fps,
+                sound=sound,
+                label=named(source, f"videos[{index}]"),
+            )
+            for index, source in enumerate(clips)
+        ],
+        audio=[
+            load_audio(source, label=named(source, f"audio[{index}]"), **remote)
+            for index, source in enumerate(recordings)
+        ],
+        labels=labels,
+    )
+
+
+def _listed(sources: Any) -> list[Any]:
+    if sources is None:
+        return []
+    return list(sources) if isinstance(sources, list | tuple) else [sources]
+
+
+def _listed_audio(audio: Any) -> list[Any]:
+    """A list of recordings; a pair of samples and their rate is one recording."""
+    if isinstance(audio, tuple) and [isinstance(one, np.ndarray) for one in audio].count(True) == 1:
+        return [audio] if len(audio) == 2 else list(audio)
+    return _listed(audio)
+
+
+def _listed_videos(videos: Any) -> list[Any]:
+    """A list of videos; a list of frames is one video, as is a (T, H, W, 3) array."""
+    if videos is None:
+        return []
+    if not isinstance(videos, list | tuple):
+        return [videos]
+    return [videos] if videos and all(map(_is_frame, videos)) else list(videos)
+
+
+def _is_frame(one: Any) -> bool:
+    return isinstance(one, Image.Image) or (isinstance(one, np.ndarray) and one.ndim < 4)

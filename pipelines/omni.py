@@ -1,0 +1,143 @@
+"""OscarOmniPipeline: recordings, images, videos and a question in, text or speech out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from oscar_mm.answer import Answer, AnswerStream
+from oscar_mm.decoding import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.media.audio import AudioSource
+from oscar_mm.media.image import ImageSource
+from oscar_mm.media.video import VideoSource
+from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.pipelines.speech import speak_answer, speaker_of
+from oscar_mm.sampling import Sampling
+
+_ARGUMENTS = (
+    *("prompt", "audio", "images", "videos", "system"),
+    *("use_audio_in_video", "speak", "speaker"),
+)
+
+
+class OscarOmniPipeline(Pipeline):
+    """Ask Qwen3-Omni about recordings, images and videos; keys and values stay in 2-bit pages.
+
+    ::
+
+        omni = OscarOmniPipeline("Qwen/Qwen3-Omni-30B-A3B-Instruct")
+        answer = omni("Who speaks second?", audio="call.wav")
+        print(answer.text)
+        print(answer.memory)
+
+    Arguments are those of ``Pipeline``.
+    """
+
+    name = "OscarOmniPipeline"
+
+    def __call__(
+        self,
+        prompt: str,
+        audio: AudioSource | Sequence[AudioSource] | None = None,
+        images: ImageSource | Sequence[ImageSource] | None = None,
+        videos: VideoSource | Sequence[VideoSource] | None = None,
+        *,
+        system: str | None = None,
+        use_audio_in_video: bool = False,
+        speak: bool = False,
+        speaker: str | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        **unknown: Any,
+    ) -> Answer:
+        """Answer one question.
+
+        Args:
+            prompt: the question.
+            audio: one recording or a list: path of a sound file, bytes, a pair (samples, rate), or
+                with ``allow_remote`` an http(s) address. None or [] for none.
+            images: one image or a list, as in ``OscarVLPipeline``.
+            videos: one video or a list, of paths or of frames.
+            system: system prompt.
+            use_audio_in_video: hear the sound of video files too, frame by frame.
+            speak: also speak the answer: ``answer.speech``, float32 mono at
+                ``answer.sample_rate``. Needs a checkpoint with a talker; ``stop`` cannot be used.
+            speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
+            max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
+                ``oscar_mm.sampling.Sampling``.
+
+        Raises:
+            InputError: media, text or numbers that cannot be used, a request that is longer than
+                ``max_context``, or speech of a checkpoint that cannot speak.
+        """
+        stream = self.stream(
+            prompt,
+            audio,
+            images,
+            videos,
+            system=system,
+            use_audio_in_video=use_audio_in_video,
+            speak=speak,
+            speaker=speaker,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop,
+            **unknown,
+        )
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: str,
+        audio: AudioSource | Sequence[AudioSource] | None = None,
+        images: ImageSource | Sequence[ImageSource] | None = None,
+        videos: VideoSource | Sequence[VideoSource] | None = None,
+        *,
+        system: str | None = None,
+        use_audio_in_video: bool = False,
+        speak: bool = False,
+        speaker: str | None = None,
+        **sampling: Any,
+    ) -> AnswerStream:
+        """As ``__call__``, but an iterator of pieces of text with the answer as ``result``.
+
+        The request is checked and its media are read at once; the model runs as pieces are taken.
+        A spoken answer comes in one piece.
+        """
+        start = time.perf_counter()
+        how = self.sampling(sampling, _ARGUMENTS)
+        voice = None
+        if speak:
+            if how.stop:
+                raise InputError("stop cannot be used with speak: the speech would go on after it")
+            voice = speaker_of(self.family.whole, speaker)
+        elif speaker is not None:
+            raise InputError("speaker is for a spoken answer: pass speak=True too")
+        self.check_texts(prompt, system)
+        media = self.read_media(images, videos, audio, sound=use_audio_in_video)
+        prepared = self.prepare(prompt, media, system)
+        self.check_length(prepared, how.max_new_tokens)
+        if voice is None:
+            return AnswerStream(self.answer(prepared, how, start))
+        return AnswerStream(self._spoken(prepared, how, voice, start))
+
+    def _spoken(
+        self, prompt: Prompt, sampling: Sampling, speaker: str, start: float
+    ) -> Iterator[str | Answer]:
+        with self.lock:
+            answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
+        yield answer.text
+        yield answer

@@ -1,0 +1,77 @@
+"""Packing: which requests run together, so that little of a batch is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from oscar_mm.decoding import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.sampling import Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that was read: its prompt, how to answer it, and the seconds that this took."""
+
+    index: int
+    prompt: Prompt
+    sampling: Sampling
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.prompt.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Of the prompt's tensors, processed media included."""
+        return sum(tensor.nbytes for tensor in self.prompt.inputs.values())
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How requests are put together.
+
+    Attributes:
+        batch_size: most requests that run at once.
+        max_tokens: most tokens that run at once, padding and room for the answers included; a
+            request that is over it by itself runs alone.
+        max_padding: largest share of padding in the row of a request, 0 to 1.
+
+    Raises:
+        InputError: a value that is not allowed.
+    """
+
+    batch_size: int = 8
+    max_tokens: int = 32_768
+    max_padding: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
+        share = self.max_padding
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise InputError(f"max_padding={share!r}: must be a share from 0 to 1")
+
+    def batches(self, requests: Iterable[Prepared]) -> list[list[Prepared]]:
+        """Requests in batches, longest first, each with those of nearly its length."""
+        batches: list[list[Prepared]] = []
+        for request in sorted(requests, key=lambda one: -one.tokens):
+            if batches and self._fits([*batches[-1], request]):
+                batches[-1].append(request)
+            else:
+                batches.append([request])
+        return batches
+
+    def _fits(self, batch: list[Prepared]) -> bool:
+        longest, shortest = batch[0].tokens, batch[-1].tokens
+        answer = max(one.sampling.max_new_tokens for one in batch)
+        return (
+            len(batch) <= self.batch_size
+            and len(batch) * (longest + answer) <= self.max_tokens
+            and longest - shortest <= self.max_padding * longest
+        )

@@ -1,0 +1,279 @@
+"""Pipeline: what OscarVLPipeline and OscarOmniPipeline share: loading, checks, the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from oscar_mm.answer import Answer
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.store import PageStore
+from oscar_mm.decoding import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.fingerprint import model_fingerprint
+from oscar_mm.generation import Generation
+from oscar_mm.media import MediaLimits
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.batch import Batched
+from oscar_mm.pipelines.loading import load
+from oscar_mm.pipelines.media import Media, Medium, read_media
+from oscar_mm.policy import KVPolicy
+from oscar_mm.prefixes import Prefixes
+from oscar_mm.sampling import Sampling
+from oscar_mm.saved_chat import load_chat
+from oscar_mm.session import Chat
+from oscar_mm.sizes import parse_bytes
+
+
+class Pipeline(Batched):
+    """Loads a checkpoint and answers prompts made from checked requests.
+
+    Args:
+        model: hub id, local folder, or a loaded model (then with ``processor``, or it is loaded
+            from where the model came from).
+        processor: processor of a loaded model.
+        policy: how keys and values are stored: a ``KVPolicy`` or a preset's name.
+        device: "cuda", "cpu", ...; by default a GPU if there is one.
+        dtype: of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
+        attn_implementation: attention of the towers ("sdpa", "flash_attention_2", "eager"); by
+            default "sdpa", or what a loaded model has.
+        max_context: most tokens of prompt and answer; by default what the model was made for.
+        prefill_chunk: read prompts this many tokens at a time, which bounds activations; later
+            chunks then read packed history (``oscar_mm.prefill``). None: in one go, exact.
+        allow_remote: let images and recordings be http(s) addresses.
+        limits: bounds on media.
+        video_fps: frames per second that are sampled from videos.
+        prefix_cache: bytes ("2GB") in which the beginnings of prompts are kept, so that the same
+            media under the same system prompt are read once (``oscar_mm.prefixes``). None: none
+            are kept. Off by default: it takes memory beyond the request, and what follows a
+            shared beginning reads it from packed pages.
+        model_kwargs: handed to ``from_pretrained``: device_map, quantization_config, revision, ...
+
+    Raises:
+        InputError: arguments that cannot be used; the message says what would be right.
+    """
+
+    name: ClassVar[str]
+    """Its key in ``oscar_mm.pipelines.loading.FAMILIES``."""
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        processor: Any = None,
+        policy: str | KVPolicy = "compact",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        max_context: int | None = None,
+        prefill_chunk: int | None = None,
+        allow_remote: bool = False,
+        limits: MediaLimits | None = None,
+        video_fps: float = 2.0,
+        prefix_cache: int | str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.policy = KVPolicy.of(policy)
+        for name, value in (("max_context", max_context), ("prefill_chunk", prefill_chunk)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InputError(f"{name}={value!r}: must be a positive number of tokens or None")
+        is_number = isinstance(video_fps, int | float) and not isinstance(video_fps, bool)
+        if not (is_number and 0 < video_fps < math.inf):
+            raise InputError(f"video_fps={video_fps!r}: must be frames per second, above 0")
+        if limits is not None and not isinstance(limits, MediaLimits):
+            raise InputError(f"limits: must be MediaLimits or None, not {type(limits).__name__}")
+        self.prefixes = None
+        if prefix_cache is not None:
+            self.prefixes = Prefixes(parse_bytes("prefix_cache", prefix_cache))
+        self.family = load(
+            model,
+            processor,
+            self.name,
+            device=device,
+            dtype=dtype,
+            towers=attn_implementation,
+            model_kwargs={} if model_kwargs is None else model_kwargs,
+        )
+        longest = self.model.config.get_text_config().max_position_embeddings
+        self.max_context = min(max_context or longest, longest)
+        self.prefill_chunk = prefill_chunk
+        self.allow_remote = allow_remote
+        self.limits = limits or MediaLimits()
+        self.video_fps = video_fps
+        self.store = PageStore(self.policy)
+        self.lock = self.store.lock
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which checkpoint it is, see ``oscar_mm.fingerprint``; chats are saved with it."""
+        return model_fingerprint(self.model)
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation that keeps its cache between turns.
+
+        Args:
+            system: system prompt.
+
+        Raises:
+            InputError: the system prompt is no text, or empty.
+        """
+        if system is not None:
+            self._check_text("system", system)
+        return Chat(self, system)
+
+    def load_chat(self, path: str | Path) -> Chat:
+        """A chat that ``Chat.save`` wrote, of this model and policy.
+
+        Raises:
+            InputError: the file cannot be read, is no chat, was altered or is another model's.
+        """
+        layers = self.model.get_decoder().layers
+        places = [next(layer.parameters()).device for layer in layers]
+        device = {
+            index: self.family.device if x.type == "meta" else x for index, x in enumerate(places)
+        }
+        with self.lock:
+            conversation, system = load_chat(path, self.store, self.fingerprint, device)
+        return Chat(self, system, conversation)
+
+    def new_cache(self) -> OscarCache:
+        """A cache for one request, used under the pipeline's lock, with pages of its own unless
+        prefixes are kept."""
+        if self.prefixes is not None:
+            return OscarCache(self.policy, store=self.store)
+        return OscarCache(self.policy, store=PageStore(self.policy, self.lock))
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers that writes the text."""
+        return self.family.model
+
+    @property
+    def processor(self) -> Any:
+        """Its processor."""
+        return self.family.processor
+
+    def read_media(
+        self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
+    ) -> Media:
+        """Decode media within the pipeline's limits; see ``oscar_mm.pipelines.media``."""
+        return read_media(
+            images,
+            videos,
+            audio,
+            limits=self.limits,
+            allow_remote=self.allow_remote,
+            video_fps=self.video_fps,
+            sound=sound,
+        )
+
+    def check_texts(self, prompt: Any, system: Any) -> None:
+        """Refuse a prompt, or a system prompt that is not None, which is no text or is empty.
+
+        Raises:
+            InputError: names the argument.
+        """
+        self._check_text("prompt", prompt)
+        if system is not None:
+            self._check_text("system", system)
+
+    def _check_text(self, name: str, text: Any) -> None:
+        if not isinstance(text, str):
+            raise InputError(f"{name} must be text, not {type(text).__name__}")
+        if not text.strip():
+            raise InputError(f"{name} is empty: give some text")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out")
+        self.family.refuse_control_tokens(name, text)
+
+    def check_media(self, media: Media, past_tokens: int = 0) -> None:
+        """Refuse media that are over the context by themselves, before anything is processed.
+
+        Raises:
+            InputError: says how many tokens each kind takes.
+        """
+        least = [self.family.least_tokens(medium) for medium in media]
+        if past_tokens + sum(least) > self.max_context:
+            largest = sorted(zip(least, media, strict=True), key=lambda pair: -pair[0])[:3]
+            shares = ", ".join(
+                f"{medium.label}{_length(medium)}: {tokens}" for tokens, medium in largest
+            )
+            raise InputError(
+                f"the media take at least {sum(least)} tokens ({shares}), over the context of "
+                f"{self.max_context}: give fewer or smaller media"
+            )
+
+    def prepare(self, prompt: str, media: Media, system: str | None) -> Prompt:
+        """Run template and processor on a first turn, whose texts were checked.
+
+        Raises:
+            InputError: media that the model does not read, or too many.
+        """
+        messages = self.family.messages(prompt, system, media)
+        self.check_media(media)
+        # Tokenizers of transformers are not for two threads at once.
+        with self.lock:
+            return self.family.prompt(messages, media)
+
+    def check_length(self, prompt: Prompt, max_new_tokens: int, past_tokens: int = 0) -> None:
+        """Refuse a prompt that leaves no room for its answer in the context.
+
+        Raises:
+            InputError: the counts, and what to make smaller.
+        """
+        total = past_tokens + prompt.tokens
+        if total + max_new_tokens <= self.max_context:
+            return
+        media = [span for span in prompt.spans[0] if span.modality is not Modality.TEXT]
+        visual = [span.length for span in media if span.modality is not Modality.AUDIO]
+        parts = [f"{sum(span.length for span in media)} of media"]
+        if visual:
+            parts.append(f"at most {max(visual)} for one image or pair of frames")
+        parts += [
+            f"{span.tokens} for {span.label}"
+            for span in prompt.media
+            if span.modality is Modality.AUDIO
+        ][:3]
+        past = f"{past_tokens} tokens are held, " if past_tokens else ""
+        raise InputError(
+            f"{past}the prompt has {prompt.tokens} tokens ({', '.join(parts)}) and max_new_tokens "
+            f"is {max_new_tokens}, together over the context of {self.max_context}: give fewer or "
+            "smaller media, a shorter prompt or a smaller max_new_tokens"
+        )
+
+    def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
+        """``options`` as a ``Sampling``; ``arguments`` are the other names that a user may give.
+
+        Raises:
+            InputError: an unknown name, or a value that is not allowed.
+        """
+        known = [field.name for field in fields(Sampling)]
+        if unknown := options.keys() - known:
+            raise InputError(
+                f"unknown argument {', '.join(sorted(unknown))}: choose from "
+                f"{', '.join([*arguments, *known])}"
+            )
+        return Sampling(**options)
+
+    def answer(
+        self, prompt: Prompt, sampling: Sampling, start: float
+    ) -> Generator[str | Answer, None, None]:
+        """Pieces of text as they are generated, then the whole answer.
+
+        Args:
+            start: ``time.perf_counter()`` when the request came.
+        """
+        generation = Generation(self, prompt, self.new_cache(), sampling, start)
+        yield from generation
+        yield generation.answer()
+
+
+def _length(medium: Medium) -> str:
+    return f" of {medium.content.seconds:.0f} s" if medium.modality is Modality.AUDIO else ""

@@ -1,0 +1,190 @@
+"""Qwen3-Omni: recordings, images and videos, with their sound or without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import Qwen3OmniMoeForConditionalGeneration
+
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.media import Audio, Video
+from oscar_mm.media.mono import RATE
+from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.pipelines.base import Encoded, Family
+from oscar_mm.pipelines.media import Medium
+from oscar_mm.pipelines.qwen import image_tokens, video_arguments
+
+_TOKENS_PER_S = 13
+"""Of audio, for each full second."""
+_BY_FRAME = ("input_features", "feature_attention_mask")
+
+
+class Qwen3Omni(Family):
+    """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
+
+    ``model`` is the thinker, which writes the text; ``whole`` also has the talker, where the
+    checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``.
+
+    A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
+    positions whatever comes with it (the processor would pad recordings to the longest and take
+    one frame rate for all videos), and silent videos may stand beside videos with sound.
+    """
+
+    model_types = ("qwen3_omni_moe",)
+    name = "Qwen3-Omni"
+    reads = frozenset({Modality.IMAGE, Modality.VIDEO, Modality.AUDIO})
+    auto_class = Qwen3OmniMoeForConditionalGeneration
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model.thinker, processor)
+        self.whole = model
+        _teach_logits_to_keep(self.model)
+
+    @classmethod
+    def set_attention(cls, model: Any, towers: str | None) -> None:
+        """See ``Family.set_attention``; the outer model would ignore it."""
+        chosen = {"vision_config": towers, "audio_config": towers} if towers else {}
+        model.thinker.set_attn_implementation({"text_config": IMPLEMENTATION} | chosen)
+
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+        """See ``Family.encode``."""
+        left = list(media)
+        ids, positions, counts = [], [], []
+        gathered: dict[str, list[torch.Tensor]] = {}
+        place = torch.zeros(())
+        for piece, is_medium in self._pieces(text):
+            if is_medium:
+                inputs = self._process(piece, left.pop(0).content)
+                part = inputs.pop("input_ids")
+                spatial = self._positions(part, inputs)
+                counts.append(int(token_modalities(part, config=self.model.config).count_nonzero()))
+                for name, tensor in inputs.items():
+                    gathered.setdefault(name, []).append(tensor)
+            else:
+                part = self.tokenize(piece)
+                spatial = torch.arange(part.shape[1]).expand(3, 1, -1).float()
+            ids.append(part)
+            positions.append(spatial + place)
+            place = positions[-1].max() + 1
+        return Encoded(
+            input_ids=torch.cat(ids, dim=1),
+            tensors={name: self.join_media(name, parts) for name, parts in gathered.items()},
+            positions=torch.cat(positions, dim=-1),
+            media_tokens=counts,
+        )
+
+    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Family.join_media``; sounds are padded to the longest, (sounds, ..., frames)."""
+        if name in _BY_FRAME:
+            longest = max(part.shape[-1] for part in parts)
+            parts = [pad(part, (0, longest - part.shape[-1])) for part in parts]
+        return super().join_media(name, parts)
+
+    def least_tokens(self, medium: Medium) -> int:
+        """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
+        if medium.modality is Modality.IMAGE:
+            return image_tokens(self.processor.image_processor, medium.content)
+        sound = medium.content if medium.modality is Modality.AUDIO else medium.content.sound
+        return 0 if sound is None else _TOKENS_PER_S * int(sound.seconds)
+
+    def end_tokens(self) -> frozenset[int]:
+        """See ``Family.end_tokens``; checkpoints name them on the outer model, if at all."""
+        ids = self.whole.generation_config.eos_token_id
+        if self.model.generation_config.eos_token_id is not None or ids is None:
+            return super().end_tokens()
+        return frozenset([ids] if isinstance(ids, int) else ids)
+
+    def _pieces(self, text: str) -> list[tuple[str, bool]]:
+        """The text in pieces: media with the tokens that open and close them, and the rest."""
+        vision = (self.processor.vision_bos_token, self.processor.vision_eos_token)
+        audio = (self.processor.audio_bos_token, self.processor.audio_eos_token)
+        blocks = [
+            "".join(re.escape(token) for token in (around[0], placeholder, around[1]))
+            for placeholder, modality in self.placeholders.items()
+            for around in [audio if modality is Modality.AUDIO else vision]
+        ]
+        pieces = re.split(f"({'|'.join(blocks)})", text)
+        return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
+
+    def _process(self, piece: str, content: Any) -> dict[str, torch.Tensor]:
+        arguments: dict[str, Any] = {}
+        sound = content.sound if isinstance(content, Video) else content
+        sound = sound if isinstance(sound, Audio) else None
+        if sound is not None:
+            arguments |= {"audio": [sound.samples], "sampling_rate": RATE}
+        if isinstance(content, Video):
+            arguments |= video_arguments(self.processor.video_processor, [content])
+            arguments["fps"] = content.fps
+            if sound is not None:
+                arguments |= self._interleaved()
+        elif sound is None:
+            arguments["images"] = [content]
+        inputs = self.processor(text=[piece], return_tensors="pt", **arguments)
+        unused = ("attention_mask", "mm_token_type_ids")
+        return {name: torch.as_tensor(x) for name, x in inputs.items() if name not in unused}
+
+    def _interleaved(self) -> dict[str, Any]:
+        """How the processor is told that the recording belongs to the video."""
+        if hasattr(self.processor, "load_audio_from_video"):
+            return {"load_audio_from_video": True, "audio_from_video_indices": [0]}
+        return {"use_audio_in_video": True}  # older versions of transformers
+
+    def _positions(self, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(3, 1, tokens) float32 of one medium from 0; never from the model's own rope_deltas."""
+        audio = inputs.get("feature_attention_mask")
+        positions, _ = self.model.get_rope_index(
+            ids,
+            image_grid_thw=inputs.get("image_grid_thw"),
+            video_grid_thw=inputs.get("video_grid_thw"),
+            attention_mask=torch.ones_like(ids),
+            use_audio_in_video=audio is not None and "video_grid_thw" in inputs,
+            audio_seqlens=None if audio is None else audio.sum(-1),
+            second_per_grids=inputs.get("video_second_per_grid"),
+        )
+        return positions.float()
+
+
+# Of the forward pass that is running, and of those where it is not given; 0 keeps all.
+_kept: ContextVar[int] = ContextVar("kept", default=0)
+_kept_by_default: ContextVar[int] = ContextVar("kept_by_default", default=0)
+
+
+@contextmanager
+def last_logits_only() -> Iterator[None]:
+    """Inside, thinkers keep the last token's logits where ``generate`` does not say it itself."""
+    token = _kept_by_default.set(1)
+    try:
+        yield
+    finally:
+        _kept_by_default.reset(token)
+
+
+def _teach_logits_to_keep(thinker: Any) -> None:
+    """Let the thinker keep the logits of the last tokens only, as other models do.
+
+    Without it, the logits of a prompt of 32,000 tokens alone take 20 GB in float32.
+    """
+    if getattr(thinker, "_oscar_keeps_logits", False):
+        return
+    thinker._oscar_keeps_logits = True
+
+    def note(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        _kept.set(kwargs.pop("logits_to_keep", _kept_by_default.get()))
+        return args, kwargs
+
+    def cut(_: Any, args: tuple) -> tuple:
+        # From -0 on is all of them.
+        return (args[0][:, -_kept.get() :],)
+
+    def forget(*_: Any) -> None:
+        _kept.set(0)
+
+    thinker.register_forward_pre_hook(note, with_kwargs=True)
+    thinker.lm_head.register_forward_pre_hook(cut)
+    thinker.register_forward_hook(forget, always_call=True)

@@ -1,0 +1,155 @@
+"""Speech: an answer of Qwen3-Omni with its waveform, from the model's own generate."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from oscar_mm.answer import Answer, Timings
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decoding import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
+from oscar_mm.policy import KVPolicy
+from oscar_mm.sampling import Sampling
+
+SAMPLE_RATE = 24_000
+"""Samples per second of Qwen3-Omni's speech."""
+
+_USUAL = "ethan"
+
+
+def speaker_of(model: Any, speaker: str | None) -> str:
+    """The voice to speak with.
+
+    Args:
+        model: the outer Qwen3-Omni model.
+        speaker: a name, in any case, or None for the usual one.
+
+    Raises:
+        InputError: the checkpoint has no talker, or no such voice.
+    """
+    if not model.has_talker:
+        raise InputError(
+            "speak=True: this checkpoint has no talker (or it was disabled), so it answers in "
+            "text only; take an Instruct checkpoint with audio output"
+        )
+    voices = [name.lower() for name in model.config.talker_config.speaker_id or {}]
+    if not voices:
+        raise InputError("speak=True: this checkpoint's configuration names no speaker")
+    if speaker is None:
+        return _USUAL if _USUAL in voices else voices[0]
+    if not isinstance(speaker, str) or speaker.lower() not in voices:
+        raise InputError(f"speaker {speaker!r}: this checkpoint has {', '.join(voices)}")
+    return speaker.lower()
+
+
+class _Listener(BaseStreamer):
+    """Notes the tokens of the text, and when they came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt, then with every token."""
+        if self.times:
+            self.ids.append(int(value))
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called at the end."""
+
+
+def speak_answer(
+    family: Qwen3Omni,
+    prompt: Prompt,
+    policy: KVPolicy,
+    sampling: Sampling,
+    speaker: str,
+    start: float,
+) -> Answer:
+    """Text over an ``OscarCache``, and the same text spoken.
+
+    The talker reads the thinker's hidden states of the whole prompt, so this cannot continue on a
+    kept cache. Its own choices are sampled as the model's authors set it; ``sampling.seed`` makes
+    them repeatable.
+
+    Args:
+        start: ``time.perf_counter()`` when the request came.
+    """
+    talker = family.whole.talker.config
+    if not hasattr(talker, "audio_config"):
+        # transformers looks here for the audio tower's window; checkpoints say it of the thinker.
+        talker.audio_config = family.model.config.audio_config
+    cache, listener = OscarCache(policy), _Listener()
+    cache.expect(prompt.modalities)
+    # All are said, or the checkpoint's own would be taken.
+    options: dict[str, Any] = {
+        "do_sample": sampling.temperature > 0,
+        "repetition_penalty": float(sampling.repetition_penalty),
+    }
+    if sampling.temperature > 0:
+        options |= {
+            "temperature": float(sampling.temperature),
+            "top_p": float(sampling.top_p),
+            "top_k": sampling.top_k,
+        }
+    ends = family.end_tokens()
+    ids = prompt.inputs["input_ids"]
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    seeded = torch.random.fork_rng(devices=devices, enabled=sampling.seed is not None)
+    with seeded, last_logits_only():
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        try:
+            _, wave = family.whole.generate(
+                **prompt.inputs,
+                return_audio=True,
+                speaker=speaker,
+                use_audio_in_video=_is_heard(prompt),
+                thinker_max_new_tokens=sampling.max_new_tokens,
+                thinker_eos_token_id=sorted(ends),
+                thinker_past_key_values=cache,
+                thinker_position_ids=prompt.positions,
+                thinker_streamer=listener,
+                # With less than one frame of sound, generate fails.
+                talker_min_new_tokens=2,
+                **{f"thinker_{name}": value for name, value in options.items()},
+            )
+        except RuntimeError:
+            # It fails too where the text ended at once, so that there is nothing to say.
+            if len(listener.ids) != 1 or listener.ids[0] not in ends:
+                raise
+            wave = torch.zeros(0)
+    ended = listener.ids[-1] in ends
+    tokens = listener.ids[:-1] if ended else listener.ids
+    first, last = listener.times[1], listener.times[-1]
+    return Answer(
+        text=family.processor.tokenizer.decode(tokens, skip_special_tokens=True),
+        token_ids=tokens,
+        memory=cache.memory(),
+        timings=Timings(
+            prefill_s=first - start,
+            decode_s=last - first,
+            tokens_per_s=(len(tokens) - 1) / (last - first) if last > first else 0.0,
+        ),
+        finish_reason="stop" if ended else "length",
+        prompt_tokens=prompt.tokens,
+        speech=wave.reshape(-1).float().cpu().numpy(),
+        sample_rate=SAMPLE_RATE,
+    )
+
+
+def _is_heard(prompt: Prompt) -> bool:
+    """Whether the sound of any video is in the prompt."""
+    row = prompt.modalities[0]
+    return any(
+        bool((row[span.start : span.stop] == int(Modality.AUDIO)).any())
+        for span in prompt.media
+        if span.modality is Modality.VIDEO
+    )

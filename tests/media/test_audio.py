@@ -1,0 +1,266 @@
+"""Recordings come out as mono at 16 kHz in bounded memory; bad ones are refused by name."""
+
+import runpy
+import struct
+import tracemalloc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oscar_mm.errors import InputError
+from oscar_mm.media import Audio, MediaLimits, load_audio, load_video
+from tests.prompts import clip, tone
+from tests.recordings import CODECS, write_movie, write_sound
+
+ROOT = Path(__file__).parents[2]
+
+
+def pitch(audio: Audio) -> float:
+    """The strongest frequency, in Hz."""
+    spectrum = np.abs(np.fft.rfft(audio.samples))
+    return float(spectrum.argmax() / audio.seconds)
+
+
+@pytest.mark.parametrize("suffix", CODECS)
+def test_formats(tmp_path: Path, suffix: str) -> None:
+    path = write_sound(tmp_path / f"a: 1.{suffix}", tone(3, 523))
+    audio = load_audio(path)
+    assert audio.samples.dtype == np.float32 and audio.samples.ndim == 1
+    assert audio.seconds == pytest.approx(3, abs=0.1)
+    assert pitch(audio) == pytest.approx(523, abs=1)
+    assert (audio.source_rate, audio.channels) == (48_000, 2)
+    loudness = np.sqrt((tone(3, 523)[0] ** 2).mean())
+    assert np.sqrt((audio.samples**2).mean()) == pytest.approx(loudness, rel=0.1)
+    again = load_audio(path.read_bytes())
+    assert np.array_equal(again.samples, audio.samples)
+
+
+def test_ogg_vorbis(tmp_path: Path) -> None:
+    path = tmp_path / "a.ogg"
+    soundfile.write(path, tone(3, 523)[0], 16_000)
+    audio = load_audio(path)
+    assert audio.seconds == pytest.approx(3, abs=0.01) and pitch(audio) == pytest.approx(523, abs=1)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000])
+@pytest.mark.parametrize("layout", ["mono", "stereo"])
+def test_rates_and_channels(tmp_path: Path, rate: int, layout: str) -> None:
+    audio = load_audio(write_sound(tmp_path / "a.wav", tone(1, 880), rate=rate, layout=layout))
+    assert (audio.source_rate, audio.channels) == (rate, 1 + (layout == "stereo"))
+    assert audio.seconds == pytest.approx(1, abs=0.01)
+    assert pitch(audio) == pytest.approx(880, abs=2)
+
+
+def test_channels_are_averaged() -> None:
+    left, rate = tone(1, 300)
+    right, _ = tone(1, 2000, seed=1)
+    both = load_audio((np.stack([left, right], 1), rate))
+    assert np.allclose(both.samples, (left + right) / 2, atol=1e-6)
+    assert np.allclose(load_audio((np.stack([left, -left]), rate)).samples, 0, atol=1e-6)
+
+
+def test_arrays_of_every_type() -> None:
+    samples, rate = tone(0.5)
+    expected = load_audio((samples, rate)).samples
+    assert np.allclose(expected, samples, atol=1e-6)
+    forms = [
+        (samples.astype(np.float64), rate),
+        ((samples * 2**15).astype(np.int16), rate),
+        ((samples * 2**31).astype(np.int32), rate),
+        (rate, samples),
+        (samples[:, None], np.int64(rate)),
+        (samples[None], rate),
+    ]
+    for form in forms:
+        assert np.allclose(load_audio(form).samples, expected, atol=1e-4)
+    coarse = load_audio(((samples * 2**7 + 128).astype(np.uint8), rate))
+    assert np.allclose(coarse.samples, expected, atol=0.01)
+    assert samples.flags.writeable
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(4_000, 192_000), st.floats(0.1, 21), st.integers(1, 4))
+def test_length_is_kept(rate: int, seconds: float, channels: int) -> None:
+    count = round(rate * seconds) + 1
+    samples = np.random.default_rng(count).uniform(-0.5, 0.5, (count, channels))
+    audio = load_audio((samples.astype(np.float32), rate))
+    assert len(audio.samples) == pytest.approx(count * 16_000 / rate, abs=2)
+    assert audio.channels == channels
+
+
+def test_pieces_join_without_a_seam() -> None:
+    """Longer than a piece, at a rate that is no multiple: still one clean tone."""
+    time = np.arange(25 * 44_100) / 44_100
+    audio = load_audio(((0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32), 44_100))
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(len(audio.samples)) / 16_000)
+    assert np.abs(audio.samples - expected)[500:-500].max() < 1e-3
+
+
+def test_files_are_decoded_in_pieces(tmp_path: Path) -> None:
+    """Two minutes of 48 kHz stereo are 92 MB as float64; here 8 MB are kept, twice at the end."""
+    path = tmp_path / "long.wav"
+    piece = np.random.default_rng(0).integers(-9999, 9999, (48_000 * 10, 2)).astype(np.int16)
+    soundfile.write(path, np.tile(piece, (12, 1)), 48_000)
+    tracemalloc.start()
+    audio = load_audio(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert audio.seconds == pytest.approx(120)
+    assert peak < 2 * audio.samples.nbytes + 3 * 2 * piece.nbytes
+
+
+def test_sound_of_a_video(tmp_path: Path) -> None:
+    movie = write_movie(tmp_path / "movie.mp4", clip(16), tone(2, 700))
+    audio = load_audio(movie)
+    assert audio.seconds == pytest.approx(2, abs=0.1) and pitch(audio) == pytest.approx(700, abs=2)
+    video = load_video(movie, sound=True)
+    assert np.array_equal(video.sound.samples, audio.samples)
+    assert load_video(movie).sound is None
+    silent = write_movie(tmp_path / "silent.mp4", clip(16), None)
+    assert load_video(silent, sound=True).sound is None
+    assert load_video(list(clip(4)), sound=True).sound is None
+    with pytest.raises(InputError, match=r"silent\.mp4: has no audio track"):
+        load_audio(silent)
+
+
+def test_silence_and_clipping_are_told() -> None:
+    samples, rate = tone(1)
+    with pytest.warns(UserWarning, match="^call: is silent from beginning to end$"):
+        assert not load_audio((samples * 0, rate), label="call").samples.any()
+    with pytest.warns(UserWarning, match=r"^audio: is clipped \(\d+% of its samples"):
+        load_audio(((samples * 8).clip(-1, 1), rate))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_audio((samples, rate))
+        load_audio((samples / samples.max(), rate))
+
+
+def test_limits(tmp_path: Path) -> None:
+    limits = MediaLimits(max_audio_seconds=2)
+    assert load_audio(tone(2), limits=limits).seconds == 2
+    for suffix in ("wav", "m4a"):
+        path = write_sound(tmp_path / f"a.{suffix}", tone(3))
+        with pytest.raises(InputError, match=rf"a\.{suffix}: 3.* s are longer than .* 2 s"):
+            load_audio(path, limits=limits)
+    with pytest.raises(InputError, match=r"audio: 3\.0 s.*max_audio_seconds"):
+        load_audio(tone(3), limits=limits)
+    with pytest.raises(InputError, match="max_file_bytes"):
+        load_audio(path.read_bytes(), limits=MediaLimits(max_file_bytes=1000))
+
+
+def cut(path: Path, share: float) -> Path:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    return path
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    text, empty, playlist, zero, short = (tmp_path / f"{name}.wav" for name in "abcde")
+    text.write_text("no sound at all")
+    empty.touch()
+    playlist.write_text("#EXTM3U\n#EXTINF:4,\n/etc/hostname\n#EXT-X-ENDLIST\n")
+    soundfile.write(zero, np.zeros(0), 16_000)
+    soundfile.write(short, np.ones(100) / 2, 16_000)
+    broken = tmp_path / "nan.wav"
+    soundfile.write(broken, np.array([0.1, np.nan, 0.2] * 9000), 16_000, subtype="FLOAT")
+    loud = tmp_path / "loud.wav"
+    soundfile.write(loud, 9000 * tone(1)[0], 16_000, subtype="FLOAT")
+    cases = {
+        tmp_path / "missing.wav": "no such file",
+        tmp_path: "folder",
+        text: "not a recording",
+        empty: "file is empty",
+        playlist: "not a recording",
+        zero: "no samples",
+        short: r"0\.006 s are too short",
+        broken: "NaN or infinite",
+        loud: r"floats must lie in -1\.\.1",
+        cut(write_sound(tmp_path / "cut.wav", tone(3)), 0.5): "cut off",
+        cut(write_sound(tmp_path / "cut.flac", tone(3)), 0.5): "cut off|damaged",
+        cut(write_sound(tmp_path / "cut.m4a", tone(3)), 0.7): "damaged|cut off",
+        cut(write_sound(tmp_path / "cut.webm", tone(3)), 0.5): "damaged|cut off",
+    }
+    for path, reason in cases.items():
+        with pytest.raises(InputError, match=reason) as caught:
+            load_audio(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_wav_of_unknown_size(tmp_path: Path) -> None:
+    """Programs that write to a pipe leave sizes of all ones in the header."""
+    path = tmp_path / "piped.wav"
+    soundfile.write(path, tone(1)[0], 16_000, subtype="PCM_16")
+    data = bytearray(path.read_bytes())
+    place = data.index(b"data")
+    data[4:8] = data[place + 4 : place + 8] = struct.pack("<I", 2**32 - 1)
+    path.write_bytes(data)
+    assert load_audio(path).seconds == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (tone(1)[0], "array of samples needs its rate"),
+        ((tone(1)[0],), "pair must be an array of samples and their rate"),
+        ((tone(1)[0], "16k"), "pair must be"),
+        ((tone(1)[0], 16_000.0), "pair must be"),
+        ((tone(1)[0], True), "pair must be"),
+        ((tone(1)[0], 0), "0 samples per second cannot be"),
+        ((tone(1)[0], -16_000), "cannot be"),
+        ((np.zeros((3, 40, 40), np.float32), 16_000), r"shape \(3, 40, 40\)"),
+        ((np.zeros((99, 99), np.float32), 16_000), r"shape \(99, 99\).*at most 8 channels"),
+        ((np.zeros(900, np.int64), 16_000), "int64"),
+        ((np.zeros(900, np.complex64), 16_000), "complex64"),
+        ((np.full(9000, np.inf), 16_000), "infinite"),
+        ((np.full(9000, 9000.0), 16_000), "divide by 32768"),
+        ((np.zeros(0, np.float32), 16_000), "no samples"),
+        (b"", "no bytes"),
+        (b"RIFF", "not a recording"),
+        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not a recording|damaged|cut off"),
+        (5, "int is not a recording"),
+        (None, "NoneType is not a recording"),
+        ([tone(1)], "list is not a recording"),
+        ("https://example.org/a.wav", "remote media are off"),
+        ("file:///a.wav", "path itself"),
+        ("ftp://example.org/a.wav", "is an address"),
+        ("data:audio/wav;base64,????", "base64 text is damaged"),
+    ],
+)
+def test_bad_sources(source: Any, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        load_audio(source)
+
+
+def test_data_uri(tmp_path: Path) -> None:
+    import base64
+
+    path = write_sound(tmp_path / "a.wav", tone(1))
+    uri = "data:audio/wav;base64," + base64.b64encode(path.read_bytes()).decode()
+    assert np.array_equal(load_audio(uri).samples, load_audio(path).samples)
+
+
+def test_missing_packages_are_told(monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(InputError, match=r"package soxr; pip install 'oscar-mm\[audio\]'"):
+        load_audio(tone(1))
+
+
+def test_the_example() -> None:
+    audio = load_audio(ROOT / "examples" / "media" / "dial.wav")
+    assert audio.seconds == pytest.approx(2.68, abs=0.01)
+    # The first key is a 5: 770 and 1336 Hz.
+    key = Audio(audio.samples[round(0.12 * 16_000) : round(0.32 * 16_000)], 8000, 1)
+    spectrum = np.abs(np.fft.rfft(key.samples))
+    strongest = sorted(np.argsort(spectrum)[-2:] / key.seconds)
+    assert strongest == pytest.approx([770, 1336], abs=6)
+    script = runpy.run_path(str(ROOT / "examples" / "media" / "make_audio.py"))
+    drawn = load_audio((script["dialled"](script["NUMBER"]), script["RATE"]))
+    assert np.abs(drawn.samples - audio.samples).max() < 1e-4

@@ -1,0 +1,212 @@
+"""Qwen3-Omni's prompts and answers against plain transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
+
+from oscar_mm import OscarOmniPipeline
+from oscar_mm.media import load_video
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.media import Media
+from tests.pipelines.conftest import NEVER
+from tests.prompts import clip, noise, tone
+from tests.recordings import write_movie
+
+REQUESTS: dict[str, dict[str, list[Any]]] = {
+    "text": {},
+    "audio": {"audio": [tone(2.3)]},
+    "image": {"images": [noise(64, 96)]},
+    "two images": {"images": [noise(64, 64, 1), noise(120, 50, 2)]},
+    "video": {"videos": [clip(6)]},
+    "everything": {"audio": [tone(1.1)], "images": [noise(40, 90, 3)], "videos": [clip(4, 7)]},
+}
+
+
+class Plain:
+    """The same checkpoint in plain transformers: one call of the processor, its own generate."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+    def inputs(self, prompt: str, media: Media) -> Any:
+        """Of media of one kind each; a video may have sound, if there is no recording besides."""
+        parts = [{"type": medium.modality.label} for medium in media]
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
+        text = self.processor.apply_chat_template(
+            [turn], add_generation_prompt=True, tokenize=False
+        )
+        arguments: dict[str, Any] = {"images": list(media.images)} if media.images else {}
+        sounds = [audio.samples for audio in media.audio]
+        for video in media.videos:
+            arguments |= {
+                "videos": [video.frames],
+                "video_metadata": [video.metadata],
+                "do_sample_frames": False,
+                "cap_pixels_per_frame": False,
+                "fps": video.fps,
+            }
+            if video.sound is not None:
+                sounds = [video.sound.samples]
+                if hasattr(self.processor, "load_audio_from_video"):
+                    arguments |= {"load_audio_from_video": True, "audio_from_video_indices": [0]}
+                else:
+                    arguments["use_audio_in_video"] = True
+        if sounds:
+            arguments["audio"] = sounds
+        inputs = self.processor(text=[text], return_tensors="pt", **arguments)
+        return {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
+
+    def answer(self, inputs: Any, **options: Any) -> list[int]:
+        output = self.model.generate(
+            **inputs,
+            return_audio=False,
+            thinker_max_new_tokens=16,
+            thinker_eos_token_id=NEVER,
+            thinker_do_sample=False,
+            **options,
+        )
+        return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def plain(qwen3_omni_folder) -> Plain:
+    return Plain(qwen3_omni_folder)
+
+
+@pytest.fixture(scope="module")
+def movie(tmp_path_factory) -> Path:
+    return write_movie(tmp_path_factory.mktemp("media") / "movie.mp4", clip(24, 30), tone(3.0))
+
+
+def same_prompt(omni: OscarOmniPipeline, media: Media, inputs: Any) -> None:
+    ours = omni.prepare("What is it?", media, None).inputs
+    for key in inputs.keys() - {"attention_mask"}:
+        assert torch.allclose(ours[key].float(), torch.as_tensor(inputs[key]).float(), atol=1e-6)
+    assert ours.keys() == inputs.keys() - {"attention_mask"}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_16_bit_cache_is_plain_transformers(omni, plain, name: str) -> None:
+    media = omni.read_media(**REQUESTS[name])
+    inputs = plain.inputs("What is it?", media)
+    same_prompt(omni, media, inputs)
+    answer = omni("What is it?", **REQUESTS[name], max_new_tokens=16)
+    assert answer.token_ids == plain.answer(inputs)
+    assert len(set(answer.token_ids)) > 3
+
+
+def test_a_video_with_its_sound(omni, plain, movie) -> None:
+    media = omni.read_media(videos=[movie], sound=True)
+    [video] = media.videos
+    assert video.sound.seconds == pytest.approx(3.0, abs=0.1)
+    inputs = plain.inputs("What is it?", media)
+    same_prompt(omni, media, inputs)
+    heard = omni("What is it?", videos=[movie], use_audio_in_video=True, max_new_tokens=16)
+    assert heard.token_ids == plain.answer(inputs, use_audio_in_video=True)
+    silent = omni("What is it?", videos=movie, max_new_tokens=16)
+    assert silent.memory.tokens["audio"] == 0 < silent.memory.tokens["video"]
+
+    prompt = omni.prepare("What is it?", media, None)
+    [span] = prompt.media
+    run = prompt.modalities[0, span.start : span.stop]
+    assert span.modality is Modality.VIDEO and span.label == "movie.mp4"
+    assert heard.memory.tokens["audio"] == int((run == 3).sum()) == pytest.approx(13 * 3, abs=2)
+    # Frames and sound alternate by time, as positions say.
+    assert int((run[1:] != run[:-1]).sum()) >= 3
+    times = prompt.positions[1, 0, span.start : span.stop]
+    assert bool((times[1:] >= times[:-1]).all())
+
+
+def test_silent_videos_beside_heard_ones(omni, movie, tmp_path) -> None:
+    silent = write_movie(tmp_path / "silent.mp4", clip(16, 3), None)
+    media = omni.read_media(videos=[silent, movie, clip(4)], audio=[tone(1)], sound=True)
+    assert [video.sound is not None for video in media.videos] == [False, True, False]
+    prompt = omni.prepare("Compare.", media, None)
+    sounds = [
+        int((prompt.modalities[0, span.start : span.stop] == int(Modality.AUDIO)).sum())
+        for span in prompt.media
+    ]
+    assert sounds[0] == sounds[2] == 0 and sounds[1] > 35 and sounds[3] == 13
+    answer = omni(
+        "Compare.",
+        videos=[silent, movie, clip(4)],
+        audio=tone(1),
+        use_audio_in_video=True,
+        max_new_tokens=4,
+    )
+    assert answer.memory.tokens["audio"] == sum(sounds)
+
+
+def test_a_medium_is_the_same_whatever_comes_with_it(omni) -> None:
+    """Frame rates and lengths of other media leave a medium's features and positions alone."""
+    slow = load_video(clip(6), fps=2)
+    fast = load_video(clip(6), fps=6)
+    alone = omni.prepare("x", Media(videos=[fast]), None)
+    both = omni.prepare("x", Media(videos=[slow, fast]), None)
+    first, second = both.media
+    spread = [
+        float(positions.max() - positions.min())
+        for positions in (
+            alone.positions[1, 0, alone.media[0].start : alone.media[0].stop],
+            both.positions[1, 0, first.start : first.stop],
+            both.positions[1, 0, second.start : second.stop],
+        )
+    ]
+    assert spread == pytest.approx([2 * 13 / 3, 2 * 13, 2 * 13 / 3])
+
+    short, long = tone(0.5), tone(4)
+    one = omni.prepare("x", omni.read_media(audio=[short]), None).inputs["input_features"]
+    two = omni.prepare("x", omni.read_media(audio=[long, short]), None).inputs["input_features"]
+    assert torch.equal(two[1, :, : one.shape[2]], one[0])
+
+
+def test_logits_of_the_last_token_only(omni) -> None:
+    prompt = omni.prepare("What is it?", omni.read_media(audio=[tone(1)]), None)
+    arguments = {**prompt.inputs, "position_ids": prompt.positions, "use_cache": False}
+    sizes = []
+    hook = omni.model.lm_head.register_forward_hook(lambda *a: sizes.append(a[2].shape[1]))
+    with torch.inference_mode():
+        whole = omni.model(**arguments).logits
+        last = omni.model(**arguments, logits_to_keep=1).logits
+        with pytest.raises(AttributeError):
+            omni.model(**arguments, pixel_values="no pixels", logits_to_keep=1)
+        again = omni.model(**arguments).logits
+    hook.remove()
+    assert sizes == [prompt.tokens, 1, prompt.tokens]
+    assert torch.allclose(whole[:, -1:], last, atol=1e-5) and torch.equal(whole, again)
+
+
+def test_chunks_are_exact_in_16_bit(omni) -> None:
+    chunked = OscarOmniPipeline(
+        omni.family.whole, processor=omni.processor, policy="bf16", prefill_chunk=33
+    )
+    expected = omni("What is it?", **REQUESTS["everything"], max_new_tokens=12).token_ids
+    answer = chunked("What is it?", **REQUESTS["everything"], max_new_tokens=12)
+    assert answer.token_ids == expected
+
+
+def test_end_tokens(omni, speaking, monkeypatch) -> None:
+    thinker, whole = omni.model.generation_config, omni.family.whole.generation_config
+    tokenizer = omni.processor.tokenizer
+    monkeypatch.setattr(thinker, "eos_token_id", None)
+    assert omni.family.end_tokens() == {tokenizer.eos_token_id}
+    monkeypatch.setattr(whole, "eos_token_id", [3, 4])
+    assert omni.family.end_tokens() == {3, 4}
+    monkeypatch.setattr(whole, "eos_token_id", None)
+    assert omni.family.end_tokens() == {tokenizer.eos_token_id}
+    monkeypatch.setattr(thinker, "eos_token_id", 5)
+    assert omni.family.end_tokens() == {5}
+
+
+def test_audio_tokens_are_announced(omni) -> None:
+    media = omni.read_media(audio=[tone(0.4), tone(3.9)], images=[noise(64, 64)])
+    least = [omni.family.least_tokens(medium) for medium in media]
+    spans = omni.prepare("What?", media, None).media
+    assert least == [4, 0, 39]
+    assert all(few <= span.tokens <= few + 13 for few, span in zip(least, spans, strict=True))
