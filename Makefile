@@ -1,5 +1,7 @@
 # make demo | test | lint | bench | clean. Needs Python 3.11 or newer; PYTHON=... names another one.
 PYTHON ?= python3
+# Processes that share the tests; a file's tests stay together, and with them what they set up.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
@@ -19,7 +21,7 @@ demo: $(RUN_STAMP)
 	  --prompt "What does the receipt total?" --max-new-tokens 24
 
 test: $(RUN_STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

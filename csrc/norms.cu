@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norms(const __grid_constan
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float value = static_cast<float>(x[i]);
-        if (sigma != nullptr) value /= sigma[i];
+        if (sigma != nullptr) value = __fdividef(value, sigma[i]);
         sum = fmaf(value, value, sum);
       }
     }

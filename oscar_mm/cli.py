@@ -23,7 +23,7 @@ EXIT_BAD_INPUT = 2
 _UsageError = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
-    help="Ask a vision-language model about images and videos with a 2-bit KV cache.",
+    help="Ask multimodal models about images, video and sound with a 2-bit KV cache.",
     epilog=f"{DEBUG_VARIABLE}=1 shows the full traceback of an unexpected error.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
