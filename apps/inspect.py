@@ -63,8 +63,9 @@ def inspect(
         )
     given = _by_kind(media or [])
     if out is not None:
-        if out.exists() and not out.is_dir():
-            raise InputError(f"--out {out}: is a file; give a folder")
+        there = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise InputError(f"--out {out}: {there} is a file; give a folder")
         from oscar_mm.inspect.figure import require_matplotlib  # brings torch
 
         require_matplotlib()

@@ -70,7 +70,8 @@ class Batched:
         get alone, up to rounding (a matrix product of other size; with policies that balance by
         the prompt, that is by the batch, on models without QK-norm). A request that cannot be
         used does not stop the others: its result has the error. Where a batch runs out of memory
-        or its logits are NaN, its halves are tried.
+        or its logits are NaN, its halves are tried. Answers are text; beginnings that prompts
+        share are read for each.
 
         Args:
             requests: a list, or an iterator, of which a few batches are read ahead.

@@ -46,3 +46,20 @@ def test_an_error_leaves_no_result() -> None:
     assert list(stream) == []
     with pytest.raises(RuntimeError, match="not complete"):
         _ = stream.result
+
+
+def test_close_ends_the_answer() -> None:
+    closed = []
+
+    def pieces() -> Iterator[str]:
+        try:
+            yield from ("a", "b")
+        except GeneratorExit:
+            closed.append(True)
+            raise
+
+    stream = AnswerStream(pieces())
+    assert next(stream) == "a"
+    stream.close()
+    stream.close()
+    assert closed == [True] and list(stream) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError
-from oscar_mm.sampling import Sampling
+from oscar_mm.sampling import Chooser, Sampling
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -61,3 +61,18 @@ def test_seed() -> None:
 
     assert draw(0) == draw(0) != draw(1)
     assert Sampling(temperature=1.0).generator(torch.device("cpu")) is None
+
+
+def test_a_row_is_chosen_by_itself() -> None:
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    prompt = torch.tensor([3, 7])
+    assert not Sampling(top_p=0.5, top_k=3, seed=1).changes_logits
+    penalized = Chooser(Sampling(repetition_penalty=1e6), prompt)
+    chosen = [int(penalized.choose(row)) for row in logits.abs() + 1]
+    assert len({*chosen, 3, 7}) == 7, "what was seen comes again"
+    sampling = Sampling(temperature=1.0, seed=4)
+    assert sampling.changes_logits
+    one, other = Chooser(sampling, prompt), Chooser(sampling, prompt)
+    torch.manual_seed(0)
+    first = [int(one.choose(row)) for row in logits]
+    assert [int(other.choose(row)) for row in logits] == first

@@ -45,17 +45,19 @@ def png(inspection: Inspection, title: str) -> bytes:
     """The figure as PNG."""
     from matplotlib.figure import Figure
 
-    drawn = [(_norms, 0), (_spread, 0.9), (_errors, 0), (_channels, 0.9)]
+    drawn = [(_norms, 0), (_spread, 0.9), (_divergence, 0), (_channels, 0.9)]
     if inspection.has_pages:
         drawn += [(partial(_errors_of, field=field), 0) for field in ("keys", "output")]
     figure = Figure(figsize=(13, 2.6 * len(drawn)), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize=15, fontweight="bold")
+    # A dollar sign would begin a formula.
+    figure.suptitle(title.replace("$", r"\$"), fontsize=15, fontweight="bold")
     panels = figure.subplots(len(drawn) // 2, 2)
     for panel, (draw, bottom) in zip(panels.flat, drawn, strict=True):
         draw(panel, inspection)
         panel.set_xlabel("layer")
         panel.set_xlim(-0.4, len(inspection.layers) - 0.6)
-        panel.set_ylim(bottom, max(1.1 * panel.dataLim.ymax, bottom + 0.2))
+        if panel.lines:
+            panel.set_ylim(bottom, max(1.1 * panel.dataLim.ymax, 1.1 * bottom))
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(color="#E0E0E0", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -101,16 +103,16 @@ def _spread(panel: Axes, inspection: Inspection) -> None:
     panel.axhline(1, color="black", linewidth=1, label="after scaling per head")
 
 
-def _errors(panel: Axes, inspection: Inspection) -> None:
-    panel.set_title("Error of attention output, with and without token scaling")
-    panel.set_ylabel("relative error, |found - exact| / |exact|")
+def _divergence(panel: Axes, inspection: Inspection) -> None:
+    panel.set_title("Divergence of attention weights, with and without token scaling")
+    panel.set_ylabel("KL, exact against found, in nats")
     if not inspection.has_pages:
         text = "no modality has the 128 tokens\nthat fill a page"
         panel.text(0.5, 0.5, text, ha="center", va="center", transform=panel.transAxes)
         return
     for preset, pair in PAIRS.items():
         for variant in pair:
-            found = [layer.errors[variant.label][ALL].output for layer in inspection.layers]
+            found = [layer.errors[variant.label][ALL].divergence for layer in inspection.layers]
             style: dict[str, Any] = {"marker": "o", "markersize": 5}
             if variant.token_scaling is None:
                 hollow = {"marker": "s", "markersize": 9, "markerfacecolor": "none"}

@@ -6,8 +6,10 @@ from oscar_mm.inspect.errors import PAIRS, QUERY_TOKENS
 from oscar_mm.inspect.inspection import Inspection
 
 _USUAL = "compact"
-_MATTERS = 0.05
-"""A change of the error of attention by less than this share is called none."""
+_MATTERS = 0.1
+"""A change of the divergence by less than this share is called none."""
+_DIFFERS = 1.05
+"""Median norms of modalities that differ by less than this factor are called equal."""
 
 
 def findings(inspection: Inspection) -> list[str]:
@@ -28,21 +30,21 @@ def _verdict(inspection: Inspection) -> str:
             "has the 128 tokens that fill a page, so nothing would be quantized. Give more media "
             "or a longer prompt."
         )
-    with_it, without = (inspection.mean_errors(one.label).output for one in PAIRS[_USUAL])
+    with_it, without = (inspection.mean_errors(one.label).divergence for one in PAIRS[_USUAL])
     change = without / max(with_it, 1e-12) - 1
     if change > _MATTERS:
         return (
-            "On this prompt the model needs token scaling: without it, the error of attention is "
-            f"{change:.0%} larger ({_USUAL})."
+            "On this prompt the model needs token scaling: without it, attention weights are off "
+            f"by {change:.0%} more ({_USUAL})."
         )
     if change < -_MATTERS:
         return (
-            "On this prompt the model does not need token scaling: without it, the error of "
-            f"attention is {-change:.0%} smaller ({_USUAL})."
+            "On this prompt the model does not need token scaling: without it, attention weights "
+            f"are off by {-change:.0%} less ({_USUAL})."
         )
     return (
-        "On this prompt token scaling hardly matters: without it, the error of attention changes "
-        f"by {change:+.1%} ({_USUAL})."
+        "On this prompt token scaling hardly matters: without it, the divergence of attention "
+        f"weights changes by {change:+.1%} ({_USUAL})."
     )
 
 
@@ -51,17 +53,21 @@ def _about_scaling(inspection: Inspection) -> list[str]:
         return []
     parts = []
     for preset, (with_it, without) in PAIRS.items():
-        before = inspection.mean_errors(without.label).output
-        after = inspection.mean_errors(with_it.label).output
-        parts.append(f"{preset} {before:.3f} without, {after:.3f} with ({with_it.token_scaling})")
-    return [f"Error of attention output, mean over layers: {'; '.join(parts)}."]
+        before = inspection.mean_errors(without.label).divergence
+        after = inspection.mean_errors(with_it.label).divergence
+        parts.append(f"{preset} {before:.4f} without, {after:.4f} with ({with_it.token_scaling})")
+    return [
+        "Divergence of attention weights (KL, in nats, mean over layers): "
+        f"{'; '.join(parts)}. Without token scaling, compact also goes without its correction of "
+        "norms."
+    ]
 
 
 def _about_norms(inspection: Inspection) -> list[str]:
     layers = inspection.layers
     said = []
     widest = max(layers, key=lambda layer: layer.norms.ratio)
-    if widest.norms.ratio > 1 + _MATTERS:
+    if widest.norms.ratio > _DIFFERS:
         medians = ", ".join(
             f"{name} {spread.median:.2f}" for name, spread in widest.norms.tokens.items()
         )
@@ -107,12 +113,13 @@ def _about_the_sample(inspection: Inspection) -> list[str]:
     if inspection.is_sample:
         said.append(
             f"Errors are those of a sample of {inspection.quantized:,} of "
-            f"{sum(inspection.tokens.values()):,} tokens, whole pages at even distances."
+            f"{sum(inspection.tokens.values()):,} tokens, whole pages at even distances, and "
+            "attention is to these."
         )
     if inspection.has_pages:
         said.append(
-            f"Errors are relative, of the last {QUERY_TOKENS} tokens' attention to what is in full "
-            "pages of 128 tokens. They compare formats in this prompt; what an answer loses is "
-            "told by tasks only."
+            f"Errors of attention are those of the last {QUERY_TOKENS} tokens, and only full pages "
+            "of 128 tokens are quantized. They compare formats in this prompt; what an answer "
+            "loses is told by tasks only."
         )
     return said

@@ -8,10 +8,11 @@ import torch
 
 from oscar_mm.modality import Modality
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.scaling import token_rms
 
 LONG = 3.0
 """A token this many times longer than the median token of its modality is counted as long."""
+_CHUNK_TOKENS = 4096
+"""Tokens at a time: a long prompt's keys are not copied to float32 as a whole."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,11 @@ class Norms:
 
 def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Tensor) -> Norms:
     """Norms of (KV heads, tokens, head_dim) keys; ``ids`` are (tokens,) modality ids."""
-    balanced = Basis(keys.shape[-1], False, sigma).balanced(keys)
-    heads = balanced.norm(dim=-1)
+    basis = Basis(keys.shape[-1], False, sigma)
+    parts = [basis.balanced(part).norm(dim=-1) for part in keys.split(_CHUNK_TOKENS, dim=1)]
+    heads = torch.cat(parts, dim=1)
     tokens = heads.square().mean(0).sqrt()
-    scaled = heads / token_rms(balanced[None], "shared")[0, ..., 0].clamp(min=1e-12)
+    scaled = heads / tokens.clamp(min=1e-12)
     heads, scaled = (
         x / x.median(dim=1, keepdim=True).values.clamp(min=1e-12) for x in (heads, scaled)
     )
@@ -108,7 +110,8 @@ def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str
     }
     found = {}
     for name, basis in bases.items():
-        rms = basis.keys_in(keys).square().mean(1).sqrt()
+        parts = [basis.keys_in(part).square().sum(1) for part in keys.split(_CHUNK_TOKENS, dim=1)]
+        rms = (sum(parts) / keys.shape[1]).sqrt()
         ratio = rms.amax(-1) / rms.median(-1).values.clamp(min=1e-12)
         found[name] = float(ratio.max())
     return found

@@ -42,14 +42,14 @@ def _by_layer(inspection: Inspection) -> Table:
             f"{layer.channels['balanced, rotated']:.1f}",
         ]
         if inspection.has_pages:
-            row += [f"{layer.errors[one.label][ALL].output:.3f}" for one in (with_it, without)]
+            row += [f"{layer.errors[one.label][ALL].divergence:.4f}" for one in (with_it, without)]
         rows.append(row)
     title = (
         "By layer: median norm of keys by modality, their largest ratio, share of keys over 3 "
         "times their modality's median; largest channel over median, raw and as stored"
     )
     if inspection.has_pages:
-        title += "; error of attention with compact, tokens scaled and plain"
+        title += "; KL of attention weights with compact, tokens scaled and plain"
     return Table(title, heads, rows)
 
 
@@ -60,13 +60,12 @@ def _by_format(inspection: Inspection) -> Table:
         whole = inspection.mean_errors(variant.label)
         row = [variant.preset, variant.token_scaling or "none"]
         row += [f"{whole.bits:.2f}", f"{whole.keys:.3f}", f"{whole.values:.3f}"]
-        rows.append(
-            row + [f"{inspection.mean_errors(variant.label, one).output:.3f}" for one in parts]
-        )
+        row += [f"{inspection.mean_errors(variant.label, one).output:.3f}" for one in parts]
+        rows.append([*row, f"{whole.divergence:.4f}"])
     return Table(
         "Relative errors by format (bits per value), means over layers: of keys, of values, and of "
-        "attention with this modality, or all, quantized",
-        ["format", "token scaling", "bits", "keys", "values", *parts],
+        "attention with this modality, or all, quantized; KL of attention weights",
+        ["format", "token scaling", "bits", "keys", "values", *parts, "KL"],
         rows,
     )
 
@@ -75,7 +74,7 @@ def details(inspection: Inspection) -> list[Table]:
     """Errors of each preset by layer and modality, where there are pages."""
     if not inspection.has_pages:
         return []
-    fields = ("keys", "values", "output")
+    fields = ("keys", "values", "output", "divergence")
     rows = [
         [str(layer.index), part]
         + [
@@ -86,5 +85,6 @@ def details(inspection: Inspection) -> list[Table]:
         for layer in inspection.layers
         for part in inspection.parts
     ]
-    heads = ["layer", "quantized", *(f"{preset}: {field}" for preset in PAIRS for field in fields)]
+    names = ("keys", "values", "output", "KL")
+    heads = ["layer", "quantized", *(f"{preset}: {name}" for preset in PAIRS for name in names)]
     return [Table("Relative errors by layer and modality, tokens scaled", heads, rows)]

@@ -1,0 +1,111 @@
+"""One forward pass of each family, looked at: nothing changes, and figures are the cache's own."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.decoding import Prompt
+from oscar_mm.inspect.errors import PAIRS
+from oscar_mm.inspect.inspection import inspect_prompt
+from oscar_mm.inspect.probe import LayerStates, Probe
+from oscar_mm.pipelines.pipeline import Pipeline
+from tests.prompts import clip, noise, tone
+
+LONG = "What is on the sign, and how much is the bread? " * 20
+PICTURES = [noise(256, 256, seed) for seed in range(3)]
+
+
+def prompt_of(pipe: Pipeline, text: str = LONG, **media: Any) -> Prompt:
+    return pipe.prepare(text, pipe.read_media(**media), None)
+
+
+def forward(pipe: Pipeline, prompt: Prompt, cache: Any) -> torch.Tensor:
+    arguments = {**prompt.inputs, "position_ids": prompt.positions, "logits_to_keep": 1}
+    with torch.inference_mode():
+        return pipe.model(**arguments, past_key_values=cache, use_cache=True).logits
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen", "omni"])
+def test_the_probe_changes_nothing_and_keeps_nothing(family, request) -> None:
+    pipe = request.getfixturevalue(family)
+    media = {"images": noise(100, 200)} | ({"audio": tone(1.0)} if family == "omni" else {})
+    prompt = prompt_of(pipe, "What is it?", **media)
+    plain = DynamicCache()
+    expected = forward(pipe, prompt, plain)
+    seen: list[int] = []
+    last: weakref.ref | None = None
+
+    def look(states: LayerStates) -> None:
+        nonlocal last
+        assert last is None or last() is None, "the layer before is still held"
+        held = plain.layers[states.index]
+        assert torch.equal(states.keys, held.keys[0]) and torch.equal(states.values, held.values[0])
+        assert states.queries.shape[1:] == states.keys.shape[1:] == (prompt.tokens, 64)
+        seen.append(states.index)
+        last = weakref.ref(states)
+
+    assert torch.allclose(forward(pipe, prompt, Probe(look)), expected, atol=1e-5)
+    assert seen == list(range(len(plain.layers)))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen"])
+def test_errors_are_those_of_the_cache(family, request) -> None:
+    pipe = request.getfixturevalue(family)
+    prompt = prompt_of(pipe, images=PICTURES)
+    inspection = inspect_prompt(pipe.model, prompt)
+    assert inspection.tokens == {
+        "text": int((prompt.modalities == 0).sum()),
+        "image": int((prompt.modalities == 1).sum()),
+    }
+    assert inspection.qk_norm is (family == "qwen")
+    assert not inspection.is_sample and inspection.parts == ["text", "image", "all"]
+    exact = DynamicCache()
+    forward(pipe, prompt, exact)
+    for preset, (variant, _) in PAIRS.items():
+        if variant.token_scaling != KVPolicy.preset(preset).token_scaling:
+            continue  # kivi has none of its own
+        cache = OscarCache(KVPolicy.preset(preset, window=0, sinks=0))
+        cache.expect(prompt.modalities)
+        forward(pipe, prompt, cache)
+        for layer in inspection.layers:
+            keys, values = cache.unpacked(layer.index)
+            states = exact.layers[layer.index]
+            for part, code in (("text", 0), ("image", 1)):
+                where = (prompt.modalities[0] == code).nonzero()[:, 0]
+                where = where[: len(where) // 128 * 128]
+                sides = ((keys, states.keys, "keys"), (values, states.values, "values"))
+                for found, right, side in sides:
+                    found, right = found[:, :, where], right[:, :, where]
+                    expected = float((found - right).norm() / right.norm())
+                    measured = getattr(layer.errors[variant.label][part], side)
+                    assert measured == pytest.approx(expected, rel=2e-3)
+
+
+def test_all_modalities(omni) -> None:
+    media = {"images": PICTURES, "videos": clip(40), "audio": tone(11.0)}
+    inspection = inspect_prompt(omni.model, prompt_of(omni, **media))
+    assert inspection.parts == ["text", "image", "video", "audio", "all"]
+    for layer in inspection.layers:
+        assert set(layer.norms.tokens) == {"text", "image", "video", "audio"}
+        for errors in layer.errors.values():
+            assert all(0 < errors[part].output < 1 for part in inspection.parts)
+    figures = inspection.to_dict()
+    assert figures["layers"][2]["norms"]["tokens"]["audio"]["median"] > 0
+    assert figures["layers"][0]["norm_ratio"] == inspection.layers[0].norms.ratio
+
+
+def test_broken_weights_are_told(qwen) -> None:
+    projection = qwen.model.get_decoder().layers[1].self_attn.v_proj.weight
+    before = projection.detach().clone()
+    try:
+        with torch.no_grad():
+            projection[3] = float("nan")
+        with pytest.raises(InputError, match=r"layer 1: .*NaN"):
+            inspect_prompt(qwen.model, prompt_of(qwen))
+    finally:
+        with torch.no_grad():
+            projection.copy_(before)
