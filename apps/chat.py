@@ -175,6 +175,8 @@ class _Talk:
             _note(f"error: {error}")
         except KeyboardInterrupt:
             _note("stopped; the chat is as it was before")
+        except BrokenPipeError:
+            raise
         except Exception as error:
             if os.environ.get("OSCAR_MM_DEBUG") == "1":
                 traceback.print_exc()

@@ -52,15 +52,12 @@ class Generation:
 
     def __iter__(self) -> Iterator[str]:
         """The model runs as pieces are taken."""
-        pipe, prefixes = self.pipe, self.pipe.prefixes
-        prompt, history = self.prompt, self._history
-        if self.cache.get_seq_length():
-            prefixes = None
-        if prefixes is not None:
-            with pipe.lock:
-                settings = processor_settings(pipe.processor)
-                found = prefixes.find(prompt, settings)
-            if found is not None:
+        pipe = self.pipe
+        with pipe.lock:
+            shared = None if self.cache.get_seq_length() else pipe.prefixes
+            settings = processor_settings(pipe.processor) if shared is not None else ""
+            prompt, history = self.prompt, self._history
+            if shared is not None and (found := shared.find(prompt, settings)) is not None:
                 self.cache, known = found, found.get_seq_length()
                 history = prompt.inputs["input_ids"][:, :known]
                 prompt = remaining(prompt, known)
@@ -76,10 +73,10 @@ class Generation:
         while not self.written.stopped:
             with pipe.lock:
                 step = next(steps, None)
-                if prefixes is not None:
-                    # The first token is chosen and not in the cache yet.
-                    prefixes.keep(self.prompt, settings, self.cache)
-                    prefixes = None
+                if shared is not None:
+                    # The prompt is read, and the first token not in the cache yet.
+                    shared.keep(self.prompt, settings, self.cache)
+                    shared = None
                 if step is None:
                     break
                 piece = self.written.push(step[0])

@@ -63,7 +63,8 @@ class Prefixes:
 
     What comes after a shared prefix reads it from its pages. With policy "bf16" that changes
     nothing; with packed pages the answer may differ a little from one that read the whole prompt
-    at once, whose attention over the prompt is exact.
+    at once, whose attention over the prompt is exact. Balancing by the prompt is that of the
+    prompt which was read first.
 
     Args:
         limit: most bytes of pages and blocks kept; the least recently used go first. Pages that
@@ -134,15 +135,19 @@ class Prefixes:
         if size > self.limit:
             return
         while self.bytes + size > self.limit:
-            self._drop(self._entries[0])
+            self.drop_oldest()
         frozen = cache.fork()
         frozen.crop(stop - frozen.get_seq_length())
         self._entries.append(_Entry(settings, ids, prompt.media, frozen, size))
 
+    def drop_oldest(self) -> None:
+        """Forget the least recently used one."""
+        self._drop(self._entries[0])
+
     def clear(self) -> None:
         """Forget all of them."""
         while self._entries:
-            self._drop(self._entries[0])
+            self.drop_oldest()
 
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)

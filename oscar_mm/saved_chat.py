@@ -44,7 +44,11 @@ def save_chat(
 
 
 def load_chat(
-    path: str | Path, store: PageStore, fingerprint: str, device: dict[int, torch.device]
+    path: str | Path,
+    store: PageStore,
+    fingerprint: str,
+    device: dict[int, torch.device],
+    vocabulary: int,
 ) -> tuple[Conversation, str | None]:
     """A conversation over pages of the store, and its system prompt.
 
@@ -52,6 +56,7 @@ def load_chat(
         store: of the pipeline.
         fingerprint: of its model.
         device: of each layer.
+        vocabulary: token ids are below it.
 
     Raises:
         InputError: the file cannot be read, is no chat, was altered, or is another model's.
@@ -67,15 +72,43 @@ def load_chat(
             pending=tuple(given["pending"]),
             turns=tuple(_turn(turn) for turn in given["turns"]),
         )
-        if conversation.tokens != cache.get_seq_length():
-            raise ValueError("tokens and cache differ in length")
         system = given["system"]
+        _check(conversation, system, vocabulary)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         cache.close()
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: is no chat that can be read: {error}") from None
     return conversation, system
+
+
+def _check(conversation: Conversation, system: Any, vocabulary: int) -> None:
+    """Raise ValueError if a file of ours could not say this: nothing of it may reach a kernel."""
+    ids, tokens = conversation.token_ids, conversation.cache.get_seq_length()
+    if ids.shape != (1, tokens) or ids.dtype != torch.long:
+        raise ValueError("tokens and cache differ in length")
+    known = torch.cat([ids[0], torch.tensor(conversation.pending, dtype=torch.long)])
+    if len(known) and not 0 <= int(known.min()) <= int(known.max()) < vocabulary:
+        raise ValueError("token ids out of range")
+    place = conversation.next_position
+    if place.shape != (1,) or not 0 <= float(place) < 1 << 31:
+        raise ValueError("its position is out of range")
+    if not (system is None or isinstance(system, str)):
+        raise ValueError("its system prompt is no text")
+    start = 0
+    for turn in conversation.turns:
+        if turn.start != start or len(turn.media) != len(turn.forgotten):
+            raise ValueError("its turns do not follow each other")
+        for span in turn.media:
+            if not start <= span.start < span.stop <= turn.stop:
+                raise ValueError("a medium is out of range")
+            start = span.stop
+        texts = (turn.prompt, turn.answer, *(span.label for span in turn.media))
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("what was said is no text")
+        start = turn.stop
+    if start != tokens:
+        raise ValueError("turns and tokens differ in length")
 
 
 def _turn(saved: dict[str, Any]) -> Turn:

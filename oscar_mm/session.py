@@ -11,16 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from oscar_mm.answer import Answer, AnswerStream
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.conversation import Conversation, Segment, Turn
 from oscar_mm.decoding import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.generation import Generation
+from oscar_mm.holding import Holding
 from oscar_mm.memory import MemoryReport
-from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.next_turn import next_prompt
 from oscar_mm.sampling import Sampling
 from oscar_mm.saved_chat import save_chat
 
@@ -55,7 +54,7 @@ class Chat:
         self, pipe: Pipeline, system: str | None = None, conversation: Conversation | None = None
     ) -> None:
         self.pipe, self.system = pipe, system
-        self._held: Conversation | None = conversation or Conversation.empty(self._new_cache())
+        self._held = Holding(pipe, conversation or Conversation.empty(self._new_cache()))
         self._running: weakref.ref[Generator] | None = None
         # Whoever wants both takes this one first, then the pipeline's: see ``_alone``.
         self._calls = threading.RLock()
@@ -114,20 +113,20 @@ class Chat:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """What was said, in all complete turns."""
-        return self._conversation.turns
+        return self._held.conversation.turns
 
     @property
     def segments(self) -> list[Segment]:
         """Turn by turn its text and its media, with their tokens and bytes."""
         with self.pipe.lock:
-            return self._conversation.segments()
+            return self._held.conversation.segments()
 
     @property
     def memory(self) -> MemoryReport:
         """Bytes that the chat holds; those shared with forks are in the reports of all of them."""
         with self.pipe.lock:
-            held = self._conversation.cache
-            return (held if held is not None else self._new_cache()).memory()
+            cache = self._held.conversation.cache
+            return (cache if cache is not None else self._new_cache()).memory()
 
     def forget(self, index: int) -> None:
         """Drop an image, video or recording: its pages are free at once, later turns go on.
@@ -157,7 +156,7 @@ class Chat:
             span = held.turns[turn].media[medium]
             cache = held.cache.fork()
             cache.forget(span.start, span.stop)
-            self._held = held.without_medium(cache, turn, medium)
+            self._held.now = held.without_medium(cache, turn, medium)
             held.cache.close()
             self.pipe.store.trim()
 
@@ -175,11 +174,11 @@ class Chat:
                 raise InputError("undo: nothing was asked yet")
             if len(held.turns) == 1:
                 # A new cache: the first prompt decides on the balancing.
-                self._held = Conversation.empty(self._new_cache())
+                self._held.now = Conversation.empty(self._new_cache())
             else:
                 cache = held.cache.fork()
                 cache.crop(held.turns[-1].start - held.tokens)
-                self._held = held.without_last_turn(cache)
+                self._held.now = held.without_last_turn(cache)
             held.cache.close()
 
     def fork(self) -> Chat:
@@ -202,13 +201,14 @@ class Chat:
     def close(self) -> None:
         """Give up everything; nothing can be asked any more. A second time does nothing."""
         with self._calls, self.pipe.lock:
-            if self._held is None:
+            if self._held.now is None:
                 return
             self._end_stream()
-            held, self._held = self._held, None
-            if held.cache is not None:
-                held.cache.close()
-            self.pipe.store.trim()
+            self._held.give_up()
+            # To the device, where that is worth moving what others hold.
+            left = self.pipe.store.memory()
+            if left.free_bytes > left.used_bytes // 4:
+                self.pipe.store.trim()
 
     def __enter__(self) -> Chat:
         """Itself."""
@@ -218,18 +218,12 @@ class Chat:
         """Close it."""
         self.close()
 
-    @property
-    def _conversation(self) -> Conversation:
-        if self._held is None:
-            raise RuntimeError("the chat is closed")
-        return self._held
-
     @contextmanager
     def _alone(self) -> Iterator[Conversation]:
         """Nobody else uses the chat or its store; no stream is open any more."""
         with self._calls, self.pipe.lock:
             self._end_stream()
-            yield self._conversation
+            yield self._held.at_hand()
 
     def _end_stream(self) -> None:
         running = self._running and self._running()
@@ -251,62 +245,20 @@ class Chat:
         *sources, sound = media
         shown = self.pipe.read_media(*sources, sound=sound)
         with self._alone() as held:
-            messages = self.pipe.family.messages(asked, system, shown)
-            if held.turns:
-                least = sum(map(self.pipe.family.least_tokens, shown))
-                self._check_room(held, least, sampling.max_new_tokens)
-                prompt = self.pipe.family.continuation(
-                    messages, shown, held.tokens, held.next_position, self._pending(held)
-                )
-                self._check_positions(prompt, sampling.max_new_tokens)
-                self._check_room(held, prompt.tokens, sampling.max_new_tokens)
-            else:
-                self.pipe.check_media(shown)
-                prompt = self.pipe.family.prompt(messages, shown)
-                self.pipe.check_length(prompt, sampling.max_new_tokens)
+            prompt = next_prompt(self.pipe, held, asked, system, shown, sampling.max_new_tokens)
             pieces = self._answer(asked, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)
-
-    def _pending(self, held: Conversation) -> list[int]:
-        """The end of the last answer that is not in the cache yet.
-
-        Without placeholders of media: a model should not write them, but if it does, they must not
-        be taken for media of the next turn.
-        """
-        ids = torch.tensor([held.pending], dtype=torch.long)
-        return ids[token_modalities(ids, config=self.pipe.model.config) == Modality.TEXT].tolist()
-
-    def _check_room(self, held: Conversation, new: int, answer: int) -> None:
-        """Refuse a later turn that does not fit the context; ``new`` tokens are known of so far."""
-        limit = self.pipe.max_context
-        if held.stored + new + answer <= limit:
-            return
-        media = [one for one in held.segments() if one.modality and one.tokens]
-        largest = sorted(media, key=lambda one: -one.tokens)[:3]
-        frees = [f"forget({one.index}) frees {one.tokens} ({one.label})" for one in largest]
-        raise InputError(
-            f"{held.stored} tokens are held, the turn has {new} and max_new_tokens is {answer}, "
-            f"together over the context of {limit}: {', '.join([*frees, 'undo()'])}, a shorter "
-            "turn or a new chat makes room"
-        )
-
-    def _check_positions(self, prompt: Prompt, answer: int) -> None:
-        """Positions go on where media were forgotten, and end where the model's do."""
-        longest = self.pipe.model.config.get_text_config().max_position_embeddings
-        if int(prompt.next_position) + answer > longest:
-            raise InputError(
-                f"the turn would come to position {int(prompt.next_position)} and max_new_tokens "
-                f"is {answer}, but the model ends at {longest}: undo() takes back turns, forget() "
-                "does not help; else begin a new chat"
-            )
 
     def _answer(
         self, asked: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
     ) -> Generator[str | Answer, None, None]:
         """Pieces of the answer, then the answer; the turn counts from then on."""
-        before = self._conversation
+        budget = self.pipe.budget
         with self.pipe.lock:
+            before = self._held.at_hand()
+            if budget is not None:
+                budget.make_room(budget.bytes_of(prompt, sampling.max_new_tokens), self._held)
             cache = before.cache.fork()
         generation = Generation(self.pipe, prompt, cache, sampling, start, history=before.token_ids)
         written = generation.written
@@ -315,22 +267,27 @@ class Chat:
             said = written.text, written.token_ids
             return before.answered(generation.cache, prompt, asked, *said, ended)
 
+        self._held.answering = True
         try:
             yield from generation
             answer = generation.answer()
+            self._held.now = after(answer.finish_reason)
         except GeneratorExit:
             # This may be the garbage collector, in any thread: nothing here touches the store.
             if keep_part and written.text:
-                self._held = after("interrupted")
+                self._held.now = after("interrupted")
             raise
         except BaseException:
             # At once: who keeps the traceback would keep its pages.
             with self.pipe.lock:
                 generation.cache.close()
             raise
-        self._held = after(answer.finish_reason)
+        finally:
+            self._held.answering = False
         with self.pipe.lock:
             before.cache.close()
+            if budget is not None:
+                budget.settle(self._held)
         yield replace(answer, memory=self.memory)
 
     def _new_cache(self) -> OscarCache:

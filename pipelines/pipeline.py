@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oscar_mm.answer import Answer
+from oscar_mm.budget import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.decoding import Prompt
@@ -54,6 +55,9 @@ class Pipeline(Batched):
             media under the same system prompt are read once (``oscar_mm.prefixes``). None: none
             are kept. Off by default: it takes memory beyond the request, and what follows a
             shared beginning reads it from packed pages.
+        kv_budget: bytes ("8GB") that all chats together may hold, see ``oscar_mm.budget``: chats
+            that wait are written to disk. None: no bound.
+        spill: folder for them; True for a temporary one; False to refuse turns instead.
         model_kwargs: handed to ``from_pretrained``: device_map, quantization_config, revision, ...
 
     Raises:
@@ -78,6 +82,8 @@ class Pipeline(Batched):
         limits: MediaLimits | None = None,
         video_fps: float = 2.0,
         prefix_cache: int | str | None = None,
+        kv_budget: int | str | None = None,
+        spill: str | Path | bool = True,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = KVPolicy.of(policy)
@@ -89,9 +95,14 @@ class Pipeline(Batched):
             raise InputError(f"video_fps={video_fps!r}: must be frames per second, above 0")
         if limits is not None and not isinstance(limits, MediaLimits):
             raise InputError(f"limits: must be MediaLimits or None, not {type(limits).__name__}")
-        self.prefixes = None
+        self.store = PageStore(self.policy)
+        self.lock = self.store.lock
+        self.prefixes = self.budget = None
         if prefix_cache is not None:
             self.prefixes = Prefixes(parse_bytes("prefix_cache", prefix_cache))
+        if kv_budget is not None:
+            limit = parse_bytes("kv_budget", kv_budget)
+            self.budget = KVBudget(self.store, limit, spill, self.prefixes)
         self.family = load(
             model,
             processor,
@@ -107,8 +118,6 @@ class Pipeline(Batched):
         self.allow_remote = allow_remote
         self.limits = limits or MediaLimits()
         self.video_fps = video_fps
-        self.store = PageStore(self.policy)
-        self.lock = self.store.lock
 
     @cached_property
     def fingerprint(self) -> str:
@@ -134,14 +143,25 @@ class Pipeline(Batched):
         Raises:
             InputError: the file cannot be read, is no chat, was altered or is another model's.
         """
+        with self.lock:
+            conversation, system = load_chat(
+                path,
+                self.store,
+                self.fingerprint,
+                self.layer_devices,
+                self.model.get_input_embeddings().num_embeddings,
+            )
+        return Chat(self, system, conversation)
+
+    @property
+    def layer_devices(self) -> dict[int, torch.device]:
+        """Where the keys and values of each layer are."""
         layers = self.model.get_decoder().layers
         places = [next(layer.parameters()).device for layer in layers]
-        device = {
-            index: self.family.device if x.type == "meta" else x for index, x in enumerate(places)
+        return {
+            index: self.family.device if place.type == "meta" else place
+            for index, place in enumerate(places)
         }
-        with self.lock:
-            conversation, system = load_chat(path, self.store, self.fingerprint, device)
-        return Chat(self, system, conversation)
 
     def new_cache(self) -> OscarCache:
         """A cache for one request, used under the pipeline's lock, with pages of its own unless

@@ -1,5 +1,6 @@
 """A saved chat goes on as if it had never been away, and only where it belongs."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.persist import save_cache
 from oscar_mm.fingerprint import model_fingerprint
+from oscar_mm.saved_chat import save_chat
 from tests.checkpoints import build
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
@@ -21,6 +23,13 @@ FAMILIES = {
     "llava": (OscarVLPipeline, "llava_next_folder", {"images": [noise(90, 130)]}),
     "qwen": (OscarVLPipeline, "qwen3_vl_folder", {"images": [noise(300, 300)], "videos": clip(6)}),
     "omni": (OscarOmniPipeline, "qwen3_omni_folder", {"audio": [tone(12)], "videos": clip(4)}),
+}
+FORGED = {
+    "pending": (10**9,),
+    "token_ids": torch.zeros(1, 3, dtype=torch.long),
+    "next_position": torch.tensor([float("nan")]),
+    "turns": (),
+    "media": None,
 }
 GO_ON = """
 import sys
@@ -128,6 +137,14 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     save_cache(OscarCache("compact"), path, fingerprint=qwen.fingerprint, metadata=given | tensors)
     with pytest.raises(InputError, match="is no chat that can be read"):
         qwen.load_chat(path)
+    for field, forged in FORGED.items():
+        held = chat._held.now
+        if field == "media":
+            spans = (dataclasses.replace(held.turns[0].media[0], stop=10**9),)
+            forged, field = (dataclasses.replace(held.turns[0], media=spans),), "turns"
+        save_chat(path, dataclasses.replace(held, **{field: forged}), None, qwen.fingerprint)
+        with pytest.raises(InputError, match="is no chat that can be read"):
+            qwen.load_chat(path)
     with pytest.raises(InputError, match=r"gone.*cannot be read"):
         qwen.load_chat(tmp_path / "gone")
     with pytest.raises(InputError, match="cannot be written"):

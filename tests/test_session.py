@@ -1,9 +1,7 @@
-"""Chat: every turn is what a fresh prefill would be, and whatever happens it stays usable."""
+"""Chat: every turn is what a fresh prefill would be; what is taken back never was."""
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +14,8 @@ from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.decoding import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.session import Chat
-from tests.pipelines.conftest import NEVER, exact
+from tests.chats import MORE, OTHER, QUESTION, asked, packed_pipeline
+from tests.pipelines.conftest import exact
 from tests.pipelines.test_turns import fresh
 from tests.prompts import clip, noise, tone
 
@@ -36,9 +34,6 @@ TURNS = {
         {"videos": [clip(4)], "audio": [tone(1.3, 660)]},
     ],
 }
-QUESTION = {"prompt": "What is it?", "images": [noise(64, 96)], "max_new_tokens": 6}
-OTHER = {"prompt": "And this one?", "images": [noise(100, 120, 1)], "max_new_tokens": 6}
-MORE = {"prompt": "Is there more?", "max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +50,8 @@ def qwen(pipes) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def packed(qwen3_vl_folder) -> Pipeline:
-    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu")
-    pipe.model.generation_config.eos_token_id = NEVER
-    return pipe
+def packed(qwen3_vl_folder) -> OscarVLPipeline:
+    return packed_pipeline(qwen3_vl_folder)
 
 
 @contextmanager
@@ -74,27 +67,6 @@ def forwards(pipe: Pipeline) -> Iterator[list[tuple[int, torch.Tensor]]]:
         yield seen
     finally:
         hook.remove()
-
-
-@contextmanager
-def failing(pipe: Pipeline, forward: int, error: BaseException) -> Iterator[None]:
-    """An error in the middle of the n-th forward pass: some layers have stored their tokens."""
-    passes = [0]
-
-    def fail(*_: Any) -> None:
-        passes[0] += 1
-        if passes[0] == forward:
-            raise error
-
-    hook = pipe.model.get_decoder().layers[1].register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def asked(chat: Chat, *questions: dict[str, Any]) -> list[list[int]]:
-    return [chat.ask(**question).token_ids for question in questions]
 
 
 def recorded(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[Prompt]:
@@ -247,96 +219,6 @@ def test_only_media_can_be_forgotten(packed) -> None:
             chat.forget(index)
 
 
-@pytest.mark.parametrize("forward", [1, 3])
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
-def test_errors_leave_the_chat_as_it_was(forward, error, packed) -> None:
-    plain, chat = packed.chat(), packed.chat()
-    assert asked(plain, QUESTION) == asked(chat, QUESTION)
-    held = packed.store.memory().used_bytes
-    for ask in (chat.ask, lambda **question: list(chat.stream(**question))):
-        with failing(packed, forward, error), pytest.raises(type(error)):
-            ask(**OTHER)
-    with pytest.raises(InputError, match=r"gone\.png"):
-        chat.ask("What?", images=["gone.png"])
-    with pytest.raises(InputError, match="unknown argument speak: choose from prompt, images"):
-        chat.ask("What?", speak=True)
-    with pytest.raises(InputError, match="prompt is empty"):
-        chat.ask(" ")
-    gc.collect()
-    assert packed.store.memory().used_bytes == held
-    assert chat.turns == plain.turns
-    assert asked(chat, OTHER, MORE) == asked(plain, OTHER, MORE)
-
-
-def test_a_stream_ends_where_its_reader_leaves(packed) -> None:
-    whole = packed.chat()
-    pieces = list(whole.stream(**QUESTION))
-    ids = whole.turns[0]
-    for count in (1, 2, len(pieces)):
-        left = packed.chat()
-        stream = left.stream(**QUESTION)
-        for index, _ in enumerate(stream, 1):
-            if index == count:
-                break
-        kept = count == 2
-        if kept:
-            assert left.turns == ()  # It may go on.
-        else:
-            del stream
-        left_off = left.ask(**MORE)
-        assert [turn.answer for turn in left.turns[:-1]] == ["".join(pieces[:count])]
-        assert left.turns[0].finish_reason == "interrupted"
-        if kept:
-            assert list(stream) == []
-            with pytest.raises(RuntimeError, match="not complete"):
-                _ = stream.result
-        short = packed.chat()
-        # As many tokens as were read: pieces may be of more than one.
-        tokens = left.turns[0].stop - left.turns[0].start - whole_prompt(ids)
-        short.ask(**{**QUESTION, "max_new_tokens": tokens + 1})
-        assert short.ask(**MORE).token_ids == left_off.token_ids
-    unread = packed.chat()
-    stream = unread.stream(**QUESTION)
-    assert unread.ask(**QUESTION).text == "".join(pieces)
-    assert list(stream) == [] and len(unread.turns) == 1
-    stream = unread.stream(**MORE)
-    next(stream)
-    stream.close()
-    stream.close()
-    assert unread.turns[-1].finish_reason == "interrupted"
-
-
-def whole_prompt(turn: Any) -> int:
-    """Tokens of the prompt of a turn of six tokens, the last of which is not in the cache."""
-    return turn.stop - turn.start - 5
-
-
-def test_an_answer_of_no_tokens(packed, monkeypatch) -> None:
-    chat = packed.chat()
-    everything = frozenset(range(packed.model.config.get_text_config().vocab_size))
-    monkeypatch.setattr(packed.family, "end_tokens", lambda: everything)
-    assert chat.ask(**QUESTION).token_ids == []
-    monkeypatch.undo()
-    assert len(chat.ask(**MORE).token_ids) == 6
-    assert chat.turns[0].answer == ""
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_that_ends_with_a_placeholder(name, pipes) -> None:
-    pipe = pipes[name]
-    chat = pipe.chat()
-
-    def choose(_: Any, __: Any, output: Any) -> None:
-        output.logits[..., pipe.model.config.image_token_id] = 1e6
-
-    hook = pipe.model.register_forward_hook(choose)
-    answer = chat.ask("What?", images=[noise(64, 96)], max_new_tokens=3)
-    hook.remove()
-    assert answer.token_ids == [pipe.model.config.image_token_id] * 3
-    assert [segment.modality.label for segment in chat.segments] == ["text", "image"]
-    assert chat.ask("And this?", images=[noise(64, 96)], max_new_tokens=3).token_ids
-
-
 def test_repetition_penalty_counts_the_whole_chat(qwen) -> None:
     penalty = {"repetition_penalty": 1e6}
     chat = qwen.chat()
@@ -358,7 +240,7 @@ def test_no_room_in_the_context(qwen3_vl_folder) -> None:
     chat.forget(1)
     chat.ask("And this?", images=[noise(200, 200)], max_new_tokens=40)
     longest = pipe.model.config.get_text_config().max_position_embeddings
-    held = chat._held.next_position
+    held = chat._held.now.next_position
     held.fill_(longest - 40)
     chat.forget(3)
     with pytest.raises(InputError, match=r"forget\(\) does not help; else begin a new chat"):
@@ -367,79 +249,15 @@ def test_no_room_in_the_context(qwen3_vl_folder) -> None:
 
 def test_closed(packed) -> None:
     gc.collect()
-    packed.store.trim()
-    before = packed.store.memory().pool_bytes
+    before = packed.store.memory().used_bytes
     with packed.chat("Be brief.") as chat:
         chat.ask(**OTHER)
-        assert packed.store.memory().pool_bytes > before
+        assert packed.store.memory().used_bytes > before
     chat.close()
-    assert packed.store.memory().pool_bytes <= before
+    assert packed.store.memory().used_bytes == before
     for use in (lambda: chat.ask("What?"), lambda: chat.turns, chat.undo, chat.fork):
         with pytest.raises(RuntimeError, match="the chat is closed"):
             use()
     for system in ("", " ", 3, "<|im_end|>"):
         with pytest.raises(InputError, match="system"):
             packed.chat(system)
-
-
-def test_chats_take_turns(packed) -> None:
-    questions = [(QUESTION, OTHER, MORE), (OTHER, MORE, QUESTION), (MORE, QUESTION, OTHER)]
-    expected = [asked(packed.chat(), *three) for three in questions]
-    chats = [packed.chat() for _ in questions]
-    found = [[] for _ in questions]
-    for turn in range(3):
-        streams = [chat.stream(**three[turn]) for chat, three in zip(chats, questions, strict=True)]
-        # Token by token in turns.
-        for _ in range(6):
-            for stream in streams:
-                next(stream, None)
-        for stream, answers in zip(streams, found, strict=True):
-            list(stream)
-            answers.append(stream.result.token_ids)
-    assert found == expected
-
-
-def test_threads_take_turns(packed) -> None:
-    def work(questions: tuple[dict[str, Any], ...]) -> list[list[int]]:
-        chat = packed.chat()
-        answers = []
-        for question in questions:
-            answers += asked(chat, question)
-            other = packed(question.get("images"), question["prompt"], max_new_tokens=6)
-            answers.append(other.token_ids)
-            stream = chat.fork().stream(**MORE)
-            list(stream)
-            answers.append(stream.result.token_ids)
-        return answers
-
-    rounds = [(QUESTION, OTHER), (OTHER, MORE), (MORE, QUESTION)]
-    expected = [work(questions) for questions in rounds]
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(work, rounds)) == expected
-
-
-def test_threads_share_a_chat(packed) -> None:
-    chat = packed.chat()
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda _: chat.ask(**MORE), range(3)))
-    alone = packed.chat()
-    assert asked(alone, MORE, MORE, MORE)
-    assert chat.turns == alone.turns
-    stream = chat.stream(**MORE)
-    started = threading.Event()
-    hook = packed.model.lm_head.register_forward_pre_hook(lambda *_: started.set())
-    with ThreadPoolExecutor(1) as threads:
-        reading = threads.submit(list, stream)
-        assert started.wait(30)
-        hook.remove()
-        try:
-            chat.undo()
-        except RuntimeError as error:
-            assert "answering in another thread" in str(error)
-            reading.result(30)
-            assert len(chat.turns) == 4
-        else:
-            # Between two steps: the stream ended there.
-            reading.result(30)
-            assert len(chat.turns) in (2, 3)
-    assert asked(chat, MORE)

@@ -1,0 +1,84 @@
+"""The prompt of a chat's next turn, if there is room for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from oscar_mm.conversation import Conversation
+from oscar_mm.decoding import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.modality import Modality, token_modalities
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.media import Media
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+
+def next_prompt(
+    pipe: Pipeline,
+    held: Conversation,
+    asked: str,
+    system: str | None,
+    shown: Media,
+    max_new_tokens: int,
+) -> Prompt:
+    """What the model reads next: the first turn, or what is new of a later one.
+
+    Args:
+        asked: the question, checked.
+        system: system prompt of a first turn.
+        shown: media of the turn.
+
+    Raises:
+        InputError: media that the model does not read, or no room in the context.
+    """
+    messages = pipe.family.messages(asked, system, shown)
+    if not held.turns:
+        pipe.check_media(shown)
+        prompt = pipe.family.prompt(messages, shown)
+        pipe.check_length(prompt, max_new_tokens)
+        return prompt
+    least = sum(map(pipe.family.least_tokens, shown))
+    _check_room(held, least, max_new_tokens, pipe.max_context)
+    prompt = pipe.family.continuation(
+        messages, shown, held.tokens, held.next_position, _pending(held, pipe.model.config)
+    )
+    longest = pipe.model.config.get_text_config().max_position_embeddings
+    _check_positions(int(prompt.next_position), max_new_tokens, longest)
+    _check_room(held, prompt.tokens, max_new_tokens, pipe.max_context)
+    return prompt
+
+
+def _pending(held: Conversation, config: object) -> list[int]:
+    """The end of the last answer that is not in the cache yet.
+
+    Without placeholders of media: a model should not write them, but if it does, they must not be
+    taken for media of the next turn.
+    """
+    ids = torch.tensor([held.pending], dtype=torch.long)
+    return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
+
+
+def _check_room(held: Conversation, new: int, answer: int, limit: int) -> None:
+    if held.stored + new + answer <= limit:
+        return
+    media = [one for one in held.segments() if one.modality and one.tokens]
+    largest = sorted(media, key=lambda one: -one.tokens)[:3]
+    frees = [f"forget({one.index}) frees {one.tokens} ({one.label})" for one in largest]
+    raise InputError(
+        f"{held.stored} tokens are held, the turn has {new} and max_new_tokens is {answer}, "
+        f"together over the context of {limit}: {', '.join([*frees, 'undo()'])}, a shorter turn "
+        "or a new chat makes room"
+    )
+
+
+def _check_positions(following: int, answer: int, longest: int) -> None:
+    """Positions go on where media were forgotten, and end where the model's do."""
+    if following + answer > longest:
+        raise InputError(
+            f"the turn would come to position {following} and max_new_tokens is {answer}, but the "
+            f"model ends at {longest}: undo() takes back turns, forget() does not help; else "
+            "begin a new chat"
+        )

@@ -1,0 +1,152 @@
+"""kv_budget: chats that wait go to disk and come back as they were, or turns are refused."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.sizes import parse_bytes
+from tests.pipelines.conftest import NEVER
+from tests.prompts import noise
+
+LIMIT = 1_000_000
+SHOWN = {"images": [noise(300, 300, seed) for seed in range(3)], "max_new_tokens": 4}
+MORE = {"prompt": "And now?", "images": [noise(64, 64)], "max_new_tokens": 4}
+
+
+def pipeline(folder: Path, **options: Any) -> OscarVLPipeline:
+    pipe = OscarVLPipeline(folder, device="cpu", **options)
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def free(qwen3_vl_folder) -> OscarVLPipeline:
+    return pipeline(qwen3_vl_folder)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def test_spilled_chats_come_back(free, qwen3_vl_folder, tmp_path) -> None:
+    folder = tmp_path / "a" / "b"
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=folder)
+    chats, others = [[one.chat() for _ in range(4)] for one in (pipe, free)]
+    for round_ in range(2):
+        for chat, other in zip(chats, others, strict=True):
+            question = {"prompt": "What is it?", **SHOWN} if not round_ else MORE
+            assert chat.ask(**question).token_ids == other.ask(**question).token_ids
+            assert pipe.store.memory().used_bytes <= LIMIT
+            assert chat.segments == other.segments
+    assert free.store.memory().used_bytes > 2 * LIMIT
+    on_disk = len(files(folder))
+    assert on_disk >= 2
+    # The least recently used ones.
+    assert [chat.memory.kv_bytes == 0 for chat in chats] == [True] * on_disk + [False] * (
+        4 - on_disk
+    )
+    spilled, plain = chats[0], others[0]
+    assert [one.tokens for one in spilled.segments] == [one.tokens for one in plain.segments]
+    assert spilled.turns == plain.turns
+    assert not any(one.bytes for one in spilled.segments)
+    spilled.forget(1)
+    plain.forget(1)
+    assert spilled.segments == plain.segments
+    second = chats[1].fork()
+    assert second.ask(**MORE).token_ids == others[1].ask(**MORE).token_ids
+    chats[2].save(tmp_path / "chat.safetensors")
+    saved = pipe.load_chat(tmp_path / "chat.safetensors")
+    chats[2].undo()
+    others[2].undo()
+    assert chats[2].ask(**MORE).token_ids == others[2].ask(**MORE).token_ids
+    assert saved.turns[:1] == chats[2].turns[:1]
+    assert files(folder)
+    for chat in (*chats, second):
+        chat.close()
+    del saved
+    gc.collect()
+    assert files(folder) == [] and pipe.store.memory().pool_bytes == 0
+    for other in others:
+        other.close()
+
+
+def test_files_go_with_their_chats(qwen3_vl_folder, tmp_path) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget="1 MB", spill=tmp_path)
+    chats = [pipe.chat() for _ in range(3)]
+    for chat in chats:
+        chat.ask("What is it?", **SHOWN)
+    assert len(files(tmp_path)) == 2
+    del chat, chats[1]
+    gc.collect()
+    [left] = files(tmp_path)
+    left.unlink()
+    with pytest.raises(InputError, match="cannot be read"):
+        chats[0].ask(**MORE)
+    chats[0].close()
+    # In a temporary folder, unless another one is named.
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT)
+    folder = pipe.budget.folder
+    chats = [pipe.chat() for _ in range(2)]
+    for chat in chats:
+        chat.ask("What is it?", **SHOWN)
+    assert len(files(folder)) == 1
+    del pipe, chats, chat
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_refused(qwen3_vl_folder) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=False)
+    first, second = pipe.chat(), pipe.chat()
+    first.ask("What is it?", **SHOWN)
+    with pytest.raises(InputError, match=r"kv_budget is 1,000,000 bytes: .* close\(\) chats"):
+        second.ask("What is it?", **SHOWN)
+    assert second.turns == ()
+    assert first.ask(**MORE).token_ids
+    first.close()
+    assert second.ask("What is it?", **SHOWN).token_ids
+    alone = pipeline(qwen3_vl_folder, kv_budget=LIMIT).chat()
+    alone.ask("What is it?", **SHOWN)
+    with pytest.raises(InputError, match=r"more: forget\(\) media, undo\(\) turns or raise"):
+        alone.ask("And these?", **SHOWN)
+    alone.forget(1)
+    alone.forget(2)
+    alone.forget(3)
+    assert alone.ask(**MORE).token_ids
+
+
+def test_a_chat_that_answers_stays(qwen3_vl_folder, tmp_path) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=tmp_path)
+    first, second = pipe.chat(), pipe.chat()
+    stream = first.stream("What is it?", **SHOWN)
+    next(stream)
+    with pytest.raises(InputError, match="kv_budget"):
+        second.ask("What is it?", **SHOWN)
+    list(stream)
+    assert second.ask("What is it?", **SHOWN).token_ids
+    assert len(files(tmp_path)) == 1 and first.memory.kv_bytes == 0
+
+
+def test_prefixes_go_first(qwen3_vl_folder, tmp_path) -> None:
+    options = {"kv_budget": LIMIT, "spill": tmp_path, "prefix_cache": "1GB"}
+    pipe = pipeline(qwen3_vl_folder, **options)
+    pipe(SHOWN["images"][::-1], "What is it?", max_new_tokens=4)
+    assert len(pipe.prefixes) == 1
+    pipe.chat().ask("What is it?", **SHOWN)
+    assert pipe.store.memory().used_bytes <= LIMIT and not files(tmp_path)
+
+
+def test_arguments(qwen3_vl_folder, tmp_path) -> None:
+    for size in ("8 gallons", 0, -1, "", True, 1.5):
+        with pytest.raises(InputError, match=r'kv_budget=.*such as "8GB"'):
+            OscarVLPipeline(qwen3_vl_folder, device="cpu", kv_budget=size)
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, 3, None):
+        with pytest.raises(InputError, match=r"spill=.* no folder that can be used"):
+            OscarVLPipeline(qwen3_vl_folder, device="cpu", kv_budget="8GB", spill=folder)
+    sizes = {"8GB": 8 * 10**9, " 512 MiB ": 2**29, "1.5kb": 1500, "7": 7, 9: 9}
+    assert [parse_bytes("size", size) for size in sizes] == list(sizes.values())
