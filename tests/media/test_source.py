@@ -4,6 +4,7 @@ import io
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -116,7 +117,8 @@ LIMITS = MediaLimits(max_file_bytes=100_000, remote_timeout_s=0.4)
 
 @pytest.mark.parametrize("page", ["good", "no_length", "moved"])
 def test_remote_image(site: str, page: str) -> None:
-    image = load_image(f"{site}/{page}", allow_remote=True, limits=LIMITS)
+    limits = replace(LIMITS, remote_timeout_s=10)
+    image = load_image(f"{site}/{page}", allow_remote=True, limits=limits)
     assert image.size == (6, 5) and image.getpixel((0, 0)) == (255, 0, 0)
 
 
@@ -143,10 +145,12 @@ def test_nothing_is_fetched_unless_allowed(site: str) -> None:
 )
 def test_bad_answers(site: str, page: str, reason: str) -> None:
     start = time.monotonic()
+    # Only who waits for nothing is to be given up on so soon: a busy machine is slow too.
+    limits = LIMITS if page in ("drip", "silent") else replace(LIMITS, remote_timeout_s=10)
     with pytest.raises(InputError, match=reason) as caught:
-        load_image(f"{site}/{page}", allow_remote=True, limits=LIMITS)
+        load_image(f"{site}/{page}", allow_remote=True, limits=limits)
     assert str(caught.value).startswith(f"{site}/{page}: ")
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
