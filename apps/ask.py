@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import oscar_mm
-from oscar_mm.apps import progress
+from oscar_mm.apps import options, progress
 from oscar_mm.apps.terminal import warnings_as_lines, write
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
@@ -22,14 +22,8 @@ def ask(
     images: Annotated[
         list[str] | None, typer.Argument(metavar="IMAGE", help="Image files, in order.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="DIR|ID", help="Local model folder or hub id."),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"Cache format: {', '.join(KVPolicy.preset_names())}."),
-    ] = "compact",
+    model: options.Model = None,
+    policy: options.Policy = "compact",
     video: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A video file; may be repeated.")
     ] = None,
@@ -37,37 +31,16 @@ def ask(
         list[str] | None,
         typer.Option(metavar="FILE", help="A recording (Qwen3-Omni); may be repeated."),
     ] = None,
-    audio_in_video: Annotated[
-        bool, typer.Option("--audio-in-video", help="Hear the sound of the videos (Qwen3-Omni).")
-    ] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Longest answer, in tokens.")
-    ] = 256,
-    temperature: Annotated[
-        float, typer.Option(metavar="F", help="0 takes the likeliest token; above 0 samples.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(metavar="F", help="Sample from this much probability mass.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
-    ] = 0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
-        ),
-    ] = None,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
-    ] = False,
+    audio_in_video: options.AudioInVideo = False,
+    system: options.System = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    allow_remote: options.AllowRemote = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
@@ -132,11 +105,7 @@ def ask(
 
 
 def _check_request(prompt: str, model: str | None, *media: list[str] | None) -> None:
-    if model is None:
-        raise InputError(
-            "--model is missing: pass a local model folder or a hub id, "
-            "for example --model Qwen/Qwen3-VL-8B-Instruct"
-        )
+    options.require_model(model)
     if not prompt.strip():
         raise InputError("--prompt is empty: pass the question as text")
     if not any(media):

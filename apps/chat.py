@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import oscar_mm
-from oscar_mm.apps import progress
+from oscar_mm.apps import options, progress
 from oscar_mm.apps.terminal import harmless, warnings_as_lines, write
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
@@ -38,73 +38,42 @@ _SUFFIX = ".safetensors"
 
 
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="DIR|ID", help="Local model folder or hub id."),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"Cache format: {', '.join(KVPolicy.preset_names())}."),
-    ] = "compact",
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    model: options.Model = None,
+    policy: options.Policy = "compact",
+    system: options.System = None,
     load: Annotated[
         str | None, typer.Option("--load", metavar="FILE", help="Go on with a saved chat.")
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Longest answer, in tokens.")
-    ] = 1024,
-    temperature: Annotated[
-        float, typer.Option(metavar="F", help="0 takes the likeliest token; above 0 samples.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(metavar="F", help="Sample from this much probability mass.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
-    ] = 0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
-        ),
-    ] = None,
-    audio_in_video: Annotated[
-        bool, typer.Option("--audio-in-video", help="Hear the sound of the videos (Qwen3-Omni).")
-    ] = False,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
-    ] = False,
+    max_new_tokens: options.MaxNewTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    audio_in_video: options.AudioInVideo = False,
+    allow_remote: options.AllowRemote = False,
 ) -> None:
     """Talk about images, videos and sound; earlier ones stay in sight.
 
     A line is a message, or a command: /help lists them. Answers go to stdout.
     """
     KVPolicy.preset(policy)
-    if model is None:
-        raise InputError(
-            "--model is missing: pass a local model folder or a hub id, "
-            "for example --model Qwen/Qwen3-VL-8B-Instruct"
-        )
+    options.require_model(model)
     if load is not None:
         existing_file(load, load)
         if system is not None:
             raise InputError("--system is for a new chat: a saved one has its own")
     from oscar_mm.sampling import Sampling  # brings torch, which the checks above do without
 
-    options = {
+    how = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
     }
-    Sampling(**options)
+    Sampling(**how)
     progress.on_loading()
     from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
 
@@ -113,8 +82,8 @@ def chat(
     )
     if audio_in_video:
         _check_reads(pipe, Modality.AUDIO)
-        options["use_audio_in_video"] = True
-    talk = _Talk(pipe, pipe.load_chat(load) if load else pipe.chat(system), options)
+        how["use_audio_in_video"] = True
+    talk = _Talk(pipe, pipe.load_chat(load) if load else pipe.chat(system), how)
     if sys.stdin.isatty():
         print(f"{pipe.family.name}, {policy}: ask, or /help", file=sys.stderr)
     for line in _lines():
@@ -142,8 +111,8 @@ def _lines() -> Iterator[str]:
 class _Talk:
     """A chat, and the media that wait for its next message."""
 
-    def __init__(self, pipe: "Pipeline", chat: Any, options: dict[str, Any]) -> None:
-        self.pipe, self.chat, self.options = pipe, chat, options
+    def __init__(self, pipe: "Pipeline", chat: Any, how: dict[str, Any]) -> None:
+        self.pipe, self.chat, self.how = pipe, chat, how
         self.waiting: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
         self.commands: dict[str, Callable[[str], None]] = {
             "/image": lambda path: self._show("images", Modality.IMAGE, path),
@@ -187,7 +156,7 @@ class _Talk:
         shown = {kind: paths or None for kind, paths in self.waiting.items()}
         with _ctrl_c() as pressed:
             with progress.prefill(self.pipe.model), warnings_as_lines():
-                stream = self.chat.stream(prompt, **shown, **self.options)
+                stream = self.chat.stream(prompt, **shown, **self.how)
                 first = next(stream, "")
             pressed.begun = True
             for piece in chain([first], stream):

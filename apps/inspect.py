@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import oscar_mm
-from oscar_mm.apps import progress
+from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import existing_file
 
@@ -26,10 +26,7 @@ def inspect(
         list[str] | None,
         typer.Argument(metavar="MEDIA...", help="Images, videos and recordings, told by suffix."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="DIR|ID", help="Local model folder or hub id."),
-    ] = None,
+    model: options.Model = None,
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")
     ] = _PROMPT,
@@ -39,28 +36,15 @@ def inspect(
             metavar="FOLDER", help="Write inspection.json, .png and .html (needs matplotlib)."
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
-        ),
-    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
     """Show why a model needs token scaling, or that it does not.
 
     Reads one prompt with the media and measures, in every layer: norms of keys by modality,
     outlier channels, and errors of quantization with token scaling and without.
     """
-    if model is None:
-        raise InputError(
-            "--model is missing: pass a local model folder or a hub id, "
-            "for example --model Qwen/Qwen3-VL-8B-Instruct"
-        )
+    options.require_model(model)
     given = _by_kind(media or [])
     if out is not None:
         there = next(path for path in (out, *out.absolute().parents) if path.exists())
