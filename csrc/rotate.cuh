@@ -5,12 +5,13 @@
 #pragma once
 
 #include "fit.cuh"
+#include "hadamard.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
 
 constexpr int KSTEPS = HEAD_DIM / TILE;
 constexpr int RUNS = HEAD_DIM / 32;  // of 32 channels: two steps of a product
-constexpr float UNIT = !ROTATE ? 1.0f : HEAD_DIM == 128 ? 0.08838834764831845f : 0.125f;
+constexpr float UNIT = ROTATE ? HADAMARD_NORM : 1.0f;
 
 // Entry (in, out) of the rotation has the sign of the parity of in & out. Signs of a pair of entries
 // (in, out), (in + 1, out) as the sign bits of two numbers of 16 bits: those of a sum of bits are the

@@ -8,6 +8,7 @@
 //
 // Compiled with, besides page.cuh's: CODE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE.
 
+#include "hadamard.cuh"
 #include "mma.cuh"
 #include "page.cuh"
 
@@ -60,29 +61,6 @@ __device__ __forceinline__ float half_at(const uint4& eight, int i) {
   return i % 2 ? pair.y : pair.x;
 }
 
-// Normalized Hadamard transform of a token: COUNT elements of a lane, lanes FIRST, 2 FIRST, ... 4x
-// or 8x apart. (The same for any assignment of the channels' bits to lanes and elements.)
-template <int COUNT, int FIRST, int END>
-__device__ __forceinline__ void rotate(float (&x)[COUNT], int lane) {
-#pragma unroll
-  for (int step = 1; step < COUNT; step *= 2)
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      if (!(i & step)) {
-        const float a = x[i], b = x[i + step];
-        x[i] = a + b, x[i + step] = a - b;
-      }
-#pragma unroll
-  for (int step = FIRST; step < END; step *= 2) {
-    const float sign = lane & step ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(~0u, x[i], step));
-  }
-  constexpr float NORM = HEAD_DIM == 128 ? 0.08838834764831845f : 0.125f;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) x[i] *= NORM;
-}
-
 // Of four words that a lane has, each of another run of eight channels, and lanes of a quad that
 // have the same four runs: lane q gets the four words of run q.
 __device__ __forceinline__ uint4 runs_to_lanes(const uint32_t (&word)[4], int quad) {
@@ -130,7 +108,7 @@ __device__ __forceinline__ void unpack_keys(const uint8_t* page, const uint8_t* 
       }
     }
 #if ROTATE
-    rotate<OF_KEY, 1, 4>(x, lane);
+    hadamard<OF_KEY, 1, 4>(x, lane);
 #endif
     ELEMENT* row = target + (tile * TILE + 8 * thalf + group) * HEAD_DIM;
 #pragma unroll
@@ -173,7 +151,7 @@ __device__ __forceinline__ void unpack_values(const uint8_t* page, int tile, ELE
           x[odd][2 * step + half] = fmaf(code_of(words, step, half, thalf, odd), scale, zero);
       }
 #if ROTATE
-      rotate<OF_VALUE, 4, 32>(x[odd], lane);
+      hadamard<OF_VALUE, 4, 32>(x[odd], lane);
 #endif
     }
     // A lane and its neighbour have every other channel of both tokens: each takes one token.
