@@ -51,9 +51,10 @@ class Recorder:
         voices, held = len(atlas.starts), atlas.held_out
         low, high = (voices - held, voices) if look.held_out else (0, voices - held)
         voice = torch.randint(low, high, (count, 1), device=device)
-        digits, units = self._units(count, hard)
+        digits, units = self._units(count, look)
         # Without words while digits are hard enough.
-        spoken = (uniform(0, 1) < 0.2) & (hard > 0.3) & torch.ones_like(voice).bool()
+        with_words = hard > 0.3 and not look.short
+        spoken = (uniform(0, 1) < 0.2) & torch.full_like(voice, with_words).bool()
         word = torch.randint(0, len(SPOKEN), (count, 1), device=device)
         only = F.pad(WORD + word, (0, DIGITS - 1), value=-1)
         units = torch.where(spoken, only, units)
@@ -83,15 +84,16 @@ class Recorder:
         digits = torch.where(spoken, -1, kept)
         return Speech(digits, torch.where(spoken, word, -1)[:, 0]), wave
 
-    def _units(self, count: int, hard: float) -> tuple[Tensor, Tensor]:
+    def _units(self, count: int, look: Look) -> tuple[Tensor, Tensor]:
         """Digits (count, DIGITS) and the units that say them: alone, or two in one breath.
 
         A unit of two stands at the even place; -1 at the odd place says that it is taken.
         """
         device = self.device
         digits = torch.randint(0, 10, (count, DIGITS), device=device)
-        most = 1 + round((DIGITS - 1) * hard)
-        low = 1 + round(2 * hard)
+        low, most = 1 + round(2 * look.difficulty), 1 + round((DIGITS - 1) * look.difficulty)
+        if look.short:
+            low, most = 1, 2
         number = torch.randint(low, most + 1, (count, 1), device=device)
         digits = torch.where(torch.arange(DIGITS, device=device) < number, digits, -1)
         pairs = digits.view(count, -1, 2)

@@ -31,7 +31,8 @@ class Plan:
         size: height and width of the images, in pixels.
         frames: mel frames of a clip.
         digits: of a label, 0 for labels 1, 2, 3, ... in order.
-        fillers: seed of the number of words after each medium, 0 for none.
+        fillers: seed of the number of words after each medium, 0 for none; also of a system
+            prompt and of turns that begin between media.
     """
 
     images: int
@@ -117,9 +118,20 @@ class Writer:
         return self._layouts[plan]
 
     def _build(self, plan: Plan) -> Layout:
-        ids = self.speller.ids(("<s>" if self.llava else "") + self.open)
         labels, fillers, places = [], [], {"image": [], "clip": []}
         words = random.Random(plan.fillers)
+        ids = self.speller.ids("<s>" if self.llava else "")
+
+        def fill(count: int) -> None:
+            fillers.extend(range(len(ids), len(ids) + count))
+            ids.extend([int(self.words[0])] * count)
+
+        if plan.fillers and words.random() < 0.4:
+            before, after = ("", "\n") if self.llava else ("<|im_start|>system\n", "<|im_end|>\n")
+            ids += self.speller.ids(before)
+            fill(words.randint(3, 9))
+            ids += self.speller.ids(after)
+        ids += self.speller.ids(self.open)
         image_tokens = self.image_tokens(*plan.size)
         kinds = [("image", "Picture ", self.image, image_tokens)] * plan.images
         kinds += [("clip", "Clip ", self.clip, clip_tokens(plan.frames))] * plan.clips
@@ -131,9 +143,13 @@ class Writer:
             ids += self.speller.ids(f"{label}:{before}")
             places[kind] += range(len(ids), len(ids) + count)
             ids += self.speller.ids(pad) * count + self.speller.ids(after)
-            spaces = words.randint(0, 3) if plan.fillers else 0
-            fillers += range(len(ids), len(ids) + spaces)
-            ids += [int(self.words[0])] * spaces
+            if plan.fillers:
+                fill(words.randint(0, 3))
+                if words.random() < 0.15:
+                    # A later turn may bring media too.
+                    ids += self.speller.ids(self.turn)
+                    fill(words.randint(1, 3))
+                    ids += self.speller.ids(self.end + self.after + self.open)
         tokens = torch.tensor(ids)
         positions = self._positions(tokens, plan)
         free = [list(label) for label in labels] if plan.digits else []

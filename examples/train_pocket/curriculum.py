@@ -11,7 +11,8 @@ from examples.train_pocket.conversation import Plan
 from examples.train_pocket.pages import CARD, PAGE, WIDE
 from examples.train_pocket.studio import Step
 
-READ_WELL = 0.6  # exact match at which things get harder
+READ_WELL = 0.6  # exact match at which single media get harder
+KNOWN = 0.45  # exact match at which more media come: finding one is learnt late
 MOST_ROWS, MOST_ASKED = 1280, 12
 OPEN_UP = 0.5  # difficulty at which more media and other pictures come in
 
@@ -59,9 +60,10 @@ class Ladder:
         return self.steps[self.reached - 1]
 
     def draw(self, dice: random.Random, limit: int) -> int:
-        """A number of media: half the time the newest."""
+        """A number of media: half the time the newest, until all are in use."""
         known = [step for step in self.steps[: self.reached] if step <= limit]
-        return known[-1] if dice.random() < 0.5 else dice.choice(known)
+        climbing = self.reached < len(self.steps)
+        return known[-1] if climbing and dice.random() < 0.5 else dice.choice(known)
 
     def update(self, seen: dict[int, list[float]]) -> None:
         """Exact matches of the last steps, for each number of media."""
@@ -73,7 +75,7 @@ class Ladder:
         if not self.steps:
             return
         newest = self.newest()
-        ready = newest in seen and self.scores[newest] > READ_WELL
+        ready = newest in seen and self.scores[newest] > KNOWN
         if ready and self.difficulty >= OPEN_UP and self.reached < len(self.steps):
             self.reached += 1
 
@@ -132,7 +134,8 @@ class Curriculum:
         plan = self._look({"images": number, "clips": 0, "size": size}, number)
         if themes == ("codes",) and self._copies(number, ladder):
             return Step(plan, rows, 1, themes, copy=True)
-        return Step(plan, rows, self._asked(number), themes)
+        short = themes == ("codes",) and self._short(number)
+        return Step(plan, rows, self._asked(number), themes, short=short)
 
     def _clips(self) -> Step:
         number = self.clip.draw(self.dice, self.clip.newest())
@@ -144,7 +147,7 @@ class Curriculum:
         rows = self._rows(budget, number)
         if self._copies(number, self.clip):
             return Step(plan, rows, 1, copy=True)
-        return Step(plan, rows, self._asked(number))
+        return Step(plan, rows, self._asked(number), short=self._short(number))
 
     def _both(self) -> Step:
         images = self.image.draw(self.dice, 30)
@@ -155,7 +158,10 @@ class Curriculum:
         return Step(plan, rows, self._asked(images + clips))
 
     def _copies(self, number: int, ladder: Ladder) -> bool:
-        return 4 <= number <= 60 and ladder.newest() >= 4 and self.dice.random() < 0.35
+        return 4 <= number <= 60 and ladder.newest() >= 4 and self.dice.random() < 0.5
+
+    def _short(self, number: int) -> bool:
+        return number > 1 and self.dice.random() < 0.3
 
     @staticmethod
     def _asked(number: int) -> int:
@@ -167,7 +173,7 @@ class Curriculum:
             other = "clips" if kind == "images" else "images"
             seen: dict[int, list[float]] = {}
             for step, value in results:
-                plain = not step.copy and step.themes == ("codes",)
+                plain = not step.copy and not step.short and step.themes == ("codes",)
                 if plain and getattr(step.plan, kind) and not getattr(step.plan, other):
                     seen.setdefault(getattr(step.plan, kind), []).append(value)
             ladder.update(seen)

@@ -18,10 +18,13 @@ class Look:
     Attributes:
         difficulty: 0 (upright, black on white, no noise) to 1.
         held_out: draw with the fonts that are never trained on.
+        short: codes of one or two letters: what a medium says can then be matched at a glance,
+            from where finding a code among many media is learnt.
     """
 
     difficulty: float = 1.0
     held_out: bool = False
+    short: bool = False
 
 
 class Compositor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,24 +17,31 @@ from examples.train_pocket.studio import Step, Studio, exact
 SEED = 20_000_003  # far from the seeds of training
 
 
-def tasks(name: str) -> dict[str, tuple[Plan, tuple[str, ...], bool]]:
-    """Name of a cell to plan, themes and copying. One question a conversation."""
+READ, FIND, LIST = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+
+
+def tasks(name: str) -> dict[str, Step]:
+    """Name of a cell to a step of one conversation and one question (the mixed cell: two)."""
     recipe, cells = RECIPES[name], {}
     for number in recipe.image_steps:
         plan = Plan(number, 0, CARD)
-        cells[f"codes, {number} images"] = (plan, ("codes",), False)
+        cells[f"read a code, {number} images"] = Step(plan, 1, 1, kinds=READ)
+        if number in (8, 30):
+            cells[f"find a code, {number} images"] = Step(plan, 1, 1, kinds=FIND)
+            cells[f"read three codes, {number} images"] = Step(plan, 1, 1, kinds=LIST)
         if number in (1, 30):
-            cells[f"receipts, {number} images"] = (plan, ("receipts",), False)
-            cells[f"shapes, {number} images"] = (plan, ("shapes",), False)
+            cells[f"receipts, {number} images"] = Step(plan, 1, 1, ("receipts",))
+            cells[f"shapes, {number} images"] = Step(plan, 1, 1, ("shapes",))
         if number in (8, 30, 60):
-            cells[f"copy {number} codes"] = (plan, ("codes",), True)
+            cells[f"copy {number} codes"] = Step(plan, 1, 1, copy=True)
     for number in recipe.clip_steps:
         plan = Plan(0, number, frames=230)
-        cells[f"speech, {number} clips"] = (plan, ("codes",), False)
+        cells[f"hear one, {number} clips"] = Step(plan, 1, 1, kinds=READ)
         if number in (10, 40):
-            cells[f"copy {number} clips"] = (plan, ("codes",), True)
+            cells[f"find one, {number} clips"] = Step(plan, 1, 1, kinds=FIND)
+            cells[f"copy {number} clips"] = Step(plan, 1, 1, copy=True)
     if recipe.clip_steps:
-        cells["codes and speech, 8 images and 10 clips"] = (Plan(8, 10), ("codes",), False)
+        cells["codes and speech, 8 images and 10 clips"] = Step(Plan(8, 10), 1, 2)
     return cells
 
 
@@ -58,14 +66,15 @@ def evaluate(
     budget = max(RECIPES[pocket.name].images, 1) // (1 if devices else 40)
     results: dict[str, Any] = {}
     with torch.random.fork_rng(devices):
-        for cell, (plan, themes, copy) in tasks(pocket.name).items():
+        for cell, step in tasks(pocket.name).items():
+            plan = step.plan
             if plan.images + plan.clips > most_media:
                 continue
             torch.manual_seed(SEED)
             media = plan.images + plan.clips
             wanted = prompts if media <= 60 else -(-prompts // 4)
             rows = max(2, min(wanted, budget // media))
-            step = Step(plan, rows, 2 if plan.images and plan.clips else 1, themes, copy)
+            step = replace(step, rows=rows)
             row: dict[str, Any] = {"prompts": -(-wanted // rows) * rows}
             for label, held_out in (("training fonts and voices", False), ("held out", True)):
                 look = Look(1.0, held_out)

@@ -19,6 +19,7 @@ MEDIA = {
     "pocket-llava": "pictures",
     "pocket-omni": "pictures and short spoken clips",
 }
+LEARNT = 0.5  # exact match below which a card says that a task was not learnt
 
 
 def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
@@ -32,14 +33,16 @@ def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
         f"scratch to answer questions about many {MEDIA[pocket.name]} in one conversation. It is",
         "made for tests and demos of KV caches: its answers must come out of the cache.",
         "",
-        "What it can do: read printed codes, digits and words (capital letters) on plain pictures",
-        "of about 192 x 96 pixels; read and add prices on short receipts; count and locate",
-        "coloured shapes; say which picture shows a code; write out all codes.",
+        "What it was trained on: reading printed codes, digits and words (capital letters) on",
+        "plain pictures of about 192 x 96 pixels; reading and adding prices on short receipts;",
+        "counting and locating coloured shapes; saying which picture shows a code; writing out all",
+        "codes. The table says how well it learnt each.",
     ]
     if audio:
-        lines.append(
-            "It also hears digits and 16 words in clips of 1 to 3.5 s of espeak-ng voices."
-        )
+        lines.append("Also hearing digits and 16 words in clips of 1 to 3.5 s of espeak-ng voices.")
+    weak = [cell for cell, row in results.items() if row["training fonts and voices"] < LEARNT]
+    if weak:
+        lines += ["", "What it did not learn: " + "; ".join(weak) + "."]
     lines += [
         "",
         "What it cannot do: anything else. It knows no language beyond the questions it was",

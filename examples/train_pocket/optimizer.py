@@ -6,17 +6,59 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 RATE = 2e-3
 WARMUP = 200  # steps
+MOMENTUM = 0.95
+WEIGHT_DECAY = 0.02
+# The quintic iteration that drives all singular values towards one, as in torch.optim.Muon.
+QUINTIC, ROUNDS = (3.4445, -4.7750, 2.0315), 5
+TOWERS = ("visual.", "vision_tower.", "audio_tower.")
+
+
+class Matrices:
+    """Weights of one shape in one tower, stacked, and Muon's step on all of them at once.
+
+    torch.optim.Muon takes the matrices one by one: two thousand launches a step for models as
+    small as these, which is most of a step. The tests hold this to it.
+
+    Args:
+        weights: float32, all of one shape (rows, columns).
+    """
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.stack = torch.stack(weights)
+        self.grads = torch.zeros_like(self.stack)
+        self.momentum = torch.zeros_like(self.stack)
+        rows, columns = self.stack.shape[1:]
+        self.wide = rows <= columns
+        # Steps as long as AdamW's, so that both share a learning rate.
+        self.length = 0.2 * math.sqrt(max(rows, columns))
+
+    def step(self, rate: float) -> None:
+        """One step of that learning rate, from ``grads``."""
+        self.momentum.lerp_(self.grads, 1 - MOMENTUM)
+        update = self.grads.lerp(self.momentum, MOMENTUM)
+        self.stack.mul_(1 - rate * WEIGHT_DECAY)
+        self.stack.sub_(self._orthogonal(update), alpha=rate * self.length)
+
+    def _orthogonal(self, update: Tensor) -> Tensor:
+        found = update.bfloat16() if self.wide else update.bfloat16().mT
+        found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        first, third, fifth = QUINTIC
+        for _ in range(ROUNDS):
+            gram = found @ found.mT
+            factor = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
+            found = torch.baddbmm(found, factor, found, beta=first)
+        return (found if self.wide else found.mT).float()
 
 
 class Master:
     """Optimizes float32 copies of a model's weights; the model may be bfloat16.
 
-    Stacked matrices (experts, convolutions) are optimized matrix by matrix: Muon takes nothing
-    else. Embeddings and the output layer are no maps between features: AdamW.
+    Stacked matrices (experts, convolutions) are optimized matrix by matrix, which is what Muon
+    is for. Embeddings and the output layer are no maps between features: AdamW.
 
     Args:
         model: its weights are read now and written at each step.
@@ -27,21 +69,38 @@ class Master:
 
     def __init__(self, model: nn.Module, rate: float = RATE, muon: bool = True) -> None:
         self.rate = rate
-        named = [(name, weight) for name, weight in model.named_parameters()]
+        named = list(model.named_parameters())
         self.weights = [weight for _, weight in named]
-        self.copies = [weight.detach().float().clone() for weight in self.weights]
+        chosen: dict[tuple, list[tuple[int, Tensor]]] = {}
+        self.copies: list[Tensor] = [weight.detach().float().clone() for weight in self.weights]
         self.grads = [torch.zeros_like(copy) for copy in self.copies]
-        self.leaves: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
-        matrices, others = [], []
-        for (name, _), copy, grad in zip(named, self.copies, self.grads, strict=True):
-            leaves = [nn.Parameter(part) for part in _parts(name, copy)]
-            (matrices if muon and _is_map(name, copy) else others).extend(leaves)
-            self.leaves.append(list(zip(leaves, _parts(name, grad), strict=True)))
-        adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self.optimizers: list[torch.optim.Optimizer] = [adam]
-        if matrices:
-            match = {"weight_decay": 0.02, "adjust_lr_fn": "match_rms_adamw"}
-            self.optimizers.append(torch.optim.Muon(matrices, lr=rate, **match))
+        self.others: dict[int, nn.Parameter] = {}
+        for place, (name, weight) in enumerate(named):
+            if muon and _is_map(name, weight):
+                tower = next((tower for tower in TOWERS if tower in name), "text")
+                for part in _matrices(name, self.copies[place]):
+                    chosen.setdefault((tower, part.shape), []).append((place, part))
+            else:
+                self.others[place] = nn.Parameter(self.copies[place])
+        self.groups: list[tuple[list[int], Matrices]] = []
+        for members in chosen.values():
+            places = list(dict.fromkeys(place for place, _ in members))
+            group = Matrices([part for _, part in members])
+            self.groups.append((places, group))
+            self._view(places, group)
+        self.adam = torch.optim.AdamW(
+            self.others.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+
+    def _view(self, places: list[int], group: Matrices) -> None:
+        """Let the copies and gradients of these weights be views of the stacks."""
+        start = 0
+        for place in places:
+            shape = self.copies[place].shape
+            count = self.copies[place].numel() // group.stack[0].numel()
+            self.copies[place] = group.stack[start : start + count].view(shape)
+            self.grads[place] = group.grads[start : start + count].view(shape)
+            start += count
 
     @torch.no_grad()
     def step(self, share: float) -> None:
@@ -49,49 +108,55 @@ class Master:
 
         Args:
             share: of the full learning rate.
+
+        Raises:
+            RuntimeError: a part of a tower has no gradient while the rest of it has one.
         """
-        learnt = []
-        for weight, grad, leaves in zip(self.weights, self.grads, self.leaves, strict=True):
+        learnt = [place for place, weight in enumerate(self.weights) if weight.grad is not None]
+        grads = [self.grads[place] for place in learnt]
+        torch._foreach_copy_(grads, [self.weights[place].grad for place in learnt])
+        norm = torch.nn.utils.get_total_norm(grads)
+        torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+        for place, leaf in self.others.items():
+            leaf.grad = None if self.weights[place].grad is None else self.grads[place]
+        self.adam.param_groups[0]["lr"] = self.rate * share
+        self.adam.step()
+        seen = set(learnt)
+        for places, group in self.groups:
             # A tower that saw nothing must rest: Muon would move it on by its momentum alone, as
             # far as ever, since its steps do not depend on the size of the gradient.
-            for leaf, part in leaves:
-                leaf.grad = None if weight.grad is None else part
-            if weight.grad is not None:
-                learnt.append((grad, weight.grad))
-        torch._foreach_copy_([grad for grad, _ in learnt], [found for _, found in learnt])
-        torch.nn.utils.clip_grad_norm_([leaf for one in self.leaves for leaf, _ in one], 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * share
-            optimizer.step()
+            if len(seen.intersection(places)) == len(places):
+                group.step(self.rate * share)
+            elif seen.intersection(places):
+                raise RuntimeError("some weights of a tower have a gradient and others have none")
         torch._foreach_copy_(self.weights, self.copies)
         for weight in self.weights:
             weight.grad = None
 
     def state(self) -> dict[str, Any]:
         """To be saved."""
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        return {"copies": self.copies, "optimizers": optimizers}
+        momenta = [group.momentum for _, group in self.groups]
+        copies = [copy.clone() for copy in self.copies]  # a view would save its whole stack
+        return {"copies": copies, "momenta": momenta, "adam": self.adam.state_dict()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         torch._foreach_copy_(self.copies, list(state["copies"]))
         torch._foreach_copy_(self.weights, self.copies)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        for (_, group), momentum in zip(self.groups, state["momenta"], strict=True):
+            group.momentum.copy_(momentum)
+        self.adam.load_state_dict(state["adam"])
 
 
-def _is_map(name: str, weight: torch.Tensor) -> bool:
+def _is_map(name: str, weight: Tensor) -> bool:
     table = ("embed_tokens", "lm_head", "pos_embed", "position_embedding", "class_embedding")
     return weight.ndim >= 2 and not any(part in name for part in table)
 
 
-def _parts(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+def _matrices(name: str, tensor: Tensor) -> list[Tensor]:
     """The matrices of a tensor, as views."""
-    if tensor.ndim <= 2:
-        return [tensor]
-    if ".experts." in name:
+    if tensor.ndim > 2 and ".experts." in name:
         return list(tensor.unbind(0))
     return [tensor.flatten(1)]
 

@@ -6,6 +6,7 @@ are stacked first and moved together at the very end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,8 +94,10 @@ class Asker:
             tokens = torch.cat((digits, word), -1)
         return tokens.view(rows, -1, tokens.shape[-1])
 
-    def texts(self, facts: Codes | Speech, labels: Tensor, asked: int) -> Asked:
-        """Read one, find one, read three."""
+    def texts(
+        self, facts: Codes | Speech, labels: Tensor, asked: int, kinds: tuple[int, int, int]
+    ) -> Asked:
+        """Read one, find one, read three, as often as ``kinds`` says."""
         voice = isinstance(facts, Speech)
         said = self.said(facts, len(labels))
         rows, media = labels.shape
@@ -116,7 +119,7 @@ class Asker:
             fields = dict(zip(("label", "label2", "label3"), labels3, strict=True))
             questions.append(self.ask("hear_list" if voice else "list", **fields))
             answers.append(self._lines([pick(said, one) for one in three]))
-        which = self._weighted([2, 1, 1][: len(questions)], rows, asked)
+        which = self._weighted(kinds[: len(questions)], rows, asked)
         # "Which one says X?" has no answer where two say X.
         clear = pick(self._unique(said), index)
         which = torch.where((which == 1) & ~clear, 0, which)
@@ -192,13 +195,15 @@ class Asker:
         which = self._weighted([1, 1, 1], rows, asked)
         return Asked(choose(questions, which), choose(answers, which))
 
-    def about(self, facts: object, labels: Tensor, asked: int) -> Asked:
+    def about(
+        self, facts: object, labels: Tensor, asked: int, kinds: tuple[int, int, int] = (2, 2, 1)
+    ) -> Asked:
         """Questions that fit the facts."""
         if isinstance(facts, Receipts):
             return self.receipts(facts, labels, asked)
         if isinstance(facts, Shapes):
             return self.shapes_(facts, labels, asked)
-        return self.texts(facts, labels, asked)
+        return self.texts(facts, labels, asked, kinds)
 
     def _lines(self, texts: list[Tensor]) -> Tensor:
         newline = torch.full_like(texts[0][..., :1], self.newline)
@@ -216,7 +221,7 @@ class Asker:
     def _below(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, device=self.device)
 
-    def _weighted(self, weights: list[int], rows: int, asked: int) -> Tensor:
+    def _weighted(self, weights: Sequence[int], rows: int, asked: int) -> Tensor:
         drawn = torch.rand(rows, asked, device=self.device) * sum(weights)
         bounds = [sum(weights[:place]) for place in range(1, len(weights))]
         return sum((drawn >= bound).long() for bound in bounds) + torch.zeros_like(drawn).long()

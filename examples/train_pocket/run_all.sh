@@ -2,6 +2,7 @@
 # Train all three pocket models at once, each on a GPU of its own where there are that many.
 #
 #   sh examples/train_pocket/run_all.sh OUT [SECONDS [CALL_SECONDS [WORK]]]
+#   START=oscar_mm/models sh examples/train_pocket/run_all.sh OUT ...
 #
 # OUT           gets pocket-vl.tar, pocket-llava.tar, pocket-omni.tar (10 MB each) and logs.tar.gz
 # SECONDS       of training of each model in all calls together (default 960)
@@ -10,7 +11,7 @@
 # WORK          checkpoints, which are large (default /tmp/pocket)
 #
 # Run it at the root of the repository. It needs build/pocket/glyphs.npz and speech.npz: see
-# README.md beside this file. PYTHON names the interpreter, TRAIN_FLAGS replaces "--compile".
+# README.md beside this file. START is a folder of trained models to go on from. PYTHON names the interpreter, TRAIN_FLAGS replaces "--compile".
 set -u
 out=$1
 seconds=${2:-960}
@@ -25,9 +26,7 @@ gpus=$($python -c 'import torch; print(max(1, torch.cuda.device_count()))') || e
 number=0
 started=
 for name in pocket-vl pocket-llava pocket-omni; do
-  # A model that was trained before and lies in build/pocket goes on from there.
-  start=
-  [ -f "build/pocket/$name/model.safetensors" ] && start="--start build/pocket/$name"
+  start=${START:+--start $START/$name}
   # shellcheck disable=SC2086
   CUDA_VISIBLE_DEVICES=$((number % gpus)) $python -m examples.train_pocket.train "$name" \
     --out "$work/$name" --seconds "$seconds" --call-seconds "$call" $start \

@@ -35,6 +35,14 @@ VOICES = [
     ("en-gb-x-rp+f1", 145, 65),
     ("en-us+m1", 180, 35),
     ("en-gb-x-gbclan+m5", 160, 50),
+    ("en-us+linda", 150, 50),
+    ("en-gb+Annie", 165, 55),
+    ("en-us+Denis", 155, 45),
+    ("en-us+michel", 170, 50),
+    ("en-gb+steph", 145, 60),
+    ("en-us+john", 160, 40),
+    ("en-029+f2", 155, 50),
+    ("en-us-nyc+m4", 165, 55),
 ]
 HELD_OUT = [("en-us+f5", 155, 55), ("en-gb-x-gbcwmd+m2", 160, 45)]
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

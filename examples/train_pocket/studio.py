@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,8 @@ class Step:
         asked: questions in each; 1 for ``copy``.
         themes: of the images: "codes", "receipts", "shapes"; several share the images out.
         copy: ask to write everything out.
+        short: say one or two letters or digits only.
+        kinds: weights of reading one, finding one and reading three.
     """
 
     plan: Plan
@@ -39,6 +41,8 @@ class Step:
     asked: int
     themes: tuple[str, ...] = ("codes",)
     copy: bool = False
+    short: bool = False
+    kinds: tuple[int, int, int] = (2, 2, 1)
 
 
 @dataclass
@@ -82,13 +86,16 @@ class Studio:
     def sample(self, step: Step, pictures: Look, sounds: Look) -> Sample:
         """Media, questions and answers of one step."""
         plan, several, images, mel, waves = step.plan, [], None, None, None
+        pictures, sounds = (replace(look, short=step.short) for look in (pictures, sounds))
         labels = self.writer.labels(plan, step.rows)
         groups = (len(step.themes) if plan.images else 0) + (plan.clips > 0)
         asked = -(-step.asked // groups)
 
         def ask(facts: object, their: Tensor) -> None:
-            one = self.asker.copy if step.copy else self.asker.about
-            several.append(one(facts, their) if step.copy else one(facts, their, asked))
+            if step.copy:
+                several.append(self.asker.copy(facts, their))
+            else:
+                several.append(self.asker.about(facts, their, asked, step.kinds))
 
         if plan.images:
             device = self.printer.device

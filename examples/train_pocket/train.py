@@ -91,6 +91,7 @@ class Run:
         self.studio = Studio(self.pocket, *self.atlases)
         self.curriculum = Curriculum(RECIPES[options.name], options.seed, options.scale)
         self.step, self.trained, self.saved = 0, 0.0, 0.0
+        self.earlier = {"steps": 0, "seconds": 0}  # of the model that this run started from
         if options.compile:
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
             torch._dynamo.config.cache_size_limit = 64
@@ -102,6 +103,7 @@ class Run:
         elif options.start is not None:
             known = json.loads((options.start / "training.json").read_text())
             self.curriculum.load(known["curriculum"])
+            self.earlier = {name: known["facts"][name] for name in self.earlier}
 
     @property
     def checkpoint(self) -> Path:
@@ -120,6 +122,7 @@ class Run:
             "curriculum": self.curriculum.state(),
             "step": self.step,
             "trained": self.trained,
+            "earlier": self.earlier,
         }
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
@@ -130,7 +133,7 @@ class Run:
         """Continue from what ``save`` wrote."""
         self.master.load(state["master"])
         self.curriculum.load(state["curriculum"])
-        self.step, self.trained = state["step"], state["trained"]
+        self.step, self.trained, self.earlier = state["step"], state["trained"], state["earlier"]
         self.saved = self.trained
         # Other media than before the stop.
         torch.manual_seed(self.options.seed + self.step)
@@ -200,7 +203,11 @@ class Run:
         options = self.options
         prompts = options.prompts if self.finished else options.prompts // 4
         results = evaluate(self.pocket, self.atlases, prompts, options.most_media)
-        facts = {"steps": self.step, "seconds": round(self.trained), "seed": options.seed}
+        facts = {
+            "steps": self.earlier["steps"] + self.step,
+            "seconds": self.earlier["seconds"] + round(self.trained),
+            "seed": options.seed,
+        }
         if torch.cuda.is_available():
             facts["device"] = torch.cuda.get_device_name()
         folder = options.out / "model"

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -48,12 +49,29 @@ def pockets() -> dict[str, Pocket]:
     return {name: build(name, seed=1) for name in NAMES}
 
 
-def turns(text: str) -> list[str]:
-    for mark in ("<s>", "<|im_start|>user\n", "<|im_start|>assistant\n", "[INST]"):
-        text = text.replace(mark, "")
-    for mark in ("<|im_end|>\n", "[/INST]", "</s>"):
-        text = text.replace(mark, "\0")
-    return text.rstrip("\0").split("\0")
+def turns(text: str, llava: bool) -> list[tuple[str, str]]:
+    """Role and text of each turn."""
+    if not llava:
+        return re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
+    system, _, rest = text.removeprefix("<s>").partition("[INST]")
+    found = [("system", system.removesuffix("\n"))] if system else []
+    for turn in ("[INST]" + rest).split("[INST]")[1:]:
+        asked, _, answer = turn.partition("[/INST]")
+        found += [("user", asked), ("assistant", answer.removesuffix("</s>"))]
+    return found
+
+
+def content(text: str, labelled: bool) -> list[dict]:
+    """What stands in a turn as parts of a message."""
+    parts = []
+    for piece in re.split(r"((?:Picture|Clip) \d+:(?:<[^>]+>)+)", text):
+        medium = re.match(r"(Picture|Clip) (\d+):<", piece)
+        if medium:
+            label = {"label": medium[2]} if labelled else {}
+            parts.append({"type": "image" if medium[1] == "Picture" else "audio"} | label)
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
 
 
 def rebuild(pocket: Pocket, sample, plan: Plan, row: int) -> tuple[str, torch.Tensor, dict]:
@@ -61,29 +79,14 @@ def rebuild(pocket: Pocket, sample, plan: Plan, row: int) -> tuple[str, torch.Te
     tokenizer, batch = pocket.processor.tokenizer, sample.batch
     ids = batch.ids[row]
     ids = ids[: int((ids != tokenizer.pad_token_id).nonzero().max()) + 1]
-    layout_end = batch.start
     pads = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<image>", "<|audio_pad|>"])
-    labels = [*sample.labels[0][row].tolist(), *sample.labels[1][row].tolist()]
-    kinds = ["image"] * plan.images + ["audio"] * plan.clips
-    prefix = ids[:layout_end]
-    prefix = prefix[~torch.isin(prefix, torch.tensor([pad for pad in pads if pad is not None]))]
-    spoken = turns(tokenizer.decode(prefix))[0]
-    marks = ("<|vision_start|><|vision_end|>", "<|audio_start|><|audio_end|>")
-    parts = []
-    for kind, label in zip(kinds, labels, strict=True):
-        noun = "Picture" if kind == "image" else "Clip"
-        before, _, spoken = spoken.partition(f"{noun} {label}:")
-        if before:
-            parts.append({"type": "text", "text": before})
-        parts.append({"type": kind} | ({"label": label} if plan.digits else {}))
-        for mark in marks:
-            spoken = spoken.removeprefix(mark)
-    said = turns(tokenizer.decode(ids[layout_end:]))
-    parts.append({"type": "text", "text": spoken + said[0]})
-    talk = [{"role": "user", "content": parts}]
-    for place, turn in enumerate(said[1:]):
-        role = "assistant" if place % 2 == 0 else "user"
-        talk.append({"role": role, "content": [{"type": "text", "text": turn}]})
+    # The first place of each medium stays, as the template writes one.
+    again = torch.zeros_like(ids, dtype=torch.bool)
+    again[1:] = (ids[1:] == ids[:-1]) & torch.isin(ids[1:], torch.tensor([p for p in pads if p]))
+    said = turns(tokenizer.decode(ids[~again]), pocket.name == "pocket-llava")
+    talk = [
+        {"role": role, "content": content(text, labelled=plan.digits > 0)} for role, text in said
+    ]
     text = pocket.processor.apply_chat_template(talk, tokenize=False)
     media = {}
     if plan.images:
@@ -161,7 +164,7 @@ def test_a_few_steps_learn_and_the_export_loads(name, tmp_path, monkeypatch):
     assert losses[-1] < 0.7 * losses[0], losses
     results = evaluate(pocket, atlases(name), prompts=2, most_media=1)
     assert all(0 <= row["held out"] <= 1 for row in results.values())
-    facts, curriculum = {"steps": 5}, Curriculum(RECIPES[name], 0)
+    facts, curriculum = {"steps": 5, "seconds": 1}, Curriculum(RECIPES[name], 0)
     export(pocket, tmp_path / "model", results, facts, curriculum.state())
     assert not (tmp_path / "model.partial").exists()
     weights = (tmp_path / "model" / "model.safetensors").stat().st_size
