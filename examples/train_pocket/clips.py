@@ -53,7 +53,7 @@ class Recorder:
         voice = torch.randint(low, high, (count, 1), device=device)
         digits, units = self._units(count, look)
         # Without words while digits are hard enough.
-        with_words = hard > 0.3 and not look.short
+        with_words = hard > 0.3 and not look.letters
         spoken = (uniform(0, 1) < 0.2) & torch.full_like(voice, with_words).bool()
         word = torch.randint(0, len(SPOKEN), (count, 1), device=device)
         only = F.pad(WORD + word, (0, DIGITS - 1), value=-1)
@@ -92,8 +92,8 @@ class Recorder:
         device = self.device
         digits = torch.randint(0, 10, (count, DIGITS), device=device)
         low, most = 1 + round(2 * look.difficulty), 1 + round((DIGITS - 1) * look.difficulty)
-        if look.short:
-            low, most = 1, 2
+        if look.letters:
+            low, most = 1, look.letters
         number = torch.randint(low, most + 1, (count, 1), device=device)
         digits = torch.where(torch.arange(DIGITS, device=device) < number, digits, -1)
         pairs = digits.view(count, -1, 2)

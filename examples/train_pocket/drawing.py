@@ -18,13 +18,12 @@ class Look:
     Attributes:
         difficulty: 0 (upright, black on white, no noise) to 1.
         held_out: draw with the fonts that are never trained on.
-        short: codes of one or two letters: what a medium says can then be matched at a glance,
-            from where finding a code among many media is learnt.
+        letters: most letters of a code, or digits of a clip; 0 for what the difficulty says.
     """
 
     difficulty: float = 1.0
     held_out: bool = False
-    short: bool = False
+    letters: int = 0
 
 
 class Compositor:

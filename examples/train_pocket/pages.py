@@ -94,13 +94,13 @@ class Printer:
         kind = torch.rand(count, 1, device=self.device)
         code = torch.where(kind < 0.2, self._below(10, count, LETTERS), code)
         low, high = 1 + round(3 * look.difficulty), 2 + round(4 * look.difficulty)
-        if look.short:
-            low, high = 1, 2
+        if look.letters:
+            low, high = 1, look.letters
         length = low + self._below(high - low + 1, count, 1)
         code = torch.where(torch.arange(LETTERS, device=self.device) < length, code, EMPTY)
         words = self.printed[self._below(len(PRINTED), count)]
         words = torch.nn.functional.pad(words, (0, LETTERS - words.shape[1]), value=EMPTY)
-        code = torch.where((kind > 0.8) & (look.difficulty > 0.3 and not look.short), words, code)
+        code = torch.where((kind > 0.8) & (look.difficulty > 0.3 and not look.letters), words, code)
         return Codes(code), self.compositor.draw(code[:, None], _em(20, 40, size), size, look)
 
     def receipts(self, count: int, size: tuple[int, int], look: Look) -> tuple[Receipts, Tensor]:

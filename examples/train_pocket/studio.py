@@ -32,7 +32,7 @@ class Step:
         asked: questions in each; 1 for ``copy``.
         themes: of the images: "codes", "receipts", "shapes"; several share the images out.
         copy: ask to write everything out.
-        short: say one or two letters or digits only.
+        letters: most letters or digits that a medium says; 0 for what the difficulty says.
         kinds: weights of reading one, finding one and reading three.
     """
 
@@ -41,7 +41,7 @@ class Step:
     asked: int
     themes: tuple[str, ...] = ("codes",)
     copy: bool = False
-    short: bool = False
+    letters: int = 0
     kinds: tuple[int, int, int] = (2, 2, 1)
 
 
@@ -86,7 +86,7 @@ class Studio:
     def sample(self, step: Step, pictures: Look, sounds: Look) -> Sample:
         """Media, questions and answers of one step."""
         plan, several, images, mel, waves = step.plan, [], None, None, None
-        pictures, sounds = (replace(look, short=step.short) for look in (pictures, sounds))
+        pictures, sounds = (replace(look, letters=step.letters) for look in (pictures, sounds))
         labels = self.writer.labels(plan, step.rows)
         groups = (len(step.themes) if plan.images else 0) + (plan.clips > 0)
         asked = -(-step.asked // groups)

@@ -190,9 +190,11 @@ class Run:
         values: dict[str, Any] = {"loss": round(sum(losses) / len(losses), 4)}
         if self.curriculum.recipe.images:
             values |= {"difficulty": round(image.difficulty, 2), "images": image.newest()}
+            values["finding"] = (image.stages, round(image.found, 3))
             values["read"] = {number: round(x, 3) for number, x in sorted(image.scores.items())}
         if self.curriculum.recipe.clips:
             values |= {"clip_difficulty": round(clip.difficulty, 2), "clips": clip.newest()}
+            values["finding_clips"] = (clip.stages, round(clip.found, 3))
             values["hear"] = {number: round(x, 3) for number, x in sorted(clip.scores.items())}
         if copied:
             values["copy"] = round(sum(copied) / len(copied), 3)

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from transformers import WhisperFeatureExtractor
 from examples.train_pocket import language, speech
 from examples.train_pocket.clips import Recorder
 from examples.train_pocket.conversation import Plan
-from examples.train_pocket.curriculum import RECIPES, Curriculum
+from examples.train_pocket.curriculum import FIND_ONLY, RECIPES, Curriculum
 from examples.train_pocket.drawing import Look
 from examples.train_pocket.evaluate import tasks
 from examples.train_pocket.optimizer import WEIGHT_DECAY, Master, schedule
@@ -138,12 +140,25 @@ def test_the_curriculum_gets_harder_only_when_it_reads_well():
     assert curriculum.clip.difficulty == 0.1
     for ladder in (curriculum.image, curriculum.clip):
         ladder.reached, ladder.difficulty = len(ladder.steps), 1.0
+    find = Step(Plan(2, 0), 4, 2, letters=1, kinds=FIND_ONLY)
+    for _ in range(3):
+        curriculum.score([(find, 1.0)])
+    # The second stage is of two letters, about which nothing is known yet.
+    assert (curriculum.image.stages, curriculum.clip.stages) == (2, 1)
+    for _ in range(3):
+        curriculum.score([(find, 1.0)])
+    assert curriculum.image.stages == 2
+    state = json.loads(json.dumps(curriculum.state()))
+    other = Curriculum(RECIPES["pocket-omni"], seed=1)
+    other.load(state)
+    assert other.state() == curriculum.state()
     steps = [curriculum.next() for _ in range(400)]
     assert {step.plan.images > 0 and step.plan.clips > 0 for step in steps} == {True, False}
     assert {theme for step in steps for theme in step.themes} == {"codes", "receipts", "shapes"}
     assert max(step.plan.clips for step in steps) == 240
     assert all(step.asked == 1 for step in steps if step.copy)
     assert any(step.copy for step in steps)
+    assert {(step.plan.images, step.letters) for step in steps if step.letters} >= {(2, 1), (2, 2)}
 
 
 def test_evaluation_covers_what_the_models_promise():
