@@ -19,17 +19,16 @@ from oscar_mm.policy import KVPolicy
 
 def ask(
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")],
-    images: Annotated[
-        list[str] | None, typer.Argument(metavar="IMAGE", help="Image files, in order.")
-    ] = None,
+    media: options.Media = None,
     model: options.Model = None,
     policy: options.Policy = "compact",
     video: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A video file; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="FILE", help="A video, whatever its suffix; may be repeated."),
     ] = None,
     audio: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="A recording (Qwen3-Omni); may be repeated."),
+        typer.Option(metavar="FILE", help="Likewise a recording (Qwen3-Omni)."),
     ] = None,
     audio_in_video: options.AudioInVideo = False,
     system: options.System = None,
@@ -51,16 +50,19 @@ def ask(
     """
     # Whatever can be wrong with the request is told before the model takes its seconds to load.
     KVPolicy.preset(policy)
-    _check_request(prompt, model, images, video, audio)
-    pictures = [load_image(name, allow_remote=allow_remote) for name in images or []]
-    for name in video or []:
+    given = options.by_kind(media or [])
+    given["videos"] += video or []
+    given["audio"] += audio or []
+    _check_request(prompt, given)
+    pictures = [load_image(name, allow_remote=allow_remote) for name in given["images"]]
+    for name in given["videos"]:
         existing_file(name, name)
     limits = MediaLimits()
     sounds = [
         read_bytes(name, allow_remote=allow_remote, limits=limits, label=name)
         if is_address(name)
         else existing_file(name, name)
-        for name in audio or []
+        for name in given["audio"]
     ]
     from oscar_mm.sampling import Sampling  # brings torch, which the checks above do without
 
@@ -71,20 +73,21 @@ def ask(
         top_k=top_k,
         seed=seed,
     )
+    model = options.chosen_model(model, hears=bool(sounds) or audio_in_video)
     progress.on_loading()
     from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
 
     kind = reader(model)
-    media: dict[str, Any] = {"images": pictures, "videos": video}
+    shown: dict[str, Any] = {"images": pictures, "videos": given["videos"]}
     if kind == "OscarOmniPipeline":
-        media |= {"audio": sounds, "use_audio_in_video": audio_in_video}
+        shown |= {"audio": sounds, "use_audio_in_video": audio_in_video}
     elif sounds or audio_in_video:
-        option = "--audio" if sounds else "--audio-in-video"
-        raise InputError(f"{option}: {model} hears nothing; take a Qwen3-Omni checkpoint")
+        what = given["audio"][0] if sounds else "--audio-in-video"
+        raise InputError(f"{what}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni")
     pipe = getattr(oscar_mm, kind)(model, policy=policy, device=device, dtype=dtype)
     with progress.prefill(pipe.model):
         with warnings_as_lines():
-            stream = pipe.stream(prompt=prompt, system=system, **media, **asdict(sampling))
+            stream = pipe.stream(prompt=prompt, system=system, **shown, **asdict(sampling))
         pieces = iter(stream)
         first = next(pieces, "")
     if as_json:
@@ -104,12 +107,11 @@ def ask(
     )
 
 
-def _check_request(prompt: str, model: str | None, *media: list[str] | None) -> None:
-    options.require_model(model)
+def _check_request(prompt: str, given: dict[str, list[str]]) -> None:
     if not prompt.strip():
         raise InputError("--prompt is empty: pass the question as text")
-    if not any(media):
-        raise InputError("nothing to ask about: pass an IMAGE, --video FILE or --audio FILE")
+    if not any(given.values()):
+        raise InputError("nothing to ask about: pass an image, a video or a recording")
 
 
 def _as_dict(result: Any) -> dict[str, Any]:

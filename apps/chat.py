@@ -59,7 +59,6 @@ def chat(
     A line is a message, or a command: /help lists them. Answers go to stdout.
     """
     KVPolicy.preset(policy)
-    options.require_model(model)
     if load is not None:
         existing_file(load, load)
         if system is not None:
@@ -74,6 +73,7 @@ def chat(
         "seed": seed,
     }
     Sampling(**how)
+    model = options.chosen_model(model, hears=audio_in_video)
     progress.on_loading()
     from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
 
@@ -245,7 +245,8 @@ def _ctrl_c() -> Iterator[_Pressed]:
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
     if modality not in pipe.family.reads:
         known = ", ".join(sorted(one.label for one in pipe.family.reads))
-        raise InputError(f"{pipe.family.name} reads {known}, no {modality.label}")
+        hint = "; Qwen3-Omni and pocket-omni do" if modality is Modality.AUDIO else ""
+        raise InputError(f"{pipe.family.name} reads {known}, no {modality.label}{hint}")
 
 
 def _unquoted(text: str) -> str:

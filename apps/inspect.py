@@ -15,17 +15,10 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.source import existing_file
 
 _PROMPT = "Describe what you see and hear, in detail."
-_KINDS = {
-    "videos": {".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"},
-    "audio": {".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"},
-}
 
 
 def inspect(
-    media: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MEDIA...", help="Images, videos and recordings, told by suffix."),
-    ] = None,
+    media: options.Media = None,
     model: options.Model = None,
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")
@@ -44,8 +37,10 @@ def inspect(
     Reads one prompt with the media and measures, in every layer: norms of keys by modality,
     outlier channels, and errors of quantization with token scaling and without.
     """
-    options.require_model(model)
-    given = _by_kind(media or [])
+    given = {
+        kind: [existing_file(name, name) for name in names]
+        for kind, names in options.by_kind(media or []).items()
+    }
     if out is not None:
         there = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not there.is_dir():
@@ -53,12 +48,15 @@ def inspect(
         from oscar_mm.inspect.figure import require_matplotlib  # brings torch
 
         require_matplotlib()
+    model = options.chosen_model(model, hears=bool(given["audio"]))
     progress.on_loading()
     from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
 
     kind = reader(model)
     if given["audio"] and kind != "OscarOmniPipeline":
-        raise InputError(f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model")
+        raise InputError(
+            f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni"
+        )
     pipe = getattr(oscar_mm, kind)(model, device=device, dtype=dtype)
     pipe.check_texts(prompt, None)
     prepared = pipe.prepare(prompt, pipe.read_media(**given), None)
@@ -75,15 +73,6 @@ def inspect(
     if out is not None:
         names = [Path(name).name for name in media or []]
         _save(out, inspection, said, shown, model=model, media=names, prompt=prompt)
-
-
-def _by_kind(media: list[str]) -> dict[str, list[Path]]:
-    kinds: dict[str, list[Path]] = {"images": [], "videos": [], "audio": []}
-    for name in media:
-        suffix = Path(name).suffix.lower()
-        kind = next((kind for kind, known in _KINDS.items() if suffix in known), "images")
-        kinds[kind].append(existing_file(name, name))
-    return kinds
 
 
 def _print(said: list[str], shown: list[Any]) -> None:

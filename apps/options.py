@@ -1,15 +1,27 @@
 """Options that several commands have."""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from oscar_mm.errors import InputError
+from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="DIR|ID", help="Local model folder or hub id."),
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME|DIR|ID",
+        help=f"A bundled model ({', '.join(BUNDLED)}), a model folder or a hub id; default: "
+        "pocket-vl, for sound pocket-omni.",
+    ),
+]
+Media = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told by suffix."),
 ]
 Policy = Annotated[
     str,
@@ -43,11 +55,31 @@ AllowRemote = Annotated[
     bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
 ]
 
+_SUFFIXES = {
+    "videos": {".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"},
+    "audio": {".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"},
+}
 
-def require_model(model: str | None) -> None:
-    """Raise InputError if no model was named."""
-    if model is None:
-        raise InputError(
-            "--model is missing: pass a local model folder or a hub id, "
-            "for example --model Qwen/Qwen3-VL-8B-Instruct"
-        )
+
+def by_kind(media: list[str]) -> dict[str, list[str]]:
+    """Names of files under "images", "videos" and "audio"; an unknown suffix is an image's."""
+    kinds: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
+    for name in media:
+        suffix = Path(name).suffix.lower()
+        known = (kind for kind, suffixes in _SUFFIXES.items() if suffix in suffixes)
+        kinds[next(known, "images")].append(name)
+    return kinds
+
+
+def chosen_model(model: str | None, *, hears: bool = False) -> str:
+    """``model``, or a bundled one if none was named, which a line on stderr then says.
+
+    Args:
+        hears: whether it has to take sound.
+    """
+    if model is not None:
+        return model
+    name = "pocket-omni" if hears else "pocket-vl"
+    what = f"{name}, a tiny demo model that {BUNDLED[name]}"
+    print(f"oscar-mm: no --model given, so this is {what}", file=sys.stderr)
+    return name

@@ -1,13 +1,16 @@
-"""Many questions about one recording, which is heard once:
+"""Many questions about recordings, which are heard once:
 
-python questions_about_a_recording.py MODEL RECORDING QUESTION...
+python questions_about_a_recording.py [MODEL RECORDING QUESTION...]
 """
 
 import sys
+from pathlib import Path
 
 from oscar_mm import OscarOmniPipeline
 
-model, recording, *questions = sys.argv[1:]
+clips = Path(__file__).parent / "media" / "clips"
+questions = ["What was said?", "Which digits do you hear?"]
+model, recording, *questions = sys.argv[1:] or ["pocket-omni", clips / "05.wav", *questions]
 heard = OscarOmniPipeline(model).chat()
 heard.ask("Listen to this.", audio=recording, max_new_tokens=16)
 for question in questions:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class KVBudget:
-    """Makes room in a store before and after each turn; used under the pipeline's lock.
+    """Makes room in stores before and after each turn; used under their lock.
 
     What counts are pages and 16-bit blocks in use, each once, of all chats and kept prefixes. To
     make room, prefixes go first, then the chats that were used least recently and are not
@@ -29,7 +29,7 @@ class KVBudget:
     may grow beyond the budget, by what the turn's answer takes more than was foreseen.
 
     Args:
-        store: of the pipeline.
+        store: of the pipeline; ``stores`` takes those of others that share the budget.
         limit: bytes.
         folder: for the files; made if it is not there. By default a temporary one. None: nothing
             is written, and a turn that does not fit is refused.
@@ -42,7 +42,8 @@ class KVBudget:
     def __init__(
         self, store: PageStore, limit: int, folder: str | Path | bool, prefixes: Prefixes | None
     ) -> None:
-        self.store, self.limit, self.prefixes = store, limit, prefixes
+        self.limit, self.prefixes = limit, prefixes
+        self.stores = weakref.WeakSet([store])
         self._temporary = None
         self.folder: Path | None = None
         try:
@@ -58,6 +59,11 @@ class KVBudget:
         self._last_use: weakref.WeakKeyDictionary[Holding, int] = weakref.WeakKeyDictionary()
         self._clock = count()
 
+    @property
+    def used_bytes(self) -> int:
+        """Of the limit."""
+        return sum(store.memory().used_bytes for store in self.stores)
+
     def use(self, chat: Holding) -> None:
         """A chat is in use now."""
         self._last_use[chat] = next(self._clock)
@@ -72,7 +78,7 @@ class KVBudget:
         Raises:
             InputError: there is no room, and nothing more that could go.
         """
-        while self.store.memory().used_bytes + needed > self.limit:
+        while self.used_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
                 continue
@@ -89,13 +95,14 @@ class KVBudget:
             # Told when it asks for more.
             return
 
-    def bytes_of(self, prompt: Prompt, new_tokens: int) -> int:
+    @staticmethod
+    def bytes_of(store: PageStore, prompt: Prompt, new_tokens: int) -> int:
         """What a turn will take at most, but for the rounding of what is there; 0 before any."""
-        policy = self.store.policy
+        policy = store.policy
         text = [Modality.TEXT] * new_tokens
         modalities = [*prompt.modalities[0].tolist(), *text]
         total = 0
-        for pools in self.store.layers.values():
+        for pools in store.layers.values():
             block = pools.by_bits[16].slot_bytes
             for modality in set(modalities):
                 tokens, bits = modalities.count(modality), policy.bits_for(Modality(modality))
@@ -108,7 +115,7 @@ class KVBudget:
         return total
 
     def _refusal(self, needed: int) -> str:
-        used = self.store.memory().used_bytes
+        used = self.used_bytes
         remedy = "forget() media, undo() turns or raise kv_budget"
         if self.folder is None:
             remedy = f"close() chats, {remedy}, or let chats be written to disk with spill=True"

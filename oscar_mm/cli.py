@@ -10,9 +10,14 @@ import typer
 
 import oscar_mm
 from oscar_mm.apps.ask import ask
+from oscar_mm.apps.audio_qa.command import audio_qa_command
+from oscar_mm.apps.bench import bench
 from oscar_mm.apps.chat import chat
+from oscar_mm.apps.demo.command import demo
 from oscar_mm.apps.doctor import doctor
 from oscar_mm.apps.inspect import inspect
+from oscar_mm.apps.plan import plan
+from oscar_mm.apps.serve.command import serve
 from oscar_mm.errors import InputError
 
 DEBUG_VARIABLE = "OSCAR_MM_DEBUG"
@@ -29,9 +34,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(ask)
+app.command("audio-qa")(audio_qa_command)
+app.add_typer(bench, name="bench")
 app.command()(chat)
+app.command()(demo)
 app.command()(doctor)
 app.command()(inspect)
+app.command()(plan)
+app.command()(serve)
 
 
 def _print_version(wanted: bool) -> None:

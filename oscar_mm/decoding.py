@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decode_steps import DecodeSteps
 from oscar_mm.modality import PADDING, MediumSpan, Span, spans_of
+from oscar_mm.pieces import in_pieces
 from oscar_mm.prefill import prefill_in_chunks
 from oscar_mm.sampling import Chooser, Sampling
 
@@ -45,6 +47,26 @@ class Prompt:
 
 
 @torch.inference_mode()
+def read(
+    model: nn.Module, prompt: Prompt, cache: OscarCache, prefill_chunk: int | None = None
+) -> torch.Tensor:
+    """Read a prompt into a cache; (batch, vocabulary) logits of the last token.
+
+    Args:
+        model: a model of transformers that generates, with attention "oscar" in its decoder.
+        cache: where the past is; it may hold earlier turns.
+        prefill_chunk: tokens, see ``oscar_mm.prefill``; None for the whole prompt at once.
+    """
+    cache.expect(prompt.modalities)
+    arguments = {**prompt.inputs, "position_ids": prompt.positions}
+    with in_pieces(model, prompt.modalities.numel()):
+        if prefill_chunk is not None and prompt.tokens > prefill_chunk:
+            return prefill_in_chunks(model, arguments, cache, prefill_chunk)
+        output = model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1]
+
+
+@torch.inference_mode()
 def decode(
     model: nn.Module,
     prompt: Prompt,
@@ -53,7 +75,7 @@ def decode(
     *,
     end_tokens: frozenset[int],
     prefill_chunk: int | None = None,
-    history: torch.Tensor | None = None,
+    history: Sequence[torch.Tensor] | torch.Tensor | None = None,
     ended: torch.Tensor | None = None,
 ) -> Iterator[list[int | None]]:
     """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
@@ -67,29 +89,23 @@ def decode(
         sampling: of all rows, or of each.
         end_tokens: ids that end a row.
         prefill_chunk: tokens, see ``oscar_mm.prefill``; None for the whole prompt at once.
-        history: (batch, tokens) ids of what the cache holds, for the repetition penalty.
+        history: for each row the (tokens,) ids of what the cache holds, for the repetition penalty.
         ended: (batch,) bool on the CPU, which rows have ended. A caller may keep it and end a row
             between two steps.
 
     Raises:
         FloatingPointError: the model's logits are NaN.
     """
-    cache.expect(prompt.modalities)
-    arguments = {**prompt.inputs, "position_ids": prompt.positions}
-    if prefill_chunk is None or prompt.tokens <= prefill_chunk:
-        output = model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = output.logits[:, -1]
-    else:
-        logits = prefill_in_chunks(model, arguments, cache, prefill_chunk)
+    logits = read(model, prompt, cache, prefill_chunk)
     count = len(prompt.modalities)
     samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
     choosers = _choosers(prompt, samplings, history, logits.device)
     ended = torch.zeros(count, dtype=torch.bool) if ended is None else ended
     position, step = prompt.next_position, 0
+    steps = DecodeSteps(model, cache, prompt.positions.shape[:-2], prompt.positions.device)
     while True:
-        tokens = _choose(logits, choosers)
+        tokens, listed = _choose(logits, choosers)
         step += 1
-        listed = tokens.tolist()
         ended |= torch.tensor([token in end_tokens for token in listed])
         if ended.all():
             return
@@ -98,22 +114,14 @@ def decode(
         if ended.all():
             return
         # A row that has ended goes on as padding: it is not stored.
-        cache.expect(torch.where(ended, PADDING, 0)[:, None])
-        rows = prompt.positions.shape[:-2]
-        output = model(
-            input_ids=tokens[:, None].to(prompt.positions.device),
-            position_ids=position.view(*[1] * len(rows), -1, 1).expand(*rows, -1, 1),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = output.logits[:, -1]
+        logits = steps(tokens, position, ended)
         position = position + 1
 
 
 def _choosers(
     prompt: Prompt,
     samplings: Sequence[Sampling],
-    history: torch.Tensor | None,
+    history: Sequence[torch.Tensor] | torch.Tensor | None,
     device: torch.device,
 ) -> list[Chooser | None]:
     """One for each row; None where the likeliest token is taken."""
@@ -128,13 +136,18 @@ def _choosers(
     return choosers
 
 
-def _choose(logits: torch.Tensor, choosers: Sequence[Chooser | None]) -> torch.Tensor:
-    """(batch,) next tokens from (batch, vocabulary) logits."""
+def _choose(
+    logits: torch.Tensor, choosers: Sequence[Chooser | None]
+) -> tuple[torch.Tensor, list[int]]:
+    """(batch,) next tokens from (batch, vocabulary) logits, there and on the host."""
     logits = logits.float()
-    if bool(logits.isnan().any()):
+    broken, tokens = logits.isnan().any(), logits.argmax(-1)
+    if any(choosers) and not broken:  # sampling from NaN would end the CUDA context
+        for row, chooser in enumerate(choosers):
+            if chooser is not None:
+                tokens[row] = chooser.choose(logits[row])
+    # Both in one copy: each makes the host wait for the device.
+    *listed, broken = torch.cat([tokens, broken[None]]).tolist()
+    if broken:
         raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
-    tokens = logits.argmax(-1)
-    for row, chooser in enumerate(choosers):
-        if chooser is not None:
-            tokens[row] = chooser.choose(logits[row])
-    return tokens
+    return tokens, listed

@@ -12,6 +12,8 @@ from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.conversation import Conversation
 
 if TYPE_CHECKING:
+    from oscar_mm.decoding import Prompt
+    from oscar_mm.generation import Generation
     from oscar_mm.pipelines.pipeline import Pipeline
 
 
@@ -24,17 +26,18 @@ class Holding:
 
     Attributes:
         now: the conversation; None once it was given up. Its cache is None while it is on disk.
-        answering: whether a turn goes on from it just now.
+        answering: the turn that goes on from it just now, or None.
     """
 
     def __init__(self, pipe: Pipeline, conversation: Conversation) -> None:
-        self.pipe, self.answering = pipe, False
+        self.pipe = pipe
+        self.answering: Generation | None = None
         self.now: Conversation | None = conversation
         self._file: _File | None = None
         if pipe.budget is not None:
             with pipe.lock:
                 pipe.budget.use(self)
-                pipe.budget.settle(self)
+                self.settle()
 
     @property
     def conversation(self) -> Conversation:
@@ -58,6 +61,21 @@ class Holding:
             self._file.remove()
             self._file = None
         return self.conversation
+
+    def make_room(self, prompt: Prompt, new_tokens: int) -> None:
+        """Before a turn: what it will take is free in the budget, if there is one.
+
+        Raises:
+            InputError: there is no room.
+        """
+        budget = self.pipe.budget
+        if budget is not None:
+            budget.make_room(budget.bytes_of(self.pipe.store, prompt, new_tokens), self)
+
+    def settle(self) -> None:
+        """After a turn: others give way until the budget holds, if there is one."""
+        if self.pipe.budget is not None:
+            self.pipe.budget.settle(self)
 
     @property
     def can_be_spilled(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.modality import Modality
+from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
@@ -84,16 +85,22 @@ class MemoryReport:
             if held and name != _SHARED:
                 plain = per_token * tokens
                 rows.append(
-                    (name, f"{tokens:,}", _size(held), _size(plain), f"{plain / held:.2f}x")
+                    (
+                        name,
+                        f"{tokens:,}",
+                        format_bytes(held),
+                        format_bytes(plain),
+                        f"{plain / held:.2f}x",
+                    )
                 )
         if self.by_modality.get(_SHARED):
-            rows.append(("tables, free", "", _size(self.by_modality[_SHARED]), "", ""))
+            rows.append(("tables, free", "", format_bytes(self.by_modality[_SHARED]), "", ""))
         rows.append(
             (
                 "all",
                 f"{sum(self.tokens.values()):,}",
-                _size(self.kv_bytes),
-                _size(self.bf16_bytes),
+                format_bytes(self.kv_bytes),
+                format_bytes(self.bf16_bytes),
                 f"{self.ratio:.2f}x",
             )
         )
@@ -104,11 +111,13 @@ class MemoryReport:
             for row in rows
         ]
         rule = "-" * len(lines[0])
-        kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in self.by_kind.items() if size)
+        kinds = ", ".join(
+            f"{kind} {format_bytes(size)}" for kind, size in self.by_kind.items() if size
+        )
         bits = f"{self.bits_per_value:.2f} bits per value: {kinds}"
         notes = [_TAILS] if 2 * self.by_kind["tails"] > self.kv_bytes else []
         if self.shared_bytes:
-            notes.append(f"shared with other caches: {_size(self.shared_bytes)}")
+            notes.append(f"shared with other caches: {format_bytes(self.shared_bytes)}")
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *notes])
 
 
@@ -242,11 +251,3 @@ def _add_pools(
         if alone:
             by_kind["unused"] += free
             by_modality[_SHARED] += free
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

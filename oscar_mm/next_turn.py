@@ -34,7 +34,9 @@ def next_prompt(
     Raises:
         InputError: media that the model does not read, or no room in the context.
     """
-    messages = pipe.family.messages(asked, system, shown)
+    # Media that were forgotten keep their numbers.
+    earlier = [span.modality for turn in held.turns for span in turn.media]
+    messages = pipe.family.messages(asked, system, shown, earlier)
     if not held.turns:
         pipe.check_media(shown)
         prompt = pipe.family.prompt(messages, shown)

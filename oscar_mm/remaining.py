@@ -1,11 +1,32 @@
-"""Remaining: the rest of a prompt whose beginning is in the cache already."""
+"""A prompt in two: its beginning, and the rest once the beginning is in the cache."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from oscar_mm.decoding import Prompt
 from oscar_mm.modality import Modality
+
+
+def beginning(prompt: Prompt, tokens: int) -> Prompt:
+    """The first tokens of a prompt of one row, with all of its media.
+
+    Args:
+        prompt: as a family made it.
+        tokens: fewer than it has, and not before the end of its last medium.
+    """
+    if not (prompt.media[-1].stop if prompt.media else 1) <= tokens < prompt.tokens:
+        raise ValueError(f"{tokens} of {prompt.tokens} tokens leave out a medium, or nothing")
+    following = prompt.positions[..., tokens].reshape(-1)[-1:]
+    return replace(
+        prompt,
+        inputs=prompt.inputs | {"input_ids": prompt.inputs["input_ids"][:, :tokens]},
+        positions=prompt.positions[..., :tokens],
+        next_position=following.to(prompt.next_position.dtype),
+        modalities=prompt.modalities[:, :tokens],
+    )
 
 
 def remaining(prompt: Prompt, tokens: int) -> Prompt:

@@ -128,6 +128,13 @@ class Chat:
             cache = self._held.conversation.cache
             return (cache if cache is not None else self._new_cache()).memory()
 
+    @property
+    def so_far(self) -> Answer | None:
+        """The answer that is being written, as far as it goes; None before its first token."""
+        with self.pipe.lock:
+            running = self._held.answering
+            return running.answer() if running and running.written.token_ids else None
+
     def forget(self, index: int) -> None:
         """Drop an image, video or recording: its pages are free at once, later turns go on.
 
@@ -254,11 +261,9 @@ class Chat:
         self, asked: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
     ) -> Generator[str | Answer, None, None]:
         """Pieces of the answer, then the answer; the turn counts from then on."""
-        budget = self.pipe.budget
         with self.pipe.lock:
             before = self._held.at_hand()
-            if budget is not None:
-                budget.make_room(budget.bytes_of(prompt, sampling.max_new_tokens), self._held)
+            self._held.make_room(prompt, sampling.max_new_tokens)
             cache = before.cache.fork()
         generation = Generation(self.pipe, prompt, cache, sampling, start, history=before.token_ids)
         written = generation.written
@@ -267,7 +272,7 @@ class Chat:
             said = written.text, written.token_ids
             return before.answered(generation.cache, prompt, asked, *said, ended)
 
-        self._held.answering = True
+        self._held.answering = generation
         try:
             yield from generation
             answer = generation.answer()
@@ -283,11 +288,10 @@ class Chat:
                 generation.cache.close()
             raise
         finally:
-            self._held.answering = False
+            self._held.answering = None
         with self.pipe.lock:
             before.cache.close()
-            if budget is not None:
-                budget.settle(self._held)
+            self._held.settle()
         yield replace(answer, memory=self.memory)
 
     def _new_cache(self) -> OscarCache:

@@ -30,3 +30,12 @@ def parse_bytes(name: str, size: Any) -> int:
     if count < 1:
         raise InputError(f'{name}={size!r}: must be a number of bytes, or text such as "8GB"')
     return int(count)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as people read them: "512 B", "1.50 MB" (1 MB is 10^6 bytes)."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.decoding import Prompt
 from oscar_mm.errors import InputError
+from oscar_mm.experts import choose_experts
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.pipelines.media import Media, Medium
 
@@ -69,6 +71,7 @@ class Family(ABC):
                 "the processor has no chat template, so it is not known how this checkpoint was "
                 "taught to converse: pass processor=... with its chat_template set"
             )
+        choose_experts(model)
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
@@ -89,8 +92,20 @@ class Family(ABC):
         }
         return {token: modality for modality, token in tokens.items()}
 
-    def messages(self, prompt: str, system: str | None, media: Media) -> list[dict[str, Any]]:
+    def messages(
+        self,
+        prompt: str,
+        system: str | None,
+        media: Media,
+        earlier: Iterable[Modality] = (),
+    ) -> list[dict[str, Any]]:
         """One user turn for the chat template: images, videos, recordings, then the question.
+
+        A part's "label" is its number among all of its kind in the conversation, from 1; the
+        templates of most checkpoints do not print it.
+
+        Args:
+            earlier: modalities of the media of earlier turns.
 
         Raises:
             InputError: a medium that the family does not read.
@@ -102,7 +117,11 @@ class Family(ABC):
                     f"{medium.label}: {self.name} does not read {medium.modality.label}; of media "
                     f"it reads {known}"
                 )
-        parts = [{"type": medium.modality.label} for medium in media]
+        shown = Counter(earlier)
+        parts = []
+        for medium in media:
+            shown[medium.modality] += 1
+            parts.append({"type": medium.modality.label, "label": shown[medium.modality]})
         turns = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         if system:
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
@@ -119,7 +138,7 @@ class Family(ABC):
             Tensors on the model's device. Positions are (1, tokens), for multimodal RoPE
             (4, 1, tokens): text, time, height, width.
         """
-        text = self._render(messages)
+        text = self.render(messages)
         return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
 
     def continuation(
@@ -198,7 +217,7 @@ class Family(ABC):
         for content in ([{"type": "text", "text": _ANSWER}], _ANSWER):
             former = [question, {"role": "assistant", "content": content}]
             try:
-                text = self._render([*former, *messages])
+                text = self.render([*former, *messages])
             except (InputError, TypeError):
                 if content is _ANSWER:
                     raise
@@ -207,7 +226,8 @@ class Family(ABC):
                 return text[text.index(_ANSWER) :]
         raise InputError("the chat template of this checkpoint leaves out what was answered")
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The conversation as the chat template writes it, up to where an answer begins."""
         try:
             return self.processor.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True

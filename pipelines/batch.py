@@ -13,12 +13,16 @@ import torch
 from oscar_mm.answer import Answer
 from oscar_mm.answer_writer import AnswerWriter
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding import Prompt, decode
+from oscar_mm.cache.join import join
+from oscar_mm.cache.sequence import NOWHERE
+from oscar_mm.decoding import Prompt, decode, read
 from oscar_mm.errors import InputError
-from oscar_mm.memory import MemoryReport
+from oscar_mm.memory import MemoryReport, token_bytes
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.packing import Batching, Prepared
 from oscar_mm.pipelines.padding import left_padded
+from oscar_mm.prefixes import LEAST_TOKENS, processor_settings
+from oscar_mm.remaining import beginning, remaining
 from oscar_mm.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -70,8 +74,8 @@ class Batched:
         get alone, up to rounding (a matrix product of other size; with policies that balance by
         the prompt, that is by the batch, on models without QK-norm). A request that cannot be
         used does not stop the others: its result has the error. Where a batch runs out of memory
-        or its logits are NaN, its halves are tried. Answers are text; beginnings that prompts
-        share are read for each.
+        or its logits are NaN, its halves are tried. Answers are text. A pipeline with
+        ``prefix_cache`` reads the beginnings that prompts share once; without, for each.
 
         Args:
             requests: a list, or an iterator, of which a few batches are read ahead.
@@ -127,7 +131,7 @@ def _results(
         batches = batching.batches(ahead)
         ahead.clear()
         while batches:
-            yield from _answers(pipe, batches.pop(0))
+            yield from answers(pipe, batches.pop(0))
 
 
 def _prepared(pipe: Pipeline, index: int, request: Any) -> Prepared | BatchResult:
@@ -135,9 +139,32 @@ def _prepared(pipe: Pipeline, index: int, request: Any) -> Prepared | BatchResul
     start = time.perf_counter()
     try:
         prompt, sampling = _read(pipe, request)
+        past, past_ids = _known_past(pipe, prompt), None
+        if past is not None:
+            known = past.get_seq_length()
+            past_ids = prompt.inputs["input_ids"][0, :known]
+            prompt = remaining(prompt, known)
     except Exception as error:  # Whatever a file makes a library raise is this request's own.
         return BatchResult(index, error=error.with_traceback(None))
-    return Prepared(index, prompt, sampling, time.perf_counter() - start)
+    return Prepared(index, prompt, sampling, time.perf_counter() - start, past, past_ids)
+
+
+def _known_past(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
+    """A cache with a beginning that other prompts may share: it is read now if it is not known."""
+    if pipe.prefixes is None:
+        return None
+    stop = prompt.media[-1].stop if prompt.media else 0
+    with pipe.lock:
+        settings = processor_settings(pipe.processor)
+        past = pipe.prefixes.find(prompt, settings)
+        known = 0 if past is None else past.get_seq_length()
+        if known < stop and stop >= LEAST_TOKENS:
+            first = beginning(prompt, stop)
+            past = pipe.new_cache() if past is None else past
+            new = remaining(first, known) if known else first
+            read(pipe.model, new, past, pipe.prefill_chunk)
+            pipe.prefixes.keep(first, settings, past)
+        return past
 
 
 def _read(pipe: Pipeline, request: Any) -> tuple[Prompt, Sampling]:
@@ -160,7 +187,7 @@ def _read(pipe: Pipeline, request: Any) -> tuple[Prompt, Sampling]:
     return prepared, sampling
 
 
-def _answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
+def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     """Results of a batch; where it fails as a whole, of its halves."""
     finished: set[int] = set()
     failure: Exception | None = None
@@ -180,7 +207,7 @@ def _answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     half = (len(left) + 1) // 2
     for part in (left[:half], left[half:]):
         if part:
-            yield from _answers(pipe, part)
+            yield from answers(pipe, part)
 
 
 def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
@@ -188,7 +215,8 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     start = time.perf_counter()
     tokenizer = pipe.processor.tokenizer
     writers = [AnswerWriter(tokenizer, one.sampling, start - one.seconds) for one in batch]
-    cache = pipe.new_cache()
+    with pipe.lock:
+        cache = batch_cache(pipe, batch)
     ended = torch.zeros(len(batch), dtype=torch.bool)
     steps = decode(
         pipe.model,
@@ -197,6 +225,7 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
         [one.sampling for one in batch],
         end_tokens=pipe.family.end_tokens(),
         prefill_chunk=pipe.prefill_chunk,
+        history=[_seen(one) for one in batch],
         ended=ended,
     )
     waiting = set(range(len(batch)))
@@ -211,18 +240,38 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
             results = [_result(batch[row], writers[row], cache, row) for row in over]
         waiting -= set(over)
         yield from results
+    with pipe.lock:
+        cache.close()
+
+
+def batch_cache(pipe: Pipeline, batch: list[Prepared]) -> OscarCache:
+    """What the rows of a batch go on from; under the pipeline's lock."""
+    if all(one.past is None for one in batch):
+        return pipe.new_cache()
+    return join([pipe.new_cache() if one.past is None else one.past for one in batch])
+
+
+def row_memory(cache: OscarCache, row: int, past: OscarCache | None = None) -> MemoryReport:
+    """What one row of a batch holds, its padding not counted.
+
+    Args:
+        past: what the row began with; its part is reported as shared.
+    """
+    alone = cache.fork()
+    alone.batch_select_indices(torch.tensor([row]))
+    [sequence] = alone.ledger.sequences
+    sequence.codes[:] = sequence.codes.replace(bytes([NOWHERE]), b"")
+    shared = 0 if past is None else token_bytes(alone, 0, past.get_seq_length())
+    report = replace(alone.memory(), shared_bytes=shared)
+    alone.close()
+    return report
+
+
+def _seen(request: Prepared) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.long) if request.past_ids is None else request.past_ids
 
 
 def _result(request: Prepared, writer: AnswerWriter, cache: OscarCache, row: int) -> BatchResult:
     writer.finish()
-    answer = writer.answer(_row_memory(cache, row), request.tokens)
+    answer = writer.answer(row_memory(cache, row, request.past), request.tokens)
     return BatchResult(request.index, answer)
-
-
-def _row_memory(cache: OscarCache, row: int) -> MemoryReport:
-    """What one row of a batch holds; rows have no pages in common."""
-    alone = cache.fork()
-    alone.batch_select_indices(torch.tensor([row]))
-    report = replace(alone.memory(), shared_bytes=0)
-    alone.close()
-    return report

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from oscar_mm.errors import InputError
+from oscar_mm.models import BUNDLED, bundled
 from oscar_mm.pipelines.base import Family
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
@@ -53,8 +54,8 @@ def load(
     """A family with its model and processor, decoder attention set to "oscar".
 
     Args:
-        model: hub id, folder, or a loaded model (its decoder's attention is then set; with other
-            caches that is the same as "sdpa").
+        model: name of a bundled model, hub id, folder, or a loaded model (its decoder's attention
+            is then set; with other caches that is the same as "sdpa").
         processor: for a loaded model; by default loaded from where the model came from.
         pipeline: name of the pipeline, a key of FAMILIES.
         towers: attention implementation of vision and audio towers; None for "sdpa", or what a
@@ -104,11 +105,31 @@ def load(
     return family(loaded.eval(), processor)
 
 
+def outline(model: str | Path) -> Family:
+    """A family whose model has shapes but no weights: from configuration and processor alone.
+
+    Args:
+        model: name of a bundled model, hub id or folder.
+
+    Raises:
+        InputError: no such model, or not a supported one.
+    """
+    source = _source(model)
+    config = _config(source, {})
+    family = _family(config.model_type, reader(model))
+    processor = _processor(source, {})
+    _check_processor(processor)
+    make = getattr(family.auto_class, "from_config", None) or family.auto_class._from_config
+    with torch.device("meta"):
+        made = make(config)
+    return family(made.eval(), processor)
+
+
 def reader(model: str | Path) -> str:
     """Name of the pipeline, a key of FAMILIES, that reads a checkpoint.
 
     Args:
-        model: hub id or folder.
+        model: name of a bundled model, hub id or folder.
 
     Raises:
         InputError: no such model, or one that none reads.
@@ -124,27 +145,38 @@ def _config(source: str, options: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model {source}: {_first_line(error)}") from error
+        known = "" if Path(source).is_dir() else f"; {_naming()}"
+        raise InputError(f"model {source}: {_first_line(error)}{known}") from error
 
 
 def _source(model: Any) -> str:
     """Hub id or folder, as far as that can be told without the hub."""
     if not isinstance(model, str | Path):
         raise InputError(
-            f"model must be a hub id, a folder or a loaded model, not {type(model).__name__}"
+            "model must be a bundled model's name, a hub id, a folder or a loaded model, not "
+            f"{type(model).__name__}"
         )
     if not str(model).strip():
-        raise InputError("model is empty: give a hub id or the folder of a checkpoint")
+        raise InputError(f"model is empty: {_naming()}")
+    if (folder := bundled(model)) is not None:
+        return str(folder)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"model {model}: the folder has no config.json, so it is no checkpoint")
     if path.is_file():
         raise InputError(f"model {model}: is a file; give the folder of a checkpoint")
-    # A hub id is "owner/name" at most, and begins with a letter or digit.
-    is_path = isinstance(model, Path) or path.is_absolute() or len(path.parts) > 2
+    # A hub id is "owner/name", and begins with a letter or digit.
+    is_path = isinstance(model, Path) or path.is_absolute() or len(path.parts) != 2
     if not path.is_dir() and (is_path or str(model).startswith((".", "~"))):
-        raise InputError(f"model {model}: no such folder")
+        raise InputError(f"model {model}: no such folder; {_naming()}")
     return str(model)
+
+
+def _naming() -> str:
+    return (
+        "give the folder of a checkpoint, a hub id such as Qwen/Qwen3-VL-8B-Instruct or one of the "
+        f"bundled models {', '.join(BUNDLED)}"
+    )
 
 
 def _check_model_kwargs(model_kwargs: Any) -> None:

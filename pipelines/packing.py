@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.join import can_join
 from oscar_mm.decoding import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.sampling import Sampling
@@ -12,17 +16,29 @@ from oscar_mm.sampling import Sampling
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request that was read: its prompt, how to answer it, and the seconds that this took."""
+    """A request that was read.
+
+    Attributes:
+        index: place of the request.
+        prompt: what the model is to read.
+        sampling: how to answer.
+        seconds: that this took.
+        past: a cache that holds what comes before the prompt, shared with others: it is not
+            changed. None for nothing.
+        past_ids: (tokens,) ids of what it holds.
+    """
 
     index: int
     prompt: Prompt
     sampling: Sampling
     seconds: float
+    past: OscarCache | None = None
+    past_ids: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
-        return self.prompt.tokens
+        """Of the whole prompt."""
+        return self.prompt.tokens + (0 if self.past is None else self.past.get_seq_length())
 
     @property
     def nbytes(self) -> int:
@@ -74,4 +90,5 @@ class Batching:
             len(batch) <= self.batch_size
             and len(batch) * (longest + answer) <= self.max_tokens
             and longest - shortest <= self.max_padding * longest
+            and can_join([one.past for one in batch if one.past is not None])
         )

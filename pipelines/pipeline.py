@@ -37,8 +37,8 @@ class Pipeline(Batched):
     """Loads a checkpoint and answers prompts made from checked requests.
 
     Args:
-        model: hub id, local folder, or a loaded model (then with ``processor``, or it is loaded
-            from where the model came from).
+        model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
+            model (then with ``processor``, or it is loaded from where the model came from).
         processor: processor of a loaded model.
         policy: how keys and values are stored: a ``KVPolicy`` or a preset's name.
         device: "cuda", "cpu", ...; by default a GPU if there is one.

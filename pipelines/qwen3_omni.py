@@ -20,8 +20,8 @@ from oscar_mm.pipelines.base import Encoded, Family
 from oscar_mm.pipelines.media import Medium
 from oscar_mm.pipelines.qwen import image_tokens, video_arguments
 
-_TOKENS_PER_S = 13
-"""Of audio, for each full second."""
+_FRAME = RATE // 100
+"""Samples from one frame of features to the next."""
 _BY_FRAME = ("input_features", "feature_attention_mask")
 
 
@@ -91,7 +91,7 @@ class Qwen3Omni(Family):
         if medium.modality is Modality.IMAGE:
             return image_tokens(self.processor.image_processor, medium.content)
         sound = medium.content if medium.modality is Modality.AUDIO else medium.content.sound
-        return 0 if sound is None else _TOKENS_PER_S * int(sound.seconds)
+        return 0 if sound is None else audio_tokens(len(sound.samples))
 
     def end_tokens(self) -> frozenset[int]:
         """See ``Family.end_tokens``; checkpoints name them on the outer model, if at all."""
@@ -148,6 +148,13 @@ class Qwen3Omni(Family):
             second_per_grids=inputs.get("video_second_per_grid"),
         )
         return positions.float()
+
+
+def audio_tokens(samples: int) -> int:
+    """Tokens of a recording: 13 for each second, and an eighth of the frames of the rest."""
+    seconds, rest = divmod(samples // _FRAME, 100)
+    # Three convolutions halve it, each rounding up.
+    return 13 * seconds + -(-rest // 8)
 
 
 # Of the forward pass that is running, and of those where it is not given; 0 keeps all.

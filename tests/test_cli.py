@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import oscar_mm
 from oscar_mm.apps import doctor as doctor_module
 from oscar_mm.cli import app, run
+from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
 from tests.checkpoints import build
 from tests.prompts import clip, tone
@@ -106,12 +107,17 @@ def test_a_recording(qwen3_omni_folder, model, tmp_path, capsys) -> None:
     movie = write_movie(tmp_path / "movie.mp4", clip(8), tone(1))
     asked = ["--prompt", "What is it?", "--device", "cpu", "--max-new-tokens", "2", "--json"]
     omni = [*asked, "--model", str(qwen3_omni_folder)]
-    assert run(["ask", "--audio", str(sound), *omni]) == 0
+    unmarked = sound.rename(tmp_path / "sound")
+    assert run(["ask", "--audio", str(unmarked), *omni]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["tokens"]["audio"] == 13
+    unmarked.rename(sound)
+    assert run(["ask", str(sound), str(movie), *omni]) == 0
+    tokens = json.loads(capsys.readouterr().out)["memory"]["tokens"]
+    assert tokens["audio"] == 13 and tokens["video"] > 0
     assert run(["ask", "--video", str(movie), "--audio-in-video", *omni]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["tokens"]["audio"] > 10
     assert run(["ask", "--audio", str(sound), *asked, "--model", model]) == 2
-    assert f"--audio: {model} hears nothing; take a Qwen3-Omni" in only_line(capsys)
+    assert f"{sound}: {model} hears nothing; take a Qwen3-Omni" in only_line(capsys)
     assert run(["ask", "--video", str(movie), "--audio-in-video", *asked, "--model", model]) == 2
     assert "--audio-in-video" in only_line(capsys)
     silence = write_sound(tmp_path / "silence.wav", (tone(1)[0] * 0, 16_000))
@@ -136,7 +142,9 @@ def a_text_file_named_png(tmp_path: Path) -> str:
         (["PICTURE", "--video", "gone.mp4"], "gone.mp4: no such file"),
         (["PICTURE", "--policy", "tiny"], "unknown policy 'tiny': choose one of compact, oscar"),
         (["PICTURE", "--prompt", "  "], "--prompt is empty"),
-        ([], "pass an IMAGE, --video FILE or --audio FILE"),
+        ([], "pass an image, a video or a recording"),
+        (["gone.WAV"], "gone.WAV: no such file"),
+        (["https://example.org/a.wav"], "(--allow-remote) or download the file"),
         (["--audio", "gone.wav"], "gone.wav: no such file"),
         (["--audio", "https://example.org/a.wav"], "(--allow-remote) or download the file"),
         (["PICTURE", "--max-new-tokens", "many"], "'--max-new-tokens'"),
@@ -163,9 +171,21 @@ def test_unknown_device_and_dtype(option: str, model, picture, capsys) -> None:
     assert "abacus" in only_line(capsys)
 
 
-def test_missing_model_option(picture, capsys) -> None:
-    assert run(["ask", picture, "--prompt", "What is it?"]) == 2
-    assert "--model is missing: pass a local model folder or a hub id" in only_line(capsys)
+def test_bundled_models_by_default(picture, tmp_path, capsys) -> None:
+    sound = write_sound(tmp_path / "sound.wav", tone(1))
+    asked = ["--prompt", "What is it?", "--device", "cpu", "--max-new-tokens", "2", "--json"]
+    for media, name in ((picture, "pocket-vl"), (str(sound), "pocket-omni")):
+        assert run(["ask", media, *asked]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["token_ids"]
+        said = f"no --model given, so this is {name}, a tiny demo model that {BUNDLED[name]}"
+        assert captured.err == f"oscar-mm: {said}\n"
+        assert run(["ask", media, *asked, "--model", name]) == 0
+        assert capsys.readouterr().err == ""
+    assert run(["ask", str(sound), *asked, "--model", "pocket-llava"]) == 2
+    assert "pocket-llava hears nothing; take a Qwen3-Omni model or pocket-omni" in only_line(capsys)
+    assert run(["ask", picture, *asked, "--model", "pocket-lm"]) == 2
+    assert "one of the bundled models pocket-vl, pocket-llava, pocket-omni" in only_line(capsys)
 
 
 def test_missing_prompt(picture, capsys) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import oscar_mm
+from oscar_mm.models import BUNDLED
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,6 +68,19 @@ def test_pyproject_lists_every_package() -> None:
             assert (module.parent / "__init__.py").is_file(), f"{module.parent} has no __init__.py"
             found.add(".".join([package, *inner]))
     assert set(SETUPTOOLS["packages"]) == found
+
+
+def test_models_are_shipped() -> None:
+    models = ROOT / "oscar_mm" / "models"
+    files = [path for path in models.rglob("*") if path.is_file() and path.suffix != ".py"]
+    files = [path.relative_to(models) for path in files if "__pycache__" not in path.parts]
+    assert {path.parts[0] for path in files} == set(BUNDLED)
+    shipped = {
+        path
+        for pattern in SETUPTOOLS["package-data"]["oscar_mm.models"]
+        for path in models.glob(pattern)
+    }
+    assert {models / path for path in files} == shipped
 
 
 def test_data_files_are_shipped() -> None:

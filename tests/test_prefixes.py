@@ -90,6 +90,29 @@ def test_answers_are_those_without(name, request) -> None:
     assert f"{pipe.prefixes.hits} hits, 1 misses" in str(pipe.prefixes)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_a_batch_share(name, request) -> None:
+    kind, folder = FAMILIES[name][0], request.getfixturevalue(FAMILIES[name][1])
+    plain, pipe = pipeline(kind, folder, prefix_cache=None), pipeline(kind, folder)
+    questions = ("What is it?", "How many are there in all?", "Is it?", "Why?")
+    requests = [
+        {"prompt": question, "max_new_tokens": 5, "repetition_penalty": penalty, **media}
+        for media in REQUESTS[name][::2]
+        for question, penalty in zip(questions, (1.0, 1.3, 1.0, 1.1), strict=True)
+    ]
+    requests.append({"prompt": "And without any pictures?", "max_new_tokens": 5})
+    expected = [result.answer for result in plain.batch(requests, max_padding=1.0)]
+    with tokens_read(pipe) as read:
+        found = [result.answer for result in pipe.batch(requests, max_padding=1.0)]
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.prompt_tokens for one in found] == [one.prompt_tokens for one in expected]
+    # Two beginnings, and then the questions alone.
+    assert sum(tokens > 60 for tokens in read) <= 2
+    assert (pipe.prefixes.hits, pipe.prefixes.misses) == (7, 2)
+    for one in found[:-1]:
+        assert 0.5 * one.memory.kv_bytes < one.memory.shared_bytes < one.memory.kv_bytes
+
+
 def test_one_pixel_and_one_sample(folder, qwen3_omni_folder) -> None:
     pipe = pipeline(OscarVLPipeline, folder)
     changed = A.copy()

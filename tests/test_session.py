@@ -261,3 +261,32 @@ def test_closed(packed) -> None:
     for system in ("", " ", 3, "<|im_end|>"):
         with pytest.raises(InputError, match="system"):
             packed.chat(system)
+
+
+def test_what_an_answer_has_come_to_while_it_is_written(packed) -> None:
+    with packed.chat() as chat:
+        chat.ask(**QUESTION)
+        past = chat.turns[-1].stop
+        assert chat.so_far is None
+        stream = chat.stream("Is there more?", max_new_tokens=40)
+        assert chat.so_far is None
+        counts = []
+        for _ in stream:
+            now = chat.so_far
+            counts.append(len(now.token_ids))
+            # The token that was chosen last is not in the cache yet.
+            held = sum(now.memory.tokens.values())
+            assert held == past + now.prompt_tokens + len(now.token_ids) - 1
+            assert now.timings.prefill_s > 0
+        assert counts == sorted(counts) and counts[-1] > counts[0]
+        assert chat.so_far is None
+        assert stream.result.token_ids[: counts[-1]] == now.token_ids
+
+
+def test_nothing_is_written_any_more_once_a_stream_was_left(packed) -> None:
+    with packed.chat() as chat:
+        stream = chat.stream("Is there more?", max_new_tokens=40)
+        next(stream)
+        assert chat.so_far.text
+        stream.close()
+        assert chat.so_far is None and chat.turns[-1].finish_reason == "interrupted"

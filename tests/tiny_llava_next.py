@@ -14,7 +14,7 @@ from transformers import (
 from tests.tiny import llama_tokenizer, randomize
 
 # They write what the templates of the hub's checkpoints write, turn by turn.
-_MEDIA = """
+MEDIA = """
 {%- for part in message.content if part.type == 'image' -%}{{ '<image>\\n' }}{%- endfor -%}
 {%- for part in message.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}
 """.strip()
@@ -57,7 +57,7 @@ def llava_next(folder: Path, *, seed: int, text_model: str = "mistral", **overri
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=TEMPLATES[text_model].strip().replace("MEDIA", _MEDIA),
+        chat_template=TEMPLATES[text_model].strip().replace("MEDIA", MEDIA),
     )
     text = {
         "model_type": text_model,

@@ -109,9 +109,10 @@ class _Chunk:
             formats = tuple(layer.formats[bits] for bits in sorted(layer.formats))
             widths = (*(page_format.bits for page_format in formats), None, None)[:2]
             workers = multiprocessors(layer.device)
+            make_tables = tables_of if self.step.fixed is None else self.step.fixed.tables
             return _Plan(
                 formats,
-                tables_of(self.step.past, widths, layer.kv_heads, columns, workers, layer.device),
+                make_tables(self.step.past, widths, layer.kv_heads, columns, workers, layer.device),
                 packed_attention(
                     formats, layer.head_dim, layer.basis.rotate, layer.dtype, layer.device
                 ),

@@ -130,17 +130,24 @@ class OscarCache(Cache):
         if layer.waits:
             raise RuntimeError(_INCOMPLETE.format(layer.index))
         if layer.steps == ledger.steps:
-            self.check_complete()
             batch, _, tokens, _ = key_states.shape
             if ledger.sequences and len(ledger.sequences) != batch:
                 raise InputError(
                     f"the cache holds {len(ledger.sequences)} sequences, the new keys {batch}"
                 )
-            ledger.advance(self._modalities(batch, tokens))
+            self.begin(self._modalities(batch, tokens))
         elif layer.steps != ledger.steps - 1:
             raise RuntimeError(_INCOMPLETE.format(layer.index))
         layer.waits = True
         return ledger.last
+
+    def begin(self, modalities: np.ndarray) -> Step:
+        """Decide what becomes of new tokens, (batch, tokens) modality ids: all layers carry it out.
+
+        ``update`` does this by itself; a caller that does it first gives the next forward pass.
+        """
+        self.check_complete()
+        return self.ledger.advance(modalities)
 
     def check_complete(self) -> None:
         """Raise if a forward pass did not reach all layers, or brought what cannot be stored.

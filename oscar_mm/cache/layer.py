@@ -137,18 +137,10 @@ class OscarLayer(CacheLayerMixin):
         Raises:
             FloatingPointError: on a CPU, as ``check_stored``.
         """
-        slots, policy = self.cache.ledger.allocators, self.cache.policy
-        # Blocks first: those that pages are packed from must be there, and stay where they are.
-        self.blocks.reserve(slots[16].capacity)
+        self.reserve()
         blocks = self.blocks.storage
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-        for bits, pool in self.pages.items():
-            pool.reserve(slots[bits].capacity)
-        for bits, tables in step.packs_on(self.device).items():
-            pack_jobs(
-                *(keys, values, blocks, *tables, self.pages[bits].storage, self.bad, self.sigma),
-                *(text_of(self.formats[bits]), policy.rotate, policy.fit, policy.norm),
-            )
+        self.pack(keys, values, step)
         for source, target in step.copies:
             blocks[target] = blocks[source]
         writes = step.writes_on(self.device)
@@ -160,6 +152,23 @@ class OscarLayer(CacheLayerMixin):
             self.cache.unchecked = True
         self.steps += 1
         self.waits = False
+
+    def reserve(self) -> None:
+        """Let the pools hold all slots that the ledger has given out."""
+        slots = self.cache.ledger.allocators
+        self.blocks.reserve(slots[16].capacity)
+        for bits, pool in self.pages.items():
+            pool.reserve(slots[bits].capacity)
+
+    def pack(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
+        """Pack a step's pages from blocks and new tokens, which may be any where it needs none."""
+        policy = self.cache.policy
+        for bits, tables in step.packs_on(self.device).items():
+            pack_jobs(
+                *(keys, values, self.blocks.storage, *tables, self.pages[bits].storage),
+                *(self.bad, self.sigma, text_of(self.formats[bits])),
+                *(policy.rotate, policy.fit, policy.norm),
+            )
 
     def check_stored(self) -> None:
         """Look whether all that was stored can be read again; waits for the device.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.cache.sequence import Sequence
+
+if TYPE_CHECKING:
+    from oscar_mm.cache.fixed import FixedTables
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Step:
         real: for each row the indices of its tokens that are not padding; None if all are real.
         past: the sequences before the step. Their slots stay as they are until a layer carries
             the step out, so attention over the past and the new tokens comes first.
+        fixed: where a graph finds the tables of attention and of ``writes``; None makes new ones.
     """
 
     packs: list[PackJob] = field(default_factory=list)
@@ -59,7 +63,8 @@ class Step:
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
     past: list[Sequence] = field(default_factory=list)
-    _made: dict[Hashable, Any] = field(default_factory=dict)
+    fixed: FixedTables | None = None
+    _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
 
     def packs_on(self, device: torch.device) -> dict[int, PackTables]:
         """Bit width -> the pages to pack, moved to a device once for all its layers."""
@@ -76,8 +81,15 @@ class Step:
 
         return self.once(("packs", device), make)
 
+    def packed(self) -> None:
+        """Its pages are packed already: there is nothing left to pack."""
+        self.packs = []
+        self._made = {key: made for key, made in self._made.items() if key[0] != "packs"}
+
     def writes_on(self, device: torch.device) -> torch.Tensor | None:
         """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 4) int32, likewise."""
+        if self.fixed is not None:
+            return self.fixed.writes(device)
         if self.writes is None:
             return None
 
@@ -86,7 +98,7 @@ class Step:
 
         return self.once(("writes", device), make)
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once for all layers that ask with the same key."""
         if key not in self._made:
             self._made[key] = make()

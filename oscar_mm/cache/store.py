@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
 from oscar_mm.cache.pool import Pool, SlotAllocator
 from oscar_mm.errors import InputError
 from oscar_mm.memory import StoreReport, measure_store
+from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
@@ -167,6 +168,21 @@ class PageStore:
                         stream.blocks = [new_ids[block] for block in stream.blocks]
                     elif stream.bits == bits:
                         stream.pages = [new_ids[page] for page in stream.pages]
+
+    def bytes_by_modality(self) -> dict[str, int]:
+        """Bytes of the slots in use by modality, each once, whoever holds them."""
+        self.collect()
+        held: dict[int, dict[int, str]] = {bits: {} for bits in self.allocators}
+        for ledger in list(self._ledgers):
+            for stream in ledger.streams():
+                held[16] |= dict.fromkeys(stream.blocks, stream.modality.label)
+                held[stream.bits] |= dict.fromkeys(stream.pages, stream.modality.label)
+        found = {modality.label: 0 for modality in Modality}
+        for bits, labels in held.items():
+            size = sum(pools.by_bits[bits].slot_bytes for pools in self.layers.values())
+            for label, count in Counter(labels.values()).items():
+                found[label] += count * size
+        return found
 
     def memory(self) -> StoreReport:
         """Bytes of the pools, used and free, whoever holds them; each once."""

@@ -36,13 +36,20 @@ class Tables:
             flag}, of which tokens start to stop - 1 are in use.
         counts: (batch, 2): halves and pages.
         assignments: (thread blocks, 16).
-        segments: pairs of sequence and KV head, times tiles of 8 query columns.
     """
 
     items: torch.Tensor
     counts: torch.Tensor
     assignments: torch.Tensor
-    segments: int
+
+    @classmethod
+    def within(cls, whole: torch.Tensor, arrays: tuple[np.ndarray, ...]) -> Tables:
+        """Views of a tensor that holds ``laid_out(arrays)``."""
+        parts = whole.split([array.size for array in arrays])
+        assignments, items, counts = (
+            part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
+        )
+        return cls(items, counts, assignments)
 
 
 def tables_of(
@@ -62,22 +69,41 @@ def tables_of(
         columns: query tokens times query heads of a KV head.
         workers: thread blocks, as many as the device runs at a time.
     """
+    arrays = arrays_of(sequences, bits, kv_heads, columns, workers)
+    # One copy to the device instead of three.
+    return Tables.within(upload(laid_out(arrays), device), arrays)
+
+
+def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+    """All of ``arrays_of`` in one row."""
+    return np.concatenate([array.ravel() for array in arrays])
+
+
+def arrays_of(
+    sequences: SequenceOf[Sequence],
+    bits: tuple[int, int | None],
+    kv_heads: int,
+    columns: int,
+    workers: int,
+    longest: int = 1,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Assignments, items and counts of ``Tables``, on the host.
+
+    Assignments come first: they are read 16 bytes at a time.
+
+    Args:
+        sequences, bits, kv_heads, columns, workers: as of ``tables_of``.
+        longest: the least length of the items' second dimension.
+    """
     rows = [_entries(sequence, bits) for sequence in sequences]
     counts = np.array([[len(halves), len(pages)] for halves, pages in rows], dtype=np.int32)
-    longest = max(1, int(counts.sum(axis=1).max()))
+    longest = max(1, longest, int(counts.sum(axis=1).max()))
     items = np.zeros((len(rows), longest, 2), dtype=np.int32)
     for row, (halves, pages) in enumerate(rows):
         items[row, : len(halves)] = halves
         items[row, len(halves) : len(halves) + len(pages)] = pages
-    tiles = kv_heads * -(-columns // COLUMNS)
     assignments = assign(tuple(map(tuple, counts.tolist())), kv_heads, columns, workers)
-    # One copy to the device instead of three. Assignments come first: they are read 16 bytes at a
-    # time.
-    parts = (assignments, items, counts)
-    whole = upload(np.concatenate([part.ravel() for part in parts]), device)
-    split = whole.split([part.size for part in parts])
-    first, second, third = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
-    return Tables(second, third, first, len(rows) * tiles)
+    return assignments, items, counts
 
 
 def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarray, np.ndarray]:

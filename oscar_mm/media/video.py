@@ -189,11 +189,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     seconds = seconds or (container.duration or 0) / 1e6
     limits.check_video(stream.width, stream.height, seconds, label)
 
-    step = 1 / fps
-    capacity = limits.max_video_frames
-    if seconds > 0:
-        step = max(min(step, seconds / 2), seconds / capacity)
-        capacity = min(capacity, math.ceil(seconds / step) + 1)
+    step, capacity = kept_frames(seconds, fps, limits)
     kept: np.ndarray | None = None
     indices: list[int] = []
     count, start, time, due = 0, 0.0, 0.0, 0.0
@@ -206,7 +202,8 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
         if time < due - 0.5 / rate:
             continue
         if kept is None:
-            size = _kept_size(frame, capacity, limits, label)
+            limits.check_video(frame.width, frame.height, 0.0, label)
+            size = kept_size(frame.width, frame.height, capacity, limits)
             quarter_turns = round(frame.rotation / 90)
             shape = size if quarter_turns % 2 else size[::-1]
             kept = np.empty((capacity, *shape, 3), np.uint8)
@@ -231,10 +228,22 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     return _video(kept[: len(indices)], indices, end, rate, total)
 
 
-def _kept_size(frame: Any, capacity: int, limits: MediaLimits, label: str) -> tuple[int, int]:
-    """(width, height) in pixels of kept frames, such that ``capacity`` of them fit the limit."""
-    limits.check_video(frame.width, frame.height, 0.0, label)
-    pixels = frame.width * frame.height * capacity
-    scale = min(1.0, math.sqrt(limits.max_video_pixels / pixels))
-    width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (frame.width, frame.height))
+def kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float, int]:
+    """Seconds from one kept frame to the next, and how many there are at most.
+
+    Args:
+        seconds: length of a file by its header; 0 if that says nothing.
+        fps: frames per second to keep, if the limits allow it.
+    """
+    most = limits.max_video_frames
+    if seconds <= 0:
+        return 1 / fps, most
+    step = max(min(1 / fps, seconds / 2), seconds / most)
+    return step, min(most, math.ceil(seconds / step) + 1)
+
+
+def kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
+    """(width, height) in pixels of kept frames, such that so many of them fit the limit."""
+    scale = min(1.0, math.sqrt(limits.max_video_pixels / (width * height * frames)))
+    width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (width, height))
     return width, height

@@ -120,8 +120,17 @@ def test_bad_options(qwen3_vl_folder, tmp_path, monkeypatch, capsys) -> None:
         talk(qwen3_vl_folder, [], monkeypatch, *options, code=2)
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
-    assert run(["chat"]) == 2
-    assert "--model is missing" in capsys.readouterr().err
+
+
+def test_a_bundled_model_by_default(picture, monkeypatch, capsys) -> None:
+    lines = [f"/image {picture}", "What is the code?", "/audio call.wav"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert run(["chat", "--device", "cpu", "--max-new-tokens", "2"]) == 0
+    captured = capsys.readouterr()
+    notice, error = captured.err.splitlines()
+    assert notice.startswith("oscar-mm: no --model given, so this is pocket-vl, a tiny demo model")
+    assert error == "error: Qwen3-VL reads image, video, no audio; Qwen3-Omni and pocket-omni do"
+    assert captured.out.count("\n") == 1
 
 
 def test_ctrl_c_ends_the_answer(qwen3_vl_folder) -> None:

@@ -46,6 +46,17 @@ def test_tables_and_files(qwen3_vl_folder, pictures, tmp_path, capsys) -> None:
     assert len(list(out.iterdir())) == 3
 
 
+def test_a_bundled_model_by_default(pictures, tmp_path, capsys) -> None:
+    sound = write_sound(tmp_path / "sound.wav", tone(1.0))
+    for media, name in ((pictures[:1], "pocket-vl"), ([str(sound)], "pocket-omni")):
+        assert run(["inspect", *media, "--device", "cpu", "--prompt", "What is the code?"]) == 0
+        captured = capsys.readouterr()
+        assert "By layer" in captured.out
+        assert captured.err.startswith(
+            f"oscar-mm: no --model given, so this is {name}, a tiny demo"
+        )
+
+
 def test_media_of_all_kinds_without_files(
     qwen3_omni_folder, pictures, tmp_path, capsys, monkeypatch
 ) -> None:
@@ -65,7 +76,6 @@ def test_media_of_all_kinds_without_files(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["PICTURE"], "--model is missing"),
         (["gone.png", "-m", "MODEL"], "gone.png: no such file"),
         (["https://example.com/a.png", "-m", "MODEL"], "is an address, not a path"),
         (["SOUND", "-m", "MODEL"], "sound.wav: MODEL hears nothing"),
@@ -75,7 +85,7 @@ def test_media_of_all_kinds_without_files(
             ["PICTURE", "-m", "MODEL", "--out", "PICTURE/in"],
             "picture0.png is a file; give a folder",
         ),
-        (["PICTURE", "-m", "nowhere/at/all"], "nowhere/at/all: no such folder"),
+        (["PICTURE", "-m", "nowhere/at/all"], "nowhere/at/all: no such folder; give"),
         (["PICTURE", "-m", "MODEL", "--device", "abacus"], "device 'abacus' cannot be used"),
     ],
 )

@@ -160,6 +160,10 @@ def test_bytes_that_caches_share_are_in_both_reports() -> None:
     grown, store = twin.memory(), cache.store.memory()
     assert cache.memory().by_kind["unused"] == grown.by_kind["unused"] == 0
     assert grown.kv_bytes > whole.kv_bytes
+    by_modality = cache.store.bytes_by_modality()
+    assert sum(by_modality.values()) == store.used_bytes
+    for label, held in by_modality.items():
+        assert held >= max(cache.memory().by_modality[label], grown.by_modality[label]) > 0
     # Each slot once: what both hold, and what either holds alone.
     reports = (cache.memory(), grown)
     assert reports[0].shared_bytes == reports[1].shared_bytes

@@ -101,4 +101,3 @@ def test_every_token_is_listed_once() -> None:
             for slot, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True)
         )
     assert any(start and stop < 128 for _, start, stop, _ in listed)
-    assert tables.segments == 4

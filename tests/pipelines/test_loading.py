@@ -150,8 +150,8 @@ def test_hub_id_without_a_network(monkeypatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(socket.socket, "connect", connect)
-    refused("oscar-mm-tests/of-no-model", "oscar-mm-tests/of-no-model")
-    refused("of-no-model", "of-no-model")
+    refused("oscar-mm-tests/of-no-model", "oscar-mm-tests/of-no-model", "or one of the bundled")
+    refused("of-no-model", "of-no-model: no such folder", "pocket-vl, pocket-llava, pocket-omni")
 
 
 def test_hub_id_of_local_files_only(monkeypatch) -> None:

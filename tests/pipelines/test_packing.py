@@ -14,7 +14,9 @@ from oscar_mm.sampling import Sampling
 def lengths(batching: Batching, tokens: list[int], answers: dict[int, int]) -> list[list[int]]:
     """Batches of requests of so many tokens; ``answers`` are lengths of answers, else 10."""
     requests = [
-        SimpleNamespace(tokens=one, sampling=Sampling(max_new_tokens=answers.get(one, 10)))
+        SimpleNamespace(
+            tokens=one, sampling=Sampling(max_new_tokens=answers.get(one, 10)), past=None
+        )
         for one in tokens
     ]
     return [[one.tokens for one in batch] for batch in batching.batches(requests)]

@@ -1,0 +1,20 @@
+"""Audio QA: many questions about recordings, images and videos, from one file to a cluster.
+
+``audio_qa`` is the Python side of ``oscar-mm audio-qa``; it loads on first use (PEP 562), as it
+brings torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oscar_mm.apps.audio_qa.job import audio_qa
+
+__all__ = ["audio_qa"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "audio_qa":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from oscar_mm.apps.audio_qa.job import audio_qa
+
+    return audio_qa

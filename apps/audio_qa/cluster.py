@@ -1,0 +1,217 @@
+"""Cluster: the same rows answered on Ray Data, one model for each actor of a pool."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+from uuid import uuid4
+
+from oscar_mm.apps.audio_qa.answers import Answers
+from oscar_mm.apps.audio_qa.results import failed
+from oscar_mm.apps.audio_qa.rows import Row, by_recording
+from oscar_mm.apps.audio_qa.summary import Work
+from oscar_mm.apps.audio_qa.watch import bar
+from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.errors import InputError
+
+LOCAL = "local"
+TRIES = 3
+"""How often a group of rows is tried when its workers die; then the rows have failed."""
+_STORE_BYTES = 256 << 20
+"""Of a local cluster's object store: only text goes through it."""
+_MOST_BLOCKS = 5000
+_CONNECT_S = 5
+_PEAKS = ("kv_peak_bytes", "process_peak_bytes")
+
+
+class Attempts:
+    """An actor: counts how often each group of rows was begun, as a group may kill its worker."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[str] = Counter()
+
+    def begin(self, group: str) -> int:
+        """How often, this time included."""
+        self._begun[group] += 1
+        return self._begun[group]
+
+
+class Answering:
+    """An actor: loads the model once, then answers groups of rows as they come.
+
+    Args:
+        plan: what to load and how to answer.
+        begin: tells how often a group, by the id of its first row, was begun.
+    """
+
+    def __init__(self, plan: Plan, begin: Callable[[str], int]) -> None:
+        self._worker, self._name, self._begin = Worker(plan), uuid4().hex, begin
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
+        """Rows in JSON, one group; its results, each with what the worker has done so far."""
+        for group in batch["rows"]:
+            rows = [_row(one) for one in json.loads(group)]
+            if self._begin(rows[0].id) > TRIES:
+                results = iter([failed(row, f"its worker died {TRIES} times") for row in rows])
+            else:
+                results = self._worker.run([rows])
+            for result in results:
+                about = {
+                    "fingerprint": self._worker.fingerprint,
+                    "report": self._worker.report,
+                    "kv_bytes": self._worker.kv_bytes,
+                    "worker": self._name,
+                }
+                yield {"result": [json.dumps(result)], "about": [json.dumps(about)]}
+
+
+def on_cluster(
+    plan: Plan,
+    rows: list[Row],
+    answers: Answers,
+    address: str,
+    workers: int | None,
+    cpus_per_worker: int,
+) -> Work:
+    """Answer rows on a Ray cluster; media must be where the workers find them by the same path.
+
+    Ray Data hands out the groups, keeps the workers busy and starts them again when they die. A
+    group whose worker died is answered again from its beginning.
+
+    Args:
+        plan: of all workers.
+        rows: to answer.
+        answers: takes them, in this process.
+        address: of the cluster, or "local" to start one on this machine for this job.
+        workers: how many, or None, see ``audio_qa``.
+        cpus_per_worker: CPUs of a worker.
+
+    Raises:
+        InputError: there is no Ray or no such cluster, or it has not what is asked for.
+    """
+    if not rows:
+        return Work(0, 0.0, 0.0, 0.0, 0, 0)
+    ray, ours = _connected(address)
+    try:
+        return _answered(ray, plan, rows, answers, workers, cpus_per_worker)
+    except ray.exceptions.RayError as error:
+        # What a worker said comes last.
+        raise RuntimeError(f"Ray: {str(error).strip().splitlines()[-1]}") from error
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _connected(address: str) -> tuple[Any, bool]:
+    """Ray, and whether this call has connected to it."""
+    # Read when Ray is imported; nothing is sent anywhere.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise InputError(
+            f"--ray needs the package {error.name}: pip install 'oscar-mm[batch]'"
+        ) from None
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Its errors are raised as well.
+    if ray.is_initialized():
+        return ray, False
+    _check_reachable(address)
+    where: dict[str, Any] = {"address": address}
+    if address == LOCAL:
+        where |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    try:
+        ray.init(**where, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InputError(f"--ray {address}: no cluster can be reached: {error}") from None
+    return ray, True
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would look for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "://" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--ray {address}: no cluster can be reached: {error}") from None
+
+
+def _answered(
+    ray: Any,
+    plan: Plan,
+    rows: list[Row],
+    answers: Answers,
+    workers: int | None,
+    cpus_per_worker: int,
+) -> Work:
+    groups = by_recording(rows)
+    count, resources = _shares(ray.cluster_resources(), plan, workers, cpus_per_worker)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    attempts = ray.remote(num_cpus=0, max_restarts=-1)(Attempts).remote()
+
+    def begin(group: str) -> int:
+        return ray.get(attempts.begin.remote(group))
+
+    items = [{"rows": json.dumps([asdict(row) for row in group])} for group in groups]
+    results = ray.data.from_items(
+        items, override_num_blocks=min(len(groups), _MOST_BLOCKS)
+    ).map_batches(
+        Answering,
+        fn_constructor_args=(plan, begin),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(count, len(groups))),
+        **resources,
+    )
+    start, reports = time.perf_counter(), {}
+    left = {row.id: row for row in rows}
+    with bar(len(rows)) as shown:
+        for one in results.iter_rows():
+            result, about = json.loads(one["result"]), json.loads(one["about"])
+            if not reports:
+                answers.confirm(about["fingerprint"])
+            reports[about["worker"]] = about["report"]
+            if left.pop(result["id"], None) is not None:
+                answers.write(result)
+            audio = sum(report["audio_seconds"] for report in reports.values())
+            spent = time.perf_counter() - start
+            shown.update(len(rows) - len(left), audio, spent, about["kv_bytes"])
+    found = list(reports.values())
+    return Work(
+        rows=len(rows),
+        seconds=time.perf_counter() - start,
+        **{
+            name: sum(report[name] for report in found) for name in ("cpu_seconds", "audio_seconds")
+        },
+        **{name: max(report[name] for report in found) for name in _PEAKS},
+    )
+
+
+def _shares(
+    cluster: dict[str, float], plan: Plan, workers: int | None, cpus: int
+) -> tuple[int, dict[str, Any]]:
+    """How many workers, and what each takes of the cluster."""
+    for name, value in (("workers", workers), ("cpus_per_worker", cpus)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
+    gpus = 0 if plan.device == "cpu" else int(cluster.get("GPU", 0))
+    most = gpus or int(cluster.get("CPU", 0) // cpus)
+    wanted = most if workers is None else workers
+    if not 1 <= wanted <= most:
+        has = f"{gpus} GPUs" if gpus else f"{cluster.get('CPU', 0):.0f} CPUs"
+        raise InputError(f"--workers {wanted}: the cluster has {has}, enough for {most}")
+    return wanted, {"num_gpus": 1} if gpus else {"num_cpus": cpus}
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Row(**fields | lists)

@@ -1,0 +1,115 @@
+"""`oscar-mm audio-qa`: many questions about recordings, images and videos, into a file."""
+
+from typing import Annotated
+
+import typer
+
+from oscar_mm.apps import options, progress
+from oscar_mm.apps.audio_qa.rows import read_rows
+from oscar_mm.apps.terminal import warnings_as_lines
+from oscar_mm.media import MediaLimits
+from oscar_mm.policy import KVPolicy
+
+
+def audio_qa_command(
+    questions: Annotated[
+        str,
+        typer.Argument(
+            metavar="QUESTIONS",
+            help="JSONL or CSV file of id, audio | images | videos, question, choices, answer; or "
+            "a folder of recordings with --question.",
+        ),
+    ],
+    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="JSONL of the answers.")],
+    model: options.Model = None,
+    policy: options.Policy = "compact",
+    question: Annotated[
+        str | None,
+        typer.Option("--question", "-q", metavar="TEXT", help="Question of rows that have none."),
+    ] = None,
+    system: options.System = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    list_choices: Annotated[
+        bool,
+        typer.Option("--list-choices", help="Write choices into the prompt and score letters."),
+    ] = False,
+    group_by: Annotated[
+        str, typer.Option(metavar="FIELD", help="Field that groups the summary.")
+    ] = "group",
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most rows at once.")] = 8,
+    kv_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Bound on the KV memory, such as "8GB".')
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--overwrite",
+            help="Go on with the answers that are there (default), or begin anew.",
+        ),
+    ] = True,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Ask rows again that have an error.")
+    ] = False,
+    samples: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write lmms-eval's samples layout.")
+    ] = None,
+    audio_in_video: options.AudioInVideo = False,
+    max_audio_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="Longer recordings are refused.")
+    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    allow_remote: options.AllowRemote = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" for this machine.'),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Models on the cluster; default: one per GPU.")
+    ] = None,
+    cpus_per_worker: Annotated[int, typer.Option(metavar="N", help="CPUs of a worker.")] = 1,
+) -> None:
+    """Answer many questions about recordings, images and videos.
+
+    Each recording is read once and its questions share its pages. Answers are written row by row;
+    the same command goes on where an earlier one ended. Exit code 1 if a row failed.
+    """
+    # Whatever can be wrong with the request is told before the model takes its seconds to load.
+    KVPolicy.preset(policy)
+    rows = read_rows(questions, question=question, group_by=group_by)
+    limits = MediaLimits()
+    if max_audio_seconds is not None:
+        limits = MediaLimits(max_audio_seconds=max_audio_seconds)
+    model = options.chosen_model(model, hears=audio_in_video or any(row.audio for row in rows))
+    progress.on_loading()
+    from oscar_mm.apps.audio_qa.job import audio_qa  # brings torch
+    from oscar_mm.apps.audio_qa.summary import show
+
+    with warnings_as_lines():
+        summary = audio_qa(
+            questions,
+            out,
+            model,
+            policy=policy,
+            question=question,
+            system=system,
+            max_new_tokens=max_new_tokens,
+            list_choices=list_choices,
+            group_by=group_by,
+            batch_size=batch_size,
+            kv_budget=kv_budget,
+            overwrite=not resume,
+            retry_failed=retry_failed,
+            samples=samples,
+            use_audio_in_video=audio_in_video,
+            limits=limits,
+            allow_remote=allow_remote,
+            device=device,
+            dtype=dtype,
+            ray=ray,
+            workers=workers,
+            cpus_per_worker=cpus_per_worker,
+        )
+    show(summary)
+    if summary["failed"]:
+        raise typer.Exit(1)

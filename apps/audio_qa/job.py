@@ -1,0 +1,151 @@
+"""Job: all rows of a file answered, from reading them to the summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from oscar_mm.apps.audio_qa.answers import Answers
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.apps.audio_qa.samples import write_samples
+from oscar_mm.apps.audio_qa.settings import Settings
+from oscar_mm.apps.audio_qa.summary import Work, summarize
+from oscar_mm.apps.audio_qa.watch import bar
+from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits
+from oscar_mm.policy import KVPolicy
+from oscar_mm.sizes import parse_bytes
+
+SUMMARY = ".summary.json"
+"""Suffix of the file beside the answers that holds the summary."""
+
+
+def audio_qa(
+    questions: str | Path | Iterable[Mapping[str, Any]],
+    out: str | Path,
+    model: str | Path,
+    *,
+    policy: str | KVPolicy = "compact",
+    question: str | None = None,
+    system: str | None = None,
+    max_new_tokens: int = 64,
+    list_choices: bool = False,
+    group_by: str = "group",
+    batch_size: int = 8,
+    kv_budget: int | str | None = None,
+    overwrite: bool = False,
+    retry_failed: bool = False,
+    samples: str | Path | None = None,
+    use_audio_in_video: bool = False,
+    video_fps: float = 2.0,
+    limits: MediaLimits | None = None,
+    allow_remote: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
+    ray: str | None = None,
+    workers: int | None = None,
+    cpus_per_worker: int = 1,
+) -> dict[str, Any]:
+    """Answer many questions about recordings, images and videos, each medium read once.
+
+    ::
+
+        summary = audio_qa("questions.jsonl", "answers.jsonl", "Qwen/Qwen3-Omni-30B-A3B-Instruct")
+
+    Every answer is on the disk before the next one; the same call again goes on where the last
+    one ended. A row that cannot be answered gets an ``error`` and stops nothing.
+
+    Args:
+        questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
+        out: JSONL file of the answers, see ``results.Result``. Beside it are written
+            ``out``.run.json, which says what run it belongs to, and ``out``.summary.json.
+        model: name of a bundled model, folder or hub id.
+        policy: how keys and values are stored.
+        question: of rows that have none, and of a folder's.
+        system: system prompt.
+        max_new_tokens: longest free answer.
+        list_choices: write choices under the question and choose among their letters.
+        group_by: field whose value groups the rows of the summary.
+        batch_size: most rows at once.
+        kv_budget: bytes ("8GB") that keys and values may take together; None for no bound.
+        overwrite: begin anew, whatever ``out`` holds.
+        retry_failed: ask rows again that have an error.
+        samples: also write answers as lmms-eval logs them into this file.
+        use_audio_in_video: hear the sound of videos too.
+        video_fps: frames per second that are sampled from videos.
+        limits: bounds on media.
+        allow_remote: fetch media that are http(s) addresses.
+        device: of the model; by default a GPU if there is one.
+        dtype: of the weights.
+        ray: address of a Ray cluster, "local" for one on this machine; None for no Ray.
+        workers: of Ray, one model each; by default one per GPU, or without GPUs as many as the
+            CPUs allow.
+        cpus_per_worker: CPUs of a worker, its share of the cluster.
+
+    Returns:
+        the summary, see ``summary.summarize``.
+
+    Raises:
+        InputError: a file or argument that cannot be used, or ``out`` belongs to another run.
+    """
+    rows = read_rows(questions, question=question, group_by=group_by)
+    if isinstance(questions, str | Path) and _same(questions, out):
+        raise InputError(f"{out}: is the file of the questions; give another one for the answers")
+    if type(batch_size) is not int or batch_size < 1:
+        raise InputError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
+    if kv_budget is not None:
+        kv_budget = parse_bytes("kv_budget", kv_budget)
+    settings = Settings(
+        policy=KVPolicy.of(policy),
+        system=system,
+        max_new_tokens=max_new_tokens,
+        list_choices=list_choices,
+        use_audio_in_video=use_audio_in_video,
+        video_fps=video_fps,
+        dtype=dtype,
+    )
+    plan = Plan(
+        str(model), settings, batch_size, kv_budget, device, allow_remote, limits or MediaLimits()
+    )
+    answers = Answers(out, settings.fingerprint(), overwrite=overwrite)
+    try:
+        answers.check_questions(rows)
+        if retry_failed:
+            answers.drop_failed()
+        left = [row for row in rows if row.id not in answers.done]
+        if ray is None:
+            work = _here(plan, left, answers)
+        else:
+            from oscar_mm.apps.audio_qa.cluster import on_cluster
+
+            work = on_cluster(plan, left, answers, ray, workers, cpus_per_worker)
+        done = {row.id: answers.done[row.id] for row in rows}
+    finally:
+        answers.close()
+    # Groups are those of the file as it is now.
+    summary = summarize([done[row.id] | {"group": row.group} for row in rows], work)
+    Path(f"{out}{SUMMARY}").write_text(json.dumps(summary, indent=1) + "\n")
+    if samples is not None:
+        write_samples(samples, rows, done)
+    return summary
+
+
+def _here(plan: Plan, rows: list[Row], answers: Answers) -> Work:
+    """Answer rows in this process."""
+    worker = Worker(plan)
+    answers.confirm(worker.fingerprint)
+    start = time.perf_counter()
+    with bar(len(rows)) as shown:
+        for count, result in enumerate(worker.run(by_recording(rows)), 1):
+            answers.write(result)
+            audio = worker.report["audio_seconds"]
+            shown.update(count, audio, time.perf_counter() - start, worker.kv_bytes)
+    return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    return Path(one).absolute() == Path(other).absolute()

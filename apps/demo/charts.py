@@ -1,0 +1,101 @@
+"""Charts as HTML: paths in an SVG that stretches, labels beside it that do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_STEPS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line, or the upper edge of an area.
+
+    Attributes:
+        name: for the legend.
+        style: CSS class that gives it its colour, "c-image" for example.
+        points: (x, y), x ascending.
+        filled: whether it is an area, down to the line before it or to zero.
+        dashed: whether a line is dashed.
+    """
+
+    name: str
+    style: str
+    points: Sequence[tuple[float, float]]
+    filled: bool = False
+    dashed: bool = False
+
+
+def chart(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    summary: str,
+    x_label: str,
+    show_y: Callable[[float], str],
+    ticks: Sequence[float] = (),
+    least_x: float = 0,
+    least_y: float = 0,
+) -> str:
+    """A chart with axes from zero, a legend and a summary for those who do not see it.
+
+    Args:
+        lines: areas first, in the order in which they are stacked; then lines.
+        title: above it.
+        summary: what it shows now, in words.
+        x_label: below it.
+        show_y: a value as people read it.
+        ticks: of the horizontal axis; by default its ends and its middle.
+        least_x: the horizontal axis goes at least that far; least_y likewise.
+    """
+    points = [point for line in lines for point in line.points]
+    top = _nice(max(max((y for _, y in points), default=0), least_y) or 1)
+    right = max(max((x for x, _ in points), default=0), least_x) or 1
+    below: Sequence[tuple[float, float]] = ()
+    drawn = []
+    for line in lines:
+        placed = [(100 * x / right, 100 - 100 * y / top) for x, y in line.points]
+        if line.filled:
+            base = below or [(x, 100.0) for x, _ in placed]
+            path = f"{_path(placed)}L{_path(list(reversed(base)))[1:]}Z"
+            drawn.append(f'<path class="area {line.style}" d="{path}"/>')
+            below = placed
+        elif placed:
+            kind = "line dashed" if line.dashed else "line"
+            drawn.append(f'<path class="{kind} {line.style}" d="{_path(placed)}"/>')
+    rules = "".join(
+        f'<span class="rule" style="bottom:{25 * part}%"><i>{escape(show_y(top * part / 4))}</i>'
+        "</span>"
+        for part in range(5)
+    )
+    marks = "".join(
+        f'<span style="left:{100 * tick / right:.1f}%">{tick:,.0f}</span>'
+        for tick in ticks or (0, right // 2, right)
+    )
+    legend = "".join(
+        f'<li><b class="{"swatch" if line.filled else "stroke"} {line.style}'
+        f'{" dashed" if line.dashed else ""}"></b>{escape(line.name)}</li>'
+        for line in lines
+    )
+    return (
+        f'<figure class="chart"><figcaption>{escape(title)}</figcaption>'
+        f'<ul class="legend">{legend}</ul>'
+        f'<div class="plot" role="img" aria-label="{escape(summary)}">{rules}'
+        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">'
+        f"{''.join(drawn)}</svg></div>"
+        f'<div class="ticks" aria-hidden="true">{marks}</div>'
+        f'<div class="axis">{escape(x_label)}</div></figure>'
+    )
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+
+
+def _nice(value: float) -> float:
+    """The next round number whose quarters are round too."""
+    power = 10.0 ** math.floor(math.log10(value / 4))
+    return next(4 * step * power for step in _STEPS if 4 * step * power >= value * 0.999)

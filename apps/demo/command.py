@@ -1,0 +1,68 @@
+"""`oscar-mm demo`: the page in a browser, on this machine only."""
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from oscar_mm.apps import options, progress
+from oscar_mm.errors import InputError
+from oscar_mm.models import BUNDLED
+from oscar_mm.policy import KVPolicy
+from oscar_mm.sizes import parse_bytes
+
+DEFAULT_MODEL = "pocket-omni"
+"""Takes pictures and sound."""
+
+
+def demo(
+    model: Annotated[
+        str,
+        typer.Option(
+            *("--model", "-m"),
+            metavar="NAME|DIR|ID",
+            help=f"A bundled model ({', '.join(BUNDLED)}), a model folder or a hub id.",
+        ),
+    ] = DEFAULT_MODEL,
+    policy: options.Policy = "compact",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer over a 16-bit cache too, side by side.")
+    ] = False,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Of the page.")] = 7860,
+    host: Annotated[
+        str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 is all of them.")
+    ] = "127.0.0.1",
+    kv_budget: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most memory of all conversations together.")
+    ] = "2GB",
+    device: options.Device = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU bfloat16.",
+        ),
+    ] = None,
+) -> None:
+    """A web page: a long conversation with its memory live.
+
+    Needs gradio: pip install 'oscar-mm[demo]'. The default model is a tiny one that reads printed
+    codes and hears digits.
+    """
+    KVPolicy.preset(policy)
+    parse_bytes("--kv-budget", kv_budget)
+    if importlib.util.find_spec("gradio") is None:
+        raise InputError("the demo needs gradio: pip install 'oscar-mm[demo]'")
+    progress.on_loading()
+    from oscar_mm.apps.demo.server import serve  # brings gradio and torch
+
+    serve(
+        model,
+        policy=policy,
+        compare=compare,
+        port=port,
+        host=host,
+        kv_budget=kv_budget,
+        device=device,
+        dtype=dtype,
+    )

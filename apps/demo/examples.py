@@ -1,0 +1,105 @@
+"""Example conversations over the media in examples/media, one click away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "media"
+"""There in a checkout, not in an installed wheel."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A question and the files that it shows, below FOLDER."""
+
+    text: str
+    files: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of the files."""
+        return [FOLDER / file for file in self.files]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation.
+
+    Attributes:
+        title: of its button.
+        what: it shows, in a few words.
+        messages: asked one after the other.
+        hears: whether the model has to take sound.
+    """
+
+    title: str
+    what: str
+    messages: tuple[Message, ...]
+    hears: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all of its files are."""
+        return all(path.is_file() for message in self.messages for path in message.paths)
+
+
+def _cards(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"cards/{number:02}.png" for number in numbers)
+
+
+_ALL_CARDS = _cards(*range(1, 21))
+
+
+def _clips(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"clips/{number:02}.wav" for number in numbers)
+
+
+EXAMPLES = (
+    Example(
+        "20 pictures",
+        "codes, receipts and shapes in one message",
+        (
+            Message("What is the code in picture 3?", _ALL_CARDS),
+            Message("What is the code in picture 14?"),
+            Message("What is the sum in picture 16?"),
+            Message("Where is the red circle in picture 18?"),
+            Message("Read pictures 1, 8 and 12."),
+        ),
+    ),
+    Example(
+        "100 pictures",
+        "a long conversation: twenty more in each turn",
+        (
+            Message("What is the code in picture 3?", _ALL_CARDS),
+            Message("What is the code in picture 32?", _ALL_CARDS),
+            Message("What is the code in picture 54?", _ALL_CARDS),
+            Message("What is the sum in picture 77?", _ALL_CARDS),
+            Message("What is the code in picture 81?", _ALL_CARDS),
+            Message("What is the code in picture 14?"),
+            Message("What is the sum in picture 57?"),
+            Message("How much is RICE in picture 36?"),
+        ),
+    ),
+    Example(
+        "Recordings",
+        "ten clips and questions about them",
+        (
+            Message("What was said in clip 2?", _clips(*range(1, 11))),
+            Message("Write clips 1, 4 and 9."),
+            Message("What was said in clip 7?"),
+        ),
+        hears=True,
+    ),
+    Example(
+        "Pictures and sound",
+        "both, over several turns",
+        (
+            Message("What is the code in picture 2?", _cards(*range(1, 11))),
+            Message("What was said in clip 1?", _clips(*range(1, 7))),
+            Message("How much is TEA in picture 15?", _cards(*range(11, 18))),
+            Message("What was said in clip 4?"),
+        ),
+        hears=True,
+    ),
+)

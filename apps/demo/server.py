@@ -1,0 +1,149 @@
+"""The server: loads the model, builds the page and serves it on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import oscar_mm
+from oscar_mm.apps.demo.examples import FOLDER
+from oscar_mm.apps.demo.hall import Hall
+from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
+from oscar_mm.errors import InputError
+from oscar_mm.pipelines.loading import reader
+from oscar_mm.policy import KVPolicy
+
+_STYLE = Path(__file__).with_name("style.css")
+_FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
+_CLEANED_EVERY_S, _KEPT_S = 600, 6 * 3600
+
+
+def serve(
+    model: str,
+    *,
+    policy: str,
+    compare: bool,
+    port: int,
+    host: str,
+    kv_budget: str,
+    device: str | None,
+    dtype: str | None,
+) -> None:
+    """Load the model and serve the page until Ctrl-C.
+
+    Raises:
+        InputError: no such model, or the port is taken.
+    """
+    pipe = getattr(oscar_mm, reader(model))(
+        model,
+        policy=policy,
+        dtype=dtype or _dtype(device),
+        device=device,
+        limits=LIMITS,
+        kv_budget=kv_budget,
+    )
+    settings = Settings(KVPolicy.preset(policy), policy, compare=compare)
+    with running(pipe, settings, port=port, host=host) as served:
+        print(f"oscar-mm: {served.address} (Ctrl-C ends it)", file=sys.stderr)
+        wait_for_ctrl_c()
+    print(file=sys.stderr)
+
+
+def _dtype(device: str | None) -> str | None:
+    """On a CPU too, tokens that are not packed take 16 bit; on a GPU the checkpoint says it."""
+    on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
+    return "bfloat16" if on_cpu else None
+
+
+@dataclass(frozen=True)
+class Served:
+    """A page that is being served.
+
+    Attributes:
+        address: of the page.
+        hall: its visitors.
+        page: gradio's blocks.
+    """
+
+    address: str
+    hall: Hall
+    page: Any
+
+
+@contextmanager
+def running(
+    pipe: Any, settings: Settings, *, port: int, host: str = "127.0.0.1"
+) -> Iterator[Served]:
+    """The page while it is served.
+
+    Raises:
+        InputError: the port is taken.
+    """
+    with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-") as name:
+        folder = Path(name).resolve()
+        # Read when a page is built; uploads go there, and nothing outlives the server.
+        os.environ["GRADIO_TEMP_DIR"] = str(folder)
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+        import gradio as gr
+        from starlette.middleware import Middleware
+
+        from oscar_mm.apps.demo.handlers import Handlers
+        from oscar_mm.apps.demo.local import LocalOnly
+        from oscar_mm.apps.demo.page import build
+
+        hall = Hall(pipe, settings, (folder, FOLDER))
+        page = build(Handlers(hall, folder / "made"))
+        page.delete_cache = (_CLEANED_EVERY_S, _KEPT_S)
+        try:
+            page.launch(
+                server_name=host,
+                server_port=port,
+                share=False,
+                quiet=True,
+                inbrowser=False,
+                prevent_thread_lock=True,
+                show_error=False,
+                footer_links=[],
+                run_history=False,
+                enable_monitoring=False,
+                ssr_mode=False,
+                pwa=False,
+                mcp_server=False,
+                max_file_size=MAX_CHAT_BYTES,
+                allowed_paths=[str(FOLDER)] if FOLDER.is_dir() else [],
+                app_kwargs={
+                    "middleware": [Middleware(LocalOnly, folder=folder)],
+                    "docs_url": None,
+                    "redoc_url": None,
+                },
+                theme=gr.themes.Base(
+                    font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"
+                ),
+                head=f"<style>{_STYLE.read_text()}</style>",
+            )
+        except OSError as error:
+            raise InputError(f"port {port} of {host} cannot be used: {error}") from None
+        try:
+            yield Served(page.local_url, hall, page)
+        finally:
+            page.close(verbose=False)
+            hall.close()
+
+
+def wait_for_ctrl_c() -> None:
+    """Other threads serve meanwhile."""
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        return

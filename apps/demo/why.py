@@ -1,0 +1,95 @@
+"""Why: an inspection of the conversation's media as charts and sentences."""
+
+from __future__ import annotations
+
+from html import escape
+
+from oscar_mm.apps.demo.charts import Line, chart
+from oscar_mm.inspect.errors import PAIRS
+from oscar_mm.inspect.findings import findings
+from oscar_mm.inspect.inspection import Inspection
+
+_STAGES = {
+    "raw": "c-plain",
+    "rotated": "c-image",
+    "balanced": "c-text",
+    "balanced, rotated": "c-video",
+}
+
+
+def why(inspection: Inspection) -> str:
+    """The verdict, charts over layers, and the other findings."""
+    verdict, *others = map(escape, findings(inspection))
+    charts = [_norms(inspection), _spread(inspection), _channels(inspection)]
+    if inspection.has_pages:
+        charts += [_errors(inspection)]
+    said = "".join(f"<li>{one}</li>" for one in others)
+    return (
+        f'<p class="verdict">{verdict}</p><div class="charts">{"".join(charts)}</div>'
+        f'<details><summary>In words</summary><ul class="said">{said}</ul></details>'
+    )
+
+
+def _over_layers(inspection: Inspection, lines: list[Line], title: str, what: str) -> str:
+    layers = len(inspection.layers)
+    last = "; ".join(f"{line.name} {line.points[-1][1]:.2f}" for line in lines)
+    return chart(
+        lines,
+        title=title,
+        summary=f"{what}. In the last layer: {last}",
+        x_label="layer",
+        show_y=lambda value: f"{value:g}",
+        ticks=sorted({0, layers // 2, *(range(layers) if layers <= 8 else ()), layers - 1}),
+        least_x=max(1, layers - 1),
+    )
+
+
+def _norms(inspection: Inspection) -> str:
+    lines = [
+        Line(
+            f"{name}, {inspection.tokens[name]:,} tokens",
+            f"c-{name}",
+            [(layer.index, layer.norms.tokens[name].median) for layer in inspection.layers],
+        )
+        for name in inspection.layers[0].norms.tokens
+    ]
+    title = "Norm of keys by modality (median)"
+    return _over_layers(inspection, lines, title, "Median norm of a token's key, by layer")
+
+
+def _spread(inspection: Inspection) -> str:
+    lines = []
+    for name in inspection.layers[0].norms.heads:
+        for scaled in (False, True):
+            points = []
+            for layer in inspection.layers:
+                one = (layer.norms.scaled if scaled else layer.norms.heads)[name]
+                points.append((layer.index, one.p95 / max(one.p5, 1e-12)))
+            what = f"{name}, {'scaled' if scaled else 'as it is'}"
+            lines.append(Line(what, f"c-{name}", points, dashed=scaled))
+    title = "Spread of norms before and after token scaling"
+    return _over_layers(inspection, lines, title, "95% over 5% percentile of a head's key norms")
+
+
+def _channels(inspection: Inspection) -> str:
+    lines = [
+        Line(name, style, [(layer.index, layer.channels[name]) for layer in inspection.layers])
+        for name, style in _STAGES.items()
+    ]
+    title = "Outlier channels before and after rotation and balancing"
+    return _over_layers(inspection, lines, title, "Largest over median channel of the worst head")
+
+
+def _errors(inspection: Inspection) -> str:
+    variant, _ = PAIRS["compact"]
+    lines = [
+        Line(
+            name,
+            f"c-{'plain' if name == 'all' else name}",
+            [(layer.index, layer.errors[variant.label][name].keys) for layer in inspection.layers],
+            dashed=name == "all",
+        )
+        for name in inspection.parts
+    ]
+    title = "Error of packed keys by modality (compact)"
+    return _over_layers(inspection, lines, title, "Relative error of keys in 2-bit pages")

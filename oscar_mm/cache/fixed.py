@@ -1,0 +1,116 @@
+"""FixedTables: tables of decode steps at addresses that stay, for a graph that is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.tables import Tables, arrays_of, laid_out
+
+_LEAST_ITEMS = 64
+
+
+@dataclass
+class _Kind:
+    """Tables of all layers that attend in the same way."""
+
+    make: Callable[[SequenceOf[Sequence], int], tuple[np.ndarray, ...]]
+    longest: int
+    whole: torch.Tensor
+    tables: Tables
+
+
+class FixedTables:
+    """What ``Step`` would make anew for each step, in tensors that are written over instead.
+
+    Layers ask for their tables while a forward pass runs, by which these become known;
+    ``refill`` writes what the next step needs into the same tensors.
+
+    Args:
+        rows: of the batch.
+
+    Attributes:
+        version: grows whenever a tensor had to be replaced, after which a graph that was captured
+            before reads stale tables.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.version = rows, 0
+        self._kinds: dict[Any, _Kind] = {}
+        self._writes: dict[torch.device, torch.Tensor] = {}
+        self._past: list[Sequence] = []
+        self._table: np.ndarray | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether layers have asked yet."""
+        return bool(self._kinds)
+
+    def refill(self, past: list[Sequence], writes: np.ndarray | None) -> None:
+        """Write the tables of a step that is to come.
+
+        Args:
+            past: sequences before it.
+            writes: (4, n) of ``Step``; None for none.
+        """
+        self._past = past
+        self._table = np.full((self.rows, 4), -1, dtype=np.int32)
+        if writes is not None:
+            self._table[: writes.shape[1]] = writes.T
+        for kind in self._kinds.values():
+            arrays = kind.make(past, kind.longest)
+            if arrays[1].shape[1] > kind.longest:
+                self._place(kind, arrays)
+            else:
+                _write(kind.whole, laid_out(arrays))
+        for tensor in self._writes.values():
+            _write(tensor, self._table)
+
+    def tables(
+        self,
+        past: SequenceOf[Sequence],
+        bits: tuple[int, int | None],
+        kv_heads: int,
+        columns: int,
+        workers: int,
+        device: torch.device,
+    ) -> Tables:
+        """As ``oscar_mm.cache.tables.tables_of``, of the step that ``refill`` was told of."""
+        key = (bits, kv_heads, columns, workers, device)
+        if key not in self._kinds:
+
+            def make(past: SequenceOf[Sequence], longest: int) -> tuple[np.ndarray, ...]:
+                return arrays_of(past, bits, kv_heads, columns, workers, longest)
+
+            kind = _Kind(make, 0, torch.empty(0, device=device), None)
+            self._place(kind, make(past, 0))
+            self._kinds[key] = kind
+        return self._kinds[key].tables
+
+    def writes(self, device: torch.device) -> torch.Tensor:
+        """(rows, 4) int32 as ``oscar_mm.ops.append`` takes them, slot -1 for rows without."""
+        if device not in self._writes:
+            self._writes[device] = torch.from_numpy(self._table).to(device, copy=True)
+        return self._writes[device]
+
+    def _place(self, kind: _Kind, arrays: tuple[np.ndarray, ...]) -> None:
+        """New tensors with room for twice the items."""
+        assignments, items, counts = arrays
+        room = max(_LEAST_ITEMS, 2 * items.shape[1])
+        items = np.pad(items, ((0, 0), (0, room - items.shape[1]), (0, 0)))
+        arrays = assignments, items, counts
+        kind.longest = room
+        kind.whole = torch.from_numpy(laid_out(arrays)).to(kind.whole.device, copy=True)
+        kind.tables = Tables.within(kind.whole, arrays)
+        self.version += 1
+
+
+def _write(target: torch.Tensor, table: np.ndarray) -> None:
+    source = torch.from_numpy(table)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -1,0 +1,79 @@
+"""Capacity: what a conversation takes and how many fit on a GPU, from a model's shape alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.modality import Modality
+from oscar_mm.policy import KVPolicy
+
+RESERVED = 0.1
+"""Share of a GPU's memory that is left for activations and the allocator."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's keys and values, and its weights, take.
+
+    Attributes:
+        layers: of the decoder.
+        kv_heads: of a layer.
+        head_dim: channels of a head.
+        parameters: of the whole model, towers included.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+
+    @classmethod
+    def of(cls, config: Any, parameters: int) -> ModelShape:
+        """Of a configuration of transformers."""
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        return cls(
+            layers=text.num_hidden_layers,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            parameters=parameters,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """In 16 bit."""
+        return 2 * self.parameters
+
+    def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
+        """Pages and 16-bit blocks of one conversation whose latest tokens are text.
+
+        Tables and free slots are not in it: the first are below 1% of any long conversation, the
+        second depend on what else the store holds.
+
+        Args:
+            policy: how keys and values are stored.
+            tokens: by modality ("text", "image", "video", "audio"), text first of all.
+        """
+        block = 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * 2
+        total = 0
+        for modality in Modality:
+            count, bits = tokens.get(modality.label, 0), policy.bits_for(modality)
+            pages = page = 0
+            if bits < 16:
+                is_text = modality is Modality.TEXT
+                sinks = min(count, policy.sinks) if is_text else 0
+                total += -(-sinks // BLOCK_TOKENS) * block
+                count -= sinks
+                page = PageFormat.of(policy, bits, self.kv_heads, self.head_dim).page_bytes
+                pages = max(0, count - (policy.window if is_text else 0)) // PAGE_TOKENS
+            left = count - pages * PAGE_TOKENS
+            total += pages * page + -(-left // BLOCK_TOKENS) * block
+        return self.layers * total
+
+    def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
+        """How many such conversations fit beside the weights; 0 where these alone do not."""
+        room = gpu_bytes * (1 - RESERVED) - self.weight_bytes
+        return max(0, int(room // max(1, self.kv_bytes(policy, tokens))))

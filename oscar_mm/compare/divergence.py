@@ -1,0 +1,89 @@
+"""Scores: what a method's answers have in common with those of the 16-bit cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from oscar_mm.compare.forced import IGNORE, Forced
+
+_RUNNERS_UP = 4
+
+
+@dataclass
+class Scores:
+    """Sums over prompts, of one method.
+
+    Attributes:
+        exact: for each answer, whether all its tokens are the likeliest ones.
+        agreed: judged tokens of each prompt whose likeliest token is that of the 16-bit cache.
+        divergence: of each prompt, the sum over judged tokens of the KL divergence of the
+            next-token distribution, 16-bit cache against method, in nats.
+        margin: of each prompt, the sum over judged tokens of the mean squared error of the logit
+            of the likeliest token less those of the four after it. Divergence hangs on the few
+            tokens that are nearly wrong; this does not, and tells methods apart with fewer prompts.
+        tokens: judged tokens of each prompt.
+    """
+
+    exact: list[Tensor] = field(default_factory=list)
+    agreed: list[Tensor] = field(default_factory=list)
+    divergence: list[Tensor] = field(default_factory=list)
+    margin: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+
+    def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> None:
+        """Judge a batch: logits (judged tokens, vocabulary) of the 16-bit cache and the method."""
+        judged = forced.targets != IGNORE
+        rows = judged.nonzero()[:, 0]
+        expected, found = log_softmax(exact_logits, -1), log_softmax(logits, -1)
+        divergence = (expected.exp() * (expected - found)).sum(-1)
+        choice = logits.argmax(-1)
+        agreed = (choice == exact_logits.argmax(-1)).float()
+        count = len(judged)
+        answer = rows * forced.count + forced.answers[judged]
+        wrong = _sums((choice != forced.targets[judged]).float(), answer, count * forced.count)
+        there = _sums(torch.ones_like(agreed), answer, count * forced.count)
+        self.exact.append((wrong == 0)[there > 0].float())
+        self.agreed.append(_sums(agreed, rows, count))
+        self.divergence.append(_sums(divergence, rows, count))
+        self.margin.append(_sums(_margin_error(exact_logits, logits), rows, count))
+        self.tokens.append(_sums(torch.ones_like(agreed), rows, count))
+
+    def summary(self) -> dict[str, float | int]:
+        """Shares and means by token; ``kl_error`` and ``margin_error`` are standard errors, from
+        the differences between prompts."""
+        parts = (self.exact, self.agreed, self.divergence, self.margin, self.tokens)
+        exact, agreed, divergence, margin, tokens = (torch.cat(x).double().cpu() for x in parts)
+        kl, kl_error = _ratio(divergence, tokens)
+        margin_mean, margin_error = _ratio(margin, tokens)
+        return {
+            "prompts": len(tokens),
+            "answers": len(exact),
+            "tokens": int(tokens.sum()),
+            "exact": exact.mean().item(),
+            "agreement": (agreed.sum() / tokens.sum()).item(),
+            "kl": kl,
+            "kl_error": kl_error,
+            "margin": margin_mean,
+            "margin_error": margin_error,
+        }
+
+
+def _margin_error(expected: Tensor, found: Tensor) -> Tensor:
+    top = expected.topk(min(_RUNNERS_UP + 1, expected.shape[-1]), dim=-1).indices
+    shift = (found - expected).gather(-1, top)
+    return (shift[:, :1] - shift[:, 1:]).square().mean(-1)
+
+
+def _ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
+    """Ratio of two sums and its standard error, by the delta method."""
+    ratio = sums.sum() / counts.sum()
+    spread = (sums - ratio * counts).square().sum().sqrt() / counts.sum()
+    return ratio.item(), spread.item()
+
+
+def _sums(values: Tensor, places: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, device=values.device).index_add(0, places, values)

@@ -1,0 +1,226 @@
+"""Forward passes whose past is given: record what a prompt leaves behind, then answer from it.
+
+A prompt runs through the model once, with exact attention. Each method then turns the recorded
+keys and values into what it would give back, and the text after the prompt is read with those as
+its past (teacher forcing), so that all methods answer the same question with the same words
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
+
+import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
+from oscar_mm.cache.chunk import KeyLength
+from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
+
+IGNORE = -100
+"""Target of a token after which nothing is judged."""
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What one layer made of a batch of prompts of one layout, without padding.
+
+    Attributes:
+        index: of the layer.
+        module: its attention module.
+        scaling: factor of the scores.
+        keys: (rows, KV heads, tokens, head_dim) after RoPE, 16 bit; values likewise.
+        first_queries: (1, query heads, tokens, head_dim), of the first row.
+        sigma_of_weights: (1, head_dim) balancing from QK-norm weights, None without them.
+        sigma_of_prompt: balancing from each row's own queries and keys, (rows * KV heads,
+            head_dim): of keys quantized per channel (True) or per token (False).
+    """
+
+    index: int
+    module: nn.Module
+    scaling: float
+    keys: Tensor
+    values: Tensor
+    first_queries: Tensor
+    sigma_of_weights: Tensor | None
+    sigma_of_prompt: dict[bool, Tensor]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Text after the prompts, given to all methods.
+
+    Attributes:
+        ids: (rows, tokens), padded on the right with anything.
+        positions: (rows, tokens) or (3, rows, tokens) position ids.
+        targets: (rows, tokens) the token that should come after each, IGNORE where not judged.
+        answers: (rows, tokens) which of the row's answers a target belongs to.
+        count: answers of a row.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    answers: Tensor
+    count: int = 1
+
+
+class ForcedCache(Cache):
+    """Goes through a forward pass in place of a cache, in a model with attention "oscar".
+
+    New tokens attend to the given past and, causally, to each other, by PyTorch operations;
+    nothing is stored.
+
+    Args:
+        past: keys and values of a layer by its index, (rows, KV heads, tokens, head_dim) each;
+            None for no past.
+        length: tokens of the past.
+        look: called with (index, module, queries, keys, values, scaling) of each layer's new
+            tokens.
+    """
+
+    def __init__(
+        self,
+        past: Callable[[int], Pair] | None = None,
+        length: int = 0,
+        look: Callable[..., None] | None = None,
+    ) -> None:
+        super().__init__(layers=[])
+        self.past, self.length, self.look = past, length, look
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """See ``OscarCache.update``: attention "oscar" hands the queries to what is attached."""
+        keys = key_states.view_as(key_states)
+        keys.oscar_chunk = _Attention(self, layer_idx)
+        return keys, value_states
+
+    def attend_packed(self, padding: Tensor | None) -> None:
+        """Attention "oscar" tells of padding, of which there is none."""
+        if padding is not None and not bool(padding.all()):
+            raise ValueError("prompts that are compared have no padding")
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(length of past and new tokens, 0)."""
+        return KeyLength(self.length + query_length, self), 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the past."""
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: unbounded."""
+        return -1
+
+
+class _Attention:
+    """Attention of one layer, as attention "oscar" calls it."""
+
+    def __init__(self, cache: ForcedCache, index: int) -> None:
+        self._cache, self._index = cache, index
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """(rows, query heads, tokens, head_dim)."""
+        cache, tokens = self._cache, query.shape[2]
+        if cache.look is not None:
+            cache.look(self._index, module, query, key, value, scaling)
+        if cache.past is not None:
+            pasts = cache.past(self._index)
+            key, value = (
+                torch.cat([old.to(new.dtype), new], dim=2)
+                for old, new in zip(pasts, (key, value), strict=True)
+            )
+        visible = None
+        if cache.length or (sliding_window is not None and tokens > sliding_window):
+            place = torch.arange(key.shape[2], device=query.device)
+            distance = place[-tokens:, None] - place
+            visible = (distance >= 0) & (distance < (sliding_window or key.shape[2]))
+        # Expanded, as attention of float32 that knows of head groups keeps all scores.
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        return scaled_dot_product_attention(
+            query, key, value, visible, is_causal=visible is None, scale=scaling
+        )
+
+
+class Recorder:
+    """Keeps what every layer makes of a prompt; ``cache`` goes through the forward pass.
+
+    Args:
+        dtype: 16-bit dtype to keep keys and values in; that of the model if it has 16 bits.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.layers: list[LayerStates] = []
+        self.cache, self._dtype = ForcedCache(look=self._keep), dtype
+
+    def _keep(
+        self,
+        index: int,
+        module: nn.Module,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+    ) -> None:
+        dtype = keys.dtype if keys.dtype.itemsize == 2 else self._dtype
+        keys, values, head_dim = keys.to(dtype), values.to(dtype), keys.shape[-1]
+        by_weights = None
+        if hasattr(module, "q_norm") and hasattr(module, "k_norm"):
+            by_weights = sigma_from_norms(module.q_norm, module.k_norm, head_dim)
+        # Rows as heads of one row: each gets a sigma of its own, as in a cache of its own.
+        alone = [states.flatten(0, 1)[None] for states in (queries.to(dtype), keys)]
+        by_prompt = {kind: sigma_from_prompt(*alone, centered=kind) for kind in (True, False)}
+        self.layers.append(
+            LayerStates(
+                index=index,
+                module=module,
+                scaling=scaling,
+                keys=keys,
+                values=values,
+                first_queries=queries[:1].to(dtype),
+                sigma_of_weights=by_weights,
+                sigma_of_prompt=by_prompt,
+            )
+        )
+
+
+def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:
+    """The past of the 16-bit cache."""
+    return lambda index: (layers[index].keys, layers[index].values)
+
+
+@torch.no_grad()
+def answer_logits(
+    model: nn.Module, past: Callable[[int], Pair], length: int, forced: Forced
+) -> Tensor:
+    """Logits (judged tokens, vocabulary) float32, in the order of ``forced.targets``.
+
+    Args:
+        model: that generates, with attention "oscar" in its decoder.
+        past: as of ``ForcedCache``.
+        length: its tokens.
+        forced: what is read after it.
+    """
+    output = model.get_decoder()(
+        input_ids=forced.ids,
+        position_ids=forced.positions,
+        past_key_values=ForcedCache(past, length),
+        use_cache=True,
+    )
+    hidden = output.last_hidden_state[forced.targets != IGNORE]
+    return model.get_output_embeddings()(hidden[None])[0].float()

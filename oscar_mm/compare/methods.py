@@ -1,0 +1,143 @@
+"""The methods that are compared, by name, with where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from oscar_mm.compare.forced import LayerStates, Pair
+from oscar_mm.compare.paged import Paged, Restored
+from oscar_mm.compare.quantized_cache import quantized_cache_methods
+from oscar_mm.memory import MemoryReport
+from oscar_mm.policy import KVPolicy
+
+
+class Method(Protocol):
+    """A way to store keys and values; ``Paged`` explains the arguments."""
+
+    name: str
+
+    def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
+        """Why it says nothing about this model or prompt; None where it does."""
+
+    def restored(self, states: LayerStates, ids: Tensor) -> Restored:
+        """What it gives back of a layer."""
+
+    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
+        """What a real cache holds of the first row; None where there is none."""
+
+
+class StoredPast:
+    """The past that a method gives back, layer by layer as it is asked for, and its bits."""
+
+    def __init__(self, method: Method, layers: Sequence[LayerStates], ids: Tensor) -> None:
+        self.method, self.layers, self.ids = method, layers, ids
+        self.stored_bytes = self.stored_values = 0
+
+    def __call__(self, index: int) -> Pair:
+        """Keys and values of a layer."""
+        back = self.method.restored(self.layers[index], self.ids)
+        self.stored_bytes += back.stored_bytes
+        self.stored_values += back.stored_values
+        return back.keys, back.values
+
+
+def bits_per_value(stored_bytes: int, stored_values: int) -> float:
+    """16 where nothing is stored in fewer bits."""
+    return 8 * stored_bytes / stored_values if stored_values else 16.0
+
+
+class Named(Protocol):
+    """What can be chosen by its name."""
+
+    @property
+    def name(self) -> str:
+        """For tables and command lines."""
+
+
+N = TypeVar("N", bound=Named)
+REFERENCE, DEFAULT, PUBLISHED = "16 bit", "compact", "OScaR, published"
+FINE, MIDDLE = "compact, groups 32", "compact, key group 64"
+_COMPACT = KVPolicy.preset("compact")
+_RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
+"""All methods keep the same tokens in 16 bit, so that methods are compared and not windows."""
+_FINE = {"key_group": 32, "value_group": 32}
+_NAIVE = {"fit": "minmax", "norm": "plain", "balance": None, "token_scaling": None}
+
+
+def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
+    """Those whose name is one of the texts, or has one in it that is no whole name; all for none.
+
+    The order is that of ``things``.
+    """
+    names = {one.name for one in things}
+    whole, parts = names.intersection(texts), [text for text in texts if text not in names]
+    return [
+        one
+        for one in things
+        if not texts or one.name in whole or any(text in one.name for text in parts)
+    ]
+
+
+def _compact(**changes: object) -> KVPolicy:
+    return replace(_COMPACT, **changes)
+
+
+def main_methods() -> list[Method]:
+    """The methods of the main table."""
+    plain = {name: KVPolicy.preset(name, **_RECENT) for name in ("kivi", "quarot", "oscar")}
+    return [
+        Paged(REFERENCE, KVPolicy.preset("bf16")),
+        # Whole heads of keys and values, as they are.
+        Paged("INT2 per token", _compact(key_axis="token", rotate=False, **_NAIVE)),
+        Paged("KIVI", plain["kivi"]),  # arXiv:2402.02750
+        Paged("QuaRot", plain["quarot"]),  # arXiv:2404.00456
+        # Rotated, balanced keys fitted per token: format S of the design.
+        Paged("per token, least squares", _compact(key_axis="token")),
+        Paged(PUBLISHED, plain["oscar"]),
+        Paged(DEFAULT, _COMPACT),
+        Paged("compact, balance None", _compact(balance=None)),
+        Paged("compact, balance weights", _compact(balance="weights")),
+        Paged("compact, balance prompt", _compact(balance="prompt")),
+        Paged("compact, norm plain", _compact(norm="plain")),
+        Paged("compact, norm refit", _compact(norm="refit")),
+        Paged(MIDDLE, _compact(key_group=64)),
+        Paged(FINE, _compact(**_FINE)),
+        Paged("groups 32, balance None", _compact(**_FINE, balance=None)),
+        Paged("groups 32, norm plain", _compact(**_FINE, norm="plain")),
+        Paged("groups 32, norm refit", _compact(**_FINE, norm="refit")),
+        Paged("compact, 4 bit", _compact(bits=4)),
+        *(
+            Paged(f"compact, {name} in 16 bit", _compact(bits={name: 16}))
+            for name in ("text", "image", "audio")
+        ),
+        *quantized_cache_methods(Paged(DEFAULT, _COMPACT)),
+    ]
+
+
+def ablation_methods() -> list[Paged]:
+    """The default with one thing changed; what the main table has is not repeated."""
+    changes: dict[str, dict[str, object]] = {
+        "rotate False": {"rotate": False},
+        "token scaling None": {"token_scaling": None},
+        "token scaling shared": {"token_scaling": "shared"},
+        "fit minmax": {"fit": "minmax"},
+        "fit minmax, norm plain": {"fit": "minmax", "norm": "plain"},
+        "key group 32": {"key_group": 32},
+        "value group 32": {"value_group": 32},
+        "value group 64": {"value_group": 64},
+        "groups 64": {"key_group": 64, "value_group": 64},
+        "window 0": {"window": 0},
+        "window 128": {"window": 128},
+        "sinks 0": {"sinks": 0},
+        "sinks 64": {"sinks": 64},
+    }
+    return [
+        *(Paged(f"compact, {name}", _compact(**change)) for name, change in changes.items()),
+        Paged("compact, mixed pages", _COMPACT, mixed=True),
+        Paged("groups 32, mixed pages", _compact(**_FINE), mixed=True),
+        Paged("OScaR, published, mixed pages", KVPolicy.preset("oscar", **_RECENT), mixed=True),
+    ]

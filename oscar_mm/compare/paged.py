@@ -1,0 +1,155 @@
+"""Methods that a ``KVPolicy`` describes, through real packed pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.compare.forced import LayerStates, Pair
+from oscar_mm.memory import MemoryReport
+from oscar_mm.modality import Modality
+from oscar_mm.ops.pack import pack
+from oscar_mm.ops.unpack import unpack
+from oscar_mm.policy import KVPolicy
+from oscar_mm.quant.basis import Basis
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a method gives back of one layer.
+
+    Attributes:
+        keys, values: as they came, (rows, KV heads, tokens, head_dim).
+        stored_bytes: of what is in fewer than 16 bits, everything counted.
+        stored_values: key and value elements in these bytes.
+    """
+
+    keys: Tensor
+    values: Tensor
+    stored_bytes: int
+    stored_values: int
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A policy under a name.
+
+    Attributes:
+        name: for tables.
+        policy: how keys and values are stored; its window counts from the end of the prompt.
+        mixed: pages hold tokens in the order of the prompt, whatever their modality; the cache
+            itself never does that.
+    """
+
+    name: str
+    policy: KVPolicy
+    mixed: bool = False
+
+    def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
+        """Why the method says nothing about this model or prompt; None where it does."""
+        if self.policy.balance == "weights" and layers[0].sigma_of_weights is None:
+            return "the model has no QK-norm"
+        named = [Modality[name.upper()] for name in self.policy.bits._fields]
+        wide = {one for one in named if self.policy.bits_for(one) == 16}
+        if wide and len(wide) < len(named) and not wide & {Modality(i) for i in ids.tolist()}:
+            return "no such tokens"
+        return None
+
+    def restored(self, states: LayerStates, ids: Tensor) -> Restored:
+        """Pack what the policy packs of a prompt, and read it back.
+
+        Args:
+            states: of the layer.
+            ids: (tokens,) modality ids on the CPU, the same in all rows.
+        """
+        # Contiguous, so that rows can be seen as heads.
+        keys, values = (
+            x.clone(memory_format=torch.contiguous_format) for x in (states.keys, states.values)
+        )
+        stored_bytes = stored_values = 0
+        for modality, places in self.packed(ids).items():
+            bits, where = self.policy.bits_for(modality), places.to(keys.device)
+            for rows, sigma in self._parts(states):
+                # A view: rows and heads as they are, or all in one row, or one row.
+                sides = [rows(side) for side in (keys, values)]
+                _, heads, _, head_dim = sides[0].shape
+                page_format = PageFormat.of(self.policy, bits, heads, head_dim)
+                basis = Basis(head_dim, self.policy.rotate, sigma)
+                packed = pack(
+                    *(_as_pages(side[:, :, where]) for side in sides),
+                    *(page_format, self.policy, basis),
+                )
+                back = unpack(packed, page_format, basis, keys.dtype)
+                for side, pages in zip(sides, back, strict=True):
+                    side[:, :, where] = _as_rows(pages, len(side))
+                stored_bytes += packed.nbytes
+                stored_values += 2 * len(packed) * PAGE_TOKENS * heads * head_dim
+        return Restored(keys, values, stored_bytes, stored_values)
+
+    def packed(self, ids: Tensor) -> dict[Modality, Tensor]:
+        """Tokens of each modality that are in full pages, ascending; as of ``Ledger``."""
+        streams = torch.zeros_like(ids) if self.mixed else ids
+        window = streams[max(0, len(ids) - self.policy.window) :]
+        found = {}
+        for modality in Modality:
+            places = (streams == int(modality)).nonzero()[:, 0]
+            places = places[places >= self.policy.sinks]
+            left = len(places) - int((window == int(modality)).sum())
+            full = max(0, left) // PAGE_TOKENS
+            if self.policy.bits_for(modality) < 16 and full:
+                found[modality] = places[: full * PAGE_TOKENS]
+        return found
+
+    def _parts(self, states: LayerStates) -> Iterator[tuple]:
+        """How rows are packed together: a view of keys or values, and its balancing."""
+        sigma, rows = self._sigma(states), len(states.keys)
+        if sigma is None or len(sigma) == 1 or rows == 1:
+            yield (lambda x: x), sigma
+        elif self.policy.token_scaling != "shared":
+            yield (lambda x: x.view(1, -1, *x.shape[2:])), sigma
+        else:  # One norm over all heads of a row.
+            for row, own in enumerate(sigma.view(rows, -1, sigma.shape[-1])):
+                yield (lambda x, row=row: x[row : row + 1]), own
+
+    def _sigma(self, states: LayerStates) -> Tensor | None:
+        """As ``OscarLayer.settle_basis`` chooses it."""
+        balance = self.policy.balance
+        if balance in ("weights", "auto") and states.sigma_of_weights is not None:
+            return states.sigma_of_weights
+        if balance in ("prompt", "auto"):
+            return states.sigma_of_prompt[self.policy.key_axis == "channel"]
+        return None
+
+    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
+        """What a real cache holds of the first row."""
+        return cached(self.policy, layers, torch.zeros_like(ids) if self.mixed else ids).memory()
+
+
+def cached(policy: KVPolicy, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
+    """A cache that has taken in the first row, as a model with attention "oscar" gives it."""
+    cache = OscarCache(policy)
+    cache.expect(ids[None])
+    cache.attend_packed(None)
+    for states in layers:
+        pair: Pair = (states.keys[:1], states.values[:1])
+        keys, _ = cache.update(*pair, states.index)
+        keys.oscar_chunk.attend(
+            states.module, states.first_queries, *pair, states.scaling, sliding_window=None
+        )
+    cache.check_complete()
+    return cache
+
+
+def _as_pages(x: Tensor) -> Tensor:
+    """(rows, heads, pages * 128, d) -> (rows * pages, heads, 128, d)."""
+    return x.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
+
+
+def _as_rows(pages: Tensor, rows: int) -> Tensor:
+    """The inverse of ``_as_pages``."""
+    return pages.unflatten(0, (rows, -1)).transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,216 @@
+"""Plan: what a conversation would take with a model, told without its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from oscar_mm.capacity import ModelShape
+from oscar_mm.errors import InputError
+from oscar_mm.media import Audio, MediaLimits, Video
+from oscar_mm.media.mono import RATE
+from oscar_mm.media.video import kept_frames, kept_size
+from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.pipelines.base import Family
+from oscar_mm.pipelines.loading import outline
+from oscar_mm.pipelines.media import Media
+from oscar_mm.policy import KVPolicy
+
+_QUESTION = "?"
+"""What stands in the first turn; all further text is in ``Session.text_tokens``."""
+_LIMITS = MediaLimits()
+_SOURCE_FPS = 30.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a conversation shows and says.
+
+    Attributes:
+        images: how many.
+        image_size: width and height of each, in pixels.
+        audio_s: seconds of a recording; 0 for none.
+        video_s: seconds of a video file; 0 for none.
+        video_size: width and height of its frames.
+        text_tokens: of all questions and answers.
+
+    Raises:
+        InputError: numbers that cannot be.
+    """
+
+    images: int = 0
+    image_size: tuple[int, int] = (1280, 960)
+    audio_s: float = 0.0
+    video_s: float = 0.0
+    video_size: tuple[int, int] = (1280, 720)
+    text_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name, most in (("images", 10**5), ("text_tokens", 10**9)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= most:
+                raise InputError(f"{name}={value!r}: must be a whole number from 0 to {most:,}")
+        for name in ("audio_s", "video_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InputError(f"{name}={value!r}: must be seconds, 0 or more")
+
+    def media(self, limits: MediaLimits, video_fps: float) -> Media:
+        """Media of these sizes, of which nothing else is known.
+
+        Raises:
+            InputError: one that is over the limits.
+        """
+        limits.check_frame(*self.image_size, "image_size")
+        limits.check_audio(self.audio_s, "audio_s")
+        picture = Image.new("RGB", self.image_size) if self.images else None
+        audio, videos = [], []
+        if self.audio_s:
+            # One sample, seen as many: nobody listens.
+            audio = [Audio(np.broadcast_to(np.float32(0), round(self.audio_s * RATE)), RATE, 1)]
+        if self.video_s:
+            videos = [self._video(limits, video_fps)]
+        return Media(images=[picture] * self.images, videos=videos, audio=audio)
+
+    def _video(self, limits: MediaLimits, fps: float) -> Video:
+        limits.check_video(*self.video_size, self.video_s, "video_s")
+        step, most = kept_frames(self.video_s, fps, limits)
+        # Frames are kept at 0, step, 2 step, ... as long as the clip lasts.
+        count = max(2, min(most, math.ceil(self.video_s / step - 1e-6)))
+        width, height = kept_size(*self.video_size, most, limits)
+        return Video(
+            # Processors take tensors too, and work on their shapes alone on the device meta.
+            frames=torch.empty((count, height, width, 3), dtype=torch.uint8, device="meta"),
+            seconds=self.video_s,
+            source_fps=_SOURCE_FPS,
+            source_frames=round(self.video_s * _SOURCE_FPS),
+            frame_indices=tuple(round(index * step * _SOURCE_FPS) for index in range(count)),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversation takes.
+
+    Attributes:
+        family: what people call the model's.
+        shape: of the model.
+        policy: of the cache.
+        tokens: by modality: "text", "image", "video", "audio".
+        context: most tokens that the model was made for.
+    """
+
+    family: str
+    shape: ModelShape
+    policy: KVPolicy
+    tokens: dict[str, int]
+    context: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of all modalities."""
+        return sum(self.tokens.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values, by the policy."""
+        return self.shape.kv_bytes(self.policy, self.tokens)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """The same in 16 bit."""
+        return self.shape.kv_bytes(_PLAIN, self.tokens)
+
+    def fits(self, gpu_bytes: float) -> tuple[int, int]:
+        """How many such conversations fit a GPU beside the weights: in 16 bit, by the policy."""
+        how = (_PLAIN, self.policy)
+        in_16_bit, packed = (self.shape.conversations(gpu_bytes, one, self.tokens) for one in how)
+        return in_16_bit, packed
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, ready for JSON."""
+        return {
+            "tokens": dict(self.tokens),
+            "total": self.total,
+            "context": self.context,
+            "fits_context": self.total <= self.context,
+            "kv_bytes": self.kv_bytes,
+            "bf16_bytes": self.bf16_bytes,
+            "weight_bytes": self.shape.weight_bytes,
+            "parameters": self.shape.parameters,
+        }
+
+
+_PLAIN = KVPolicy.preset("bf16")
+
+
+def plan(
+    model: str | Path,
+    session: Session,
+    policy: str | KVPolicy = "compact",
+    *,
+    limits: MediaLimits = _LIMITS,
+    video_fps: float = 2.0,
+) -> Plan:
+    """What a conversation would take, from configuration and processor of a model alone.
+
+    Args:
+        model: name of a bundled model, hub id or folder.
+        session: what it shows and says.
+        policy: how keys and values would be stored.
+        limits: bounds on media, as of the pipeline; ``video_fps`` likewise.
+
+    Raises:
+        InputError: no such model, media that it does not read, or over the limits.
+    """
+    chosen = KVPolicy.of(policy)
+    media = session.media(limits, video_fps)
+    family = outline(model)
+    tokens = count_tokens(family, media)
+    tokens["text"] += session.text_tokens
+    config = family.model.config
+    parameters = getattr(family, "whole", family.model).num_parameters()
+    return Plan(
+        family=family.name,
+        shape=ModelShape.of(config, parameters),
+        policy=chosen,
+        tokens=tokens,
+        context=config.get_text_config().max_position_embeddings,
+    )
+
+
+def count_tokens(family: Family, media: Media) -> dict[str, int]:
+    """Tokens by modality of a first turn that shows ``media`` and asks next to nothing.
+
+    Only sizes count: of images and recordings by the family's own estimate, which is exact, of
+    videos by running the processor on their shapes.
+
+    Raises:
+        InputError: a medium that the family does not read.
+    """
+    counts = dict.fromkeys((modality.label for modality in Modality), 0)
+    counts["text"] = _text_tokens(family, media)
+    for medium in media:
+        if medium.modality is Modality.VIDEO:
+            alone = Media(videos=[medium.content])
+            text = family.render(family.messages(_QUESTION, None, alone))
+            ids = family.encode(text, [medium]).input_ids
+            found = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
+            counts["video"] += int(found[Modality.VIDEO])
+            # Timestamps between frames.
+            counts["text"] += int(found[Modality.TEXT]) - _text_tokens(family, alone)
+        else:
+            counts[medium.modality.label] += family.least_tokens(medium)
+    return counts
+
+
+def _text_tokens(family: Family, media: Media) -> int:
+    """Of the rendered turn, without the placeholder of each medium."""
+    text = family.render(family.messages(_QUESTION, None, media))
+    return family.tokenize(text).shape[1] - len(media)

@@ -1,0 +1,209 @@
+"""Engine: one prefill of a recording, rows in batches, and what goes wrong stays with its row."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from oscar_mm import KVPolicy
+from oscar_mm.apps.audio_qa import engine as engine_module
+from oscar_mm.apps.audio_qa.engine import Engine
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.apps.audio_qa.settings import Settings
+from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.media import MediaLimits
+from tests.apps.audio_qa.conftest import CHOICES, assert_same, questions, write_lines
+from tests.prompts import noise
+
+
+def rows_of(folder: Path, records: list[dict[str, Any]]) -> list[Row]:
+    return read_rows(write_lines(folder / "questions.jsonl", records))
+
+
+def answered(engine: Engine, rows: list[Row], groups: Any = None) -> dict[str, dict[str, Any]]:
+    results = list(engine.run(by_recording(rows) if groups is None else groups))
+    assert len({result["id"] for result in results}) == len(results) == len(rows)
+    return {result["id"]: result for result in results}
+
+
+@contextmanager
+def forward_passes(pipe: Any) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of every forward pass."""
+    seen: list[tuple[int, int]] = []
+    hook = pipe.model.register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    yield seen
+    hook.remove()
+
+
+def test_a_recording_is_read_once(worker: Worker, recordings: Path) -> None:
+    pipe, rows = worker._pipe, rows_of(recordings, questions(3))
+    with forward_passes(pipe) as shared:
+        together = answered(Engine(pipe, worker._engine.settings, 4), rows)
+    with forward_passes(pipe) as alone:
+        apart = answered(Engine(pipe, worker._engine.settings, 1), rows, [[row] for row in rows])
+    # The same answers, whoever stands beside them.
+    assert_same(together, apart)
+    assert not any(result["error"] for result in together.values())
+    media = [rows for rows, tokens in shared if tokens > 15 and rows == 1]
+    assert len(media) == 3 and len([rows for rows, tokens in alone if tokens > 15]) > 6
+    assert max(rows for rows, _ in shared) > 2
+    assert len(shared) < len(alone) / 2
+    assert pipe.store.memory().used_bytes == 0
+    one = together["2-0"]
+    assert one["finish_reason"] in ("stop", "length") and one["choice"] is None
+    assert one["kv_bytes"] > 0 and one["tokens"] > 13 * 1.8
+    assert together["2-2"]["choice"] == CHOICES.index(together["2-2"]["answer"])
+    assert len(together["2-2"]["scores"]) == 3 and together["2-2"]["correct"] in (True, False)
+
+
+def test_the_next_recording_is_decoded_meanwhile(worker, recordings, monkeypatch) -> None:
+    pipe, right, read = worker._pipe, worker._pipe.read_media, []
+
+    def read_media(**media: Any) -> Any:
+        read.append((media["audio"][0], threading.get_ident()))
+        return right(**media)
+
+    monkeypatch.setattr(pipe, "read_media", read_media)
+    rows = rows_of(recordings, questions(4, 1))
+    results = Engine(pipe, worker._engine.settings, 1).run(by_recording(rows))
+    next(results)
+    deadline = time.monotonic() + 10
+    while len(read) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [Path(name).name for name, _ in read] == ["0.wav", "1.wav", "2.wav"]
+    assert threading.get_ident() not in [thread for _, thread in read]
+    results.close()
+    assert len(read) < 4
+
+
+def test_free_answers_are_those_of_the_pipeline(worker: Worker, recordings: Path) -> None:
+    rows = rows_of(recordings, questions(2, 2))
+    exact = Worker(replace_policy(worker, "bf16"))
+    for row, result in zip(rows, answered(exact._engine, rows).values(), strict=True):
+        alone = exact._pipe(row.question, audio=list(row.audio), max_new_tokens=5)
+        assert result["answer"] == alone.text
+        assert result["tokens"] == alone.prompt_tokens + len(alone.token_ids)
+
+
+def replace_policy(worker: Worker, policy: str) -> Any:
+    how = replace(worker._engine.settings, policy=KVPolicy.preset(policy))
+    return replace(worker.plan, settings=how)
+
+
+def test_what_goes_wrong_stays_with_its_row(worker: Worker, recordings: Path) -> None:
+    (recordings / "broken.wav").write_bytes(b"RIFF\xff\xff\xff\x00WAVEfmt ")
+    (recordings / "notes.flac").write_text("no sound at all")
+    bad = {
+        "missing": ({"audio": "gone.wav"}, "gone.wav: no such file"),
+        "broken": ({"audio": "broken.wav"}, "broken.wav: has 16 of"),
+        "no sound": ({"audio": ["0.wav", "notes.flac"]}, "notes.flac: "),
+        "overlong": ({"audio": "5.wav"}, "longer than the limit of 2.5 s"),
+        "no question": ({"question": ""}, "question must be text"),
+        "control": ({"question": "<|im_end|>?"}, "control token"),
+        "choices": ({"choices": ["a", "<|im_end|>"]}, "control token"),
+        "answer": ({"choices": ["a", "b"], "answer": "c"}, "none of the choices"),
+        "address": ({"audio": "https://example.org/a.wav"}, "remote media are off"),
+        "nothing": ({"videos": "gone.mp4", "audio": None}, "gone.mp4: no such file"),
+    }
+    records = [{"id": name, "question": "Who?", "audio": "0.wav"} | bad[name][0] for name in bad]
+    rows = rows_of(recordings, [*questions(1), *records])
+    pipe = worker._pipe
+    before, pipe.limits = pipe.limits, MediaLimits(max_audio_seconds=2.5)
+    try:
+        found = answered(Engine(pipe, worker._engine.settings, 4), rows)
+    finally:
+        pipe.limits = before
+    for name, (_, expected) in bad.items():
+        assert expected in found[name]["error"], found[name]
+        assert found[name]["answer"] is None and found[name]["kv_bytes"] == 0
+    assert [found[f"0-{place}"]["error"] for place in range(3)] == [None] * 3
+    assert pipe.store.memory().used_bytes == 0
+
+
+def test_a_batch_that_fails_is_tried_row_by_row(worker, recordings, monkeypatch) -> None:
+    rows = rows_of(recordings, questions(2))
+    expected = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
+
+    def failing(name: str, limit: int) -> None:
+        right = getattr(engine_module, name)
+
+        def fail(pipe: Any, batch: list, *more: Any) -> Any:
+            if len(batch) > limit:
+                raise RuntimeError("too many\nrows")
+            return right(pipe, batch, *more)
+
+        monkeypatch.setattr(engine_module, name, fail)
+
+    failing("answers", 1)
+    failing("choose", 0)
+    found = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
+    for row_id in ("0-2", "1-2"):
+        assert found.pop(row_id)["error"] == "RuntimeError: too many rows"
+        expected.pop(row_id)
+    assert_same(found, expected)
+
+
+def test_budget(worker: Worker, recordings: Path) -> None:
+    rows = rows_of(recordings, questions(6))
+    free = Engine(worker._pipe, worker._engine.settings, 8)
+    expected = answered(free, rows)
+    # About what a recording and two of its rows take.
+    limit = 2_000_000
+    bounded = Worker(replace(worker.plan, kv_budget=limit))
+    seen = []
+    hook = bounded._pipe.model.register_forward_hook(
+        lambda *_: seen.append(bounded._pipe.store.memory().used_bytes)
+    )
+    assert_same(answered(bounded._engine, rows), expected)
+    assert 0.4 * limit < max(seen) <= limit < free.peak_bytes
+    hook.remove()
+    tiny = Worker(replace(worker.plan, kv_budget=100_000))
+    found = answered(tiny._engine, rows)
+    assert all("kv_budget is 100,000 bytes, and the" in one["error"] for one in found.values())
+    assert tiny._pipe.store.memory().used_bytes == 0
+
+
+def test_listed_choices_and_other_media(worker: Worker, recordings: Path) -> None:
+    Image.fromarray(noise(64, 96)).save(recordings / "a.png")
+    record = {"question": "What is it?", "images": "a.png", "choices": CHOICES}
+    rows = rows_of(recordings, [{"id": 1} | record, {"id": 2, "question": "Why?"}])
+    how = replace(worker._engine.settings, list_choices=True)
+    found = answered(Engine(worker._pipe, how, 4), rows)
+    assert [one["error"] for one in found.values()] == [None, None]
+    assert found["1"]["answer"] in CHOICES and found["2"]["answer"]
+    prompt, letters = how.prompt("Is it?", ("yes", "no"))
+    assert prompt == "Is it?\nA. yes\nB. no\nAnswer with the letter." and letters == ["A", "B"]
+    assert Settings(how.policy).prompt("Is it?", ("yes", "no")) == ("Is it?", ["yes", "no"])
+    many = rows_of(recordings, [{"id": 1} | record | {"choices": [str(one) for one in range(27)]}])
+    assert (
+        "27 are more than there are letters"
+        in answered(Engine(worker._pipe, how), many)["1"]["error"]
+    )
+
+
+@pytest.mark.parametrize("policy", ["compact", "bf16"])
+def test_models_that_are_balanced_by_the_prompt(policy, llava_next_folder, recordings) -> None:
+    for name in "abc":
+        Image.fromarray(noise(100, 120, ord(name))).save(recordings / f"{name}.png")
+    records = [
+        {"id": f"{name}{place}", "question": question, "images": f"{name}.png"}
+        for name in "abc"
+        for place, question in enumerate(("What is it?", "How many people?"))
+    ]
+    rows = rows_of(recordings, records)
+    how = Settings(KVPolicy.preset(policy), max_new_tokens=4)
+    worker = Worker(Plan(str(llava_next_folder), how, 8, device="cpu"))
+    with forward_passes(worker._pipe) as seen:
+        found = answered(worker._engine, rows)
+    assert not any(one["error"] for one in found.values())
+    # Their pages cannot be read together, but for those of one picture.
+    assert max(rows for rows, _ in seen) == (2 if policy == "compact" else 6)

@@ -1,0 +1,142 @@
+"""A whole run: resumed after kill -9, summary, samples, exit codes, progress."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oscar_mm import InputError
+from oscar_mm.apps.audio_qa import audio_qa, job
+from oscar_mm.apps.audio_qa.worker import Worker
+from oscar_mm.cli import run
+from tests.apps.audio_qa.conftest import assert_same, questions, read_lines, write_lines
+
+ROOT = Path(__file__).parents[3]
+OPTIONS = {"max_new_tokens": 5, "batch_size": 4, "device": "cpu"}
+
+
+@pytest.fixture
+def loaded(worker, monkeypatch) -> Worker:
+    """Runs use one worker that is loaded already."""
+
+    def load(plan: object) -> Worker:
+        assert replace(plan, settings=worker.plan.settings) == worker.plan
+        return worker
+
+    monkeypatch.setattr(job, "Worker", load)
+    worker._engine.audio_seconds = 0.0
+    return worker
+
+
+def test_summary_and_samples(loaded, recordings, tmp_path) -> None:
+    records = [*questions(2), {"id": "bad", "audio": "gone.wav", "question": "?"}]
+    file = write_lines(recordings / "q.jsonl", records)
+    out, samples = tmp_path / "a.jsonl", tmp_path / "samples.jsonl"
+    summary = audio_qa(file, out, loaded.plan.model, samples=samples, **OPTIONS)
+    assert json.loads((tmp_path / "a.jsonl.summary.json").read_text()) == summary
+    rows = read_lines(out)
+    assert (summary["rows"], summary["failed"], summary["marked"]) == (7, 1, 6)
+    assert "gone.wav: no such file" in rows["bad"]["error"]
+    assert summary["failures"] == {"bad": rows["bad"]["error"]}
+    right = [row["correct"] for row in rows.values() if row["choice"] is not None]
+    assert summary["choice_accuracy"] == round(sum(right) / 2, 4) and summary["exact_match"] == 0
+    group = summary["groups"]["recording 1"]
+    assert (group["rows"], group["failed"]) == (3, 0)
+    assert list(summary["groups"]) == ["recording 0", "recording 1"]
+    assert summary["work"]["audio_seconds"] == pytest.approx(2.4)
+    rate = summary["throughput"]["audio_hours_per_hour"]
+    assert rate == pytest.approx(2.4 / summary["work"]["seconds"], rel=1e-3)
+    assert 10**5 < summary["work"]["kv_peak_bytes"] < 10**8 < summary["work"]["process_peak_bytes"]
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [line["doc_id"] for line in lines] == list(range(6))
+    assert lines[0]["filtered_resps"] == [rows["0-0"]["answer"]] and lines[0]["exact_match"] == 0.0
+    scored = lines[2]
+    assert scored["target"] == "white" and scored["acc"] == float(rows["0-2"]["correct"])
+    assert [pair[1] for pair in scored["filtered_resps"]].index(True) == rows["0-2"]["choice"]
+    assert scored["resps"] == [[pair] for pair in scored["filtered_resps"]]
+    # Once more: nothing is left to do, then only what failed.
+    content = out.read_bytes()
+    again = audio_qa(file, out, loaded.plan.model, **OPTIONS)
+    assert out.read_bytes() == content and again["work"]["rows"] == 0
+    write_lines(file, [*records[:-1], records[-1] | {"audio": "gone.wav", "group": "other"}])
+    (recordings / "gone.wav").write_bytes((recordings / "0.wav").read_bytes())
+    retried = audio_qa(file, out, loaded.plan.model, retry_failed=True, **OPTIONS)
+    assert (retried["work"]["rows"], retried["failed"], retried["rows"]) == (1, 0, 7)
+    assert "other" in retried["groups"]
+    (recordings / "gone.wav").unlink()
+
+
+def test_refused(loaded, recordings, tmp_path) -> None:
+    file = write_lines(recordings / "q.jsonl", questions(1))
+    out, model = tmp_path / "a.jsonl", loaded.plan.model
+    with pytest.raises(InputError, match="is the file of the questions"):
+        audio_qa(file, file, model)
+    for options, expected in (
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"kv_budget": "much"}, "kv_budget='much'"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"policy": "tiny"}, "unknown policy 'tiny'"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            audio_qa(file, out, model, **options)
+    assert not out.exists()
+    audio_qa(file, out, model, **OPTIONS)
+    with pytest.raises(InputError, match=r"system was None and is 'Be brief\.'"):
+        audio_qa(file, out, model, system="Be brief.", **OPTIONS)
+    rows = read_lines(out)
+    summary = audio_qa(file, out, model, overwrite=True, **OPTIONS)
+    assert summary["work"]["rows"] == 3
+    assert_same(read_lines(out), rows)
+
+
+def test_command(loaded, recordings, tmp_path, capsys) -> None:
+    file = write_lines(recordings / "q.jsonl", questions(2))
+    out = tmp_path / "a.jsonl"
+    how = ["--model", loaded.plan.model, "--max-new-tokens", "5", "--batch-size", "4"]
+    command = ["audio-qa", str(file), "--out", str(out), "--device", "cpu", *how]
+    assert run(command) == 0
+    shown = capsys.readouterr()
+    assert "recording 1" in shown.out and "6 rows in" in shown.out
+    assert len(read_lines(out)) == 6
+    write_lines(file, [*questions(2), {"id": "bad", "audio": "gone.wav", "question": "?"}])
+    assert run(command) == 1
+    assert len(read_lines(out)) == 7
+    capsys.readouterr()
+    assert run([*command, "--system", "Be brief."]) == 2
+    assert "belongs to another run: system was None" in capsys.readouterr().err
+    file.write_text('{"id": 1, "question": "?"}\n{"id": \n')
+    assert run([*command, "--overwrite"]) == 2
+    assert f"{file}, line 2: is no JSON" in capsys.readouterr().err
+    assert len(read_lines(out)) == 7
+    assert run(["audio-qa", str(recordings), "--out", str(out), *how]) == 2
+    assert "give the question to ask" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(worker, loaded, recordings, tmp_path) -> None:
+    file = write_lines(recordings / "q.jsonl", questions(6, 9))
+    whole = tmp_path / "whole.jsonl"
+    audio_qa(file, whole, worker.plan.model, **OPTIONS)
+    out = tmp_path / "a.jsonl"
+    command = [sys.executable, "-m", "oscar_mm.cli", "audio-qa", str(file), "--out", str(out)]
+    command += ["--model", worker.plan.model, "--max-new-tokens", "5", "--batch-size", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "--device", "cpu"], cwd=ROOT, env=environment) as process:
+        deadline = time.monotonic() + 100
+        while not out.exists() or out.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    left = out.read_bytes()
+    rows = [json.loads(line) for line in left.splitlines()]
+    assert left.endswith(b"\n") and 3 <= len(rows) < 50, "whole lines, before the end"
+    summary = audio_qa(file, out, worker.plan.model, **OPTIONS)
+    assert summary["work"]["rows"] == 54 - len(rows)
+    assert out.read_bytes().startswith(left)
+    assert_same(read_lines(out), read_lines(whole))

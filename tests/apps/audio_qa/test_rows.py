@@ -1,0 +1,129 @@
+"""Rows: JSONL, CSV and folders in, and what is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from oscar_mm import InputError
+from oscar_mm.apps.audio_qa.marking import correct, right_choices
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from tests.apps.audio_qa.conftest import write_lines
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    records = [
+        {"id": "a", "audio": "call.wav", "question": "Who?", "answer": "Ann", "kind": "who"},
+        {"id": 7, "image": ["a.png", "b/c.png"], "question": "Same?", "choices": ["yes", "no"]},
+        {"video": "https://example.org/v.mp4", "question": "What?", "answer": [3, "three"]},
+        {"id": "text", "question": "Why\u2028is it?"},
+    ]
+    file = write_lines(tmp_path / "q.jsonl", records)
+    file.write_text("\ufeff" + file.read_text().replace("\\u2028", "\u2028").replace("\n", "\n\n"))
+    rows = read_rows(file, group_by="kind")
+    assert [row.id for row in rows] == ["a", "7", "5", "text"]
+    assert rows[0].audio == (str(tmp_path / "call.wav"),) and rows[0].group == "who"
+    assert rows[1].images == (str(tmp_path / "a.png"), str(tmp_path / "b/c.png"))
+    assert rows[1].choices == ("yes", "no") and rows[1].answer == ()
+    assert rows[2].videos == ("https://example.org/v.mp4",)
+    assert rows[2].answer == ("3", "three")
+    assert rows[3].media == {} and rows[3].question == "Why\u2028is it?"
+    assert not any(row.error for row in rows)
+    assert read_rows(records, group_by="kind")[0].audio == (str(Path.cwd() / "call.wav"),)
+
+
+def test_csv(tmp_path: Path) -> None:
+    file = tmp_path / "q.csv"
+    file.write_text(
+        "id,audio,question,choices,answer\n"
+        'a,call.wav,"Who, then?","[""Ann"", ""Bob""]",Bob\n'
+        'b,"[""x.wav"", ""y.wav""]","two\nlines",,\n'
+    )
+    first, second = read_rows(file)
+    assert (first.question, first.choices, first.answer) == ("Who, then?", ("Ann", "Bob"), ("Bob",))
+    assert second.audio == (str(tmp_path / "x.wav"), str(tmp_path / "y.wav"))
+    assert second.question == "two\nlines" and second.choices == () == second.answer
+    tabs = tmp_path / "q.tsv"
+    tabs.write_text("id\taudio\na\tcall.wav\n")
+    assert read_rows(tabs, question="Who?")[0].question == "Who?"
+
+
+def test_folder(tmp_path: Path) -> None:
+    for name in ("b.wav", "a.FLAC", "deep/c.mp3", "d.png", "e.mp4", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    rows = read_rows(tmp_path, question="What is it?")
+    assert [row.id for row in rows] == ["a.FLAC", "b.wav", "d.png", "deep/c.mp3", "e.mp4"]
+    assert [list(row.media) for row in rows][2:] == [["images"], ["audio"], ["videos"]]
+    with pytest.raises(InputError, match="give the question to ask"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("q.jsonl", '{"id": 1, "question": "?"}\n{"id": 2,\n', r"q.jsonl, line 2: is no JSON"),
+        ("q.jsonl", "\n[1]\n", r"q.jsonl, line 2: must be an object with fields, not list"),
+        ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' occurs already at .*line 1"),
+        ("q.jsonl", "\n", "there are no questions in it"),
+        ("q.csv", "id,question\n1\n", r"q.csv, line 2: has not the 2 columns"),
+        ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: has not the 2 columns"),
+        ("q.csv", 'id,choices\n1,"[a, b]"\n', r"q.csv, line 2: .* is no JSON list"),
+        ("q.csv", "id\n", "there are no questions"),
+    ],
+)
+def test_files_that_are_refused(name: str, text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=expected):
+        read_rows(tmp_path / name)
+
+
+def test_other_files_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file or folder"):
+        read_rows(tmp_path / "gone.jsonl")
+    for name in ("q.jsonl", "q.csv"):
+        (tmp_path / name).write_bytes(b'{"id": "\xff\xfe"}\n')
+        with pytest.raises(InputError, match="UTF-8"):
+            read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({}, "question must be text"),
+        ({"question": 3}, "question must be text"),
+        ({"question": " "}, "question must be text"),
+        ({"question": "?", "choices": ["one"]}, "several texts, all different"),
+        ({"question": "?", "choices": ["a", "a"]}, "several texts, all different"),
+        ({"question": "?", "choices": {"a": 1}}, "choices must be text"),
+        ({"question": "?", "audio": [3]}, "audio must be text"),
+        ({"question": "?", "answer": [None]}, "answer must be text"),
+    ],
+)
+def test_rows_that_cannot_be_asked(record: dict, expected: str) -> None:
+    [row] = read_rows([{"id": "x"} | record])
+    assert row.id == "x" and expected in row.error
+
+
+def test_groups_and_digests() -> None:
+    fields = [{"audio": "a.wav"}, {"audio": "b.wav"}, {"audio": ["a.wav"]}, {"images": "a.wav"}]
+    rows = read_rows([{"id": i, "question": "?"} | one for i, one in enumerate(fields)])
+    assert [[row.id for row in group] for group in by_recording(rows)] == [["0", "2"], ["1"], ["3"]]
+    assert rows[0].digest == rows[2].digest != rows[1].digest
+    assert rows[0].digest != Row("0", "!", audio=rows[0].audio).digest
+    # A folder that was moved asks the same.
+    assert Row("0", "?", audio=("/elsewhere/a.wav",)).digest == rows[0].digest
+
+
+def test_marking() -> None:
+    free = Row("a", "?", answer=("Two dogs.", "2"))
+    assert correct(free, " two  DOGS", None) and correct(free, "2!", None)
+    assert correct(free, "two", None) is False
+    assert correct(Row("a", "?"), "two", None) is None
+    assert correct(Row("a", "?", answer=("!",)), "!", None)
+    row = Row("a", "?", choices=("Ann", "Bob", "b"), answer=("bob",))
+    assert right_choices(row) == {1} and correct(row, "", 1) and not correct(row, "", 2)
+    # A letter that is a choice itself is that one, any other is a place.
+    assert right_choices(Row("a", "?", choices=row.choices, answer=("B", "a"))) == {2, 0}
+    for answer in ("D", "Eve"):
+        with pytest.raises(InputError, match="none of the choices"):
+            right_choices(Row("a", "?", choices=row.choices, answer=(answer,)))

@@ -1,0 +1,78 @@
+"""Pictures of the demo for the README, taken in a real browser with the bundled model.
+
+python -m tests.apps.demo.screenshots [FOLDER]
+"""
+
+import io
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from oscar_mm import OscarOmniPipeline
+from oscar_mm.apps.demo.command import DEFAULT_MODEL
+from oscar_mm.apps.demo.examples import FOLDER
+from oscar_mm.apps.demo.server import running
+from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.uploads import LIMITS
+from oscar_mm.policy import KVPolicy
+from tests.apps.demo.browser import Browser
+from tests.apps.demo.test_server import free_port
+
+TARGET = FOLDER / "screenshots"
+# File, window in pixels, height of the picture, dark, example, tab.
+SHOTS = (
+    ("demo.png", (1280, 860), 860, False, "100 pictures", "Memory"),
+    ("demo-dark.png", (1280, 860), 860, True, "Pictures and sound", "Compare"),
+    ("demo-phone.png", (390, 844), 1400, False, "Recordings", "Memory"),
+)
+COLOURS = 128
+
+
+def take(address: str, target: Path) -> None:
+    """All of them."""
+    for name, size, height, dark, example, tab in SHOTS:
+        with closing(Browser(address, size, dark=dark)) as browser:
+            browser.press(example)
+            browser.wait(lambda: browser.all("#history .said"), "the first answer")
+            browser.wait_for_the_end()
+            browser.press(tab)
+            if tab == "Compare":
+                compare(browser)
+            browser.picture(target / name, height)
+            if complaints := browser.complaints():
+                raise SystemExit(f"{name}: the console says {complaints}")
+        shrink(target / name)
+
+
+def compare(browser: Browser) -> None:
+    """Have all questions answered in 16 bit too."""
+    browser.run("document.querySelector('#side input[type=checkbox]').click()")
+    last = browser.all("#history .asked")[-1].text.splitlines()[-1]
+    browser.wait(lambda: browser.text("#compared .asked") == last, "the last question")
+    browser.wait(lambda: "same" in browser.text("#compared .verdict"), "both answers")
+
+
+def shrink(path: Path) -> None:
+    """Fewer colours, a third of the bytes."""
+    image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main() -> None:
+    """Command line: the folder."""
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET
+    target.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    pipe = OscarOmniPipeline(DEFAULT_MODEL, dtype="bfloat16", limits=LIMITS, kv_budget="1GB")
+    settings = Settings(KVPolicy.preset("compact"), "compact")
+    with running(pipe, settings, port=free_port()) as served:
+        take(served.address, target)
+    for name, *_ in SHOTS:
+        print(target / name, f"{(target / name).stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The page in a real browser: python -m pytest -m browser (Debian: chromium, chromium-driver)."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from oscar_mm.apps.demo.server import Served, running
+from oscar_mm.apps.demo.visitor import Visitor
+from tests.apps.demo.conftest import COMPACT
+from tests.apps.demo.test_server import free_port
+
+pytest.importorskip("selenium")
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from tests.apps.demo.browser import Browser, browsers
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(browsers() is None, reason="no chromium and chromedriver here"),
+]
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>${1+1}"
+TOKENS = 160
+"""Of each answer: long enough to watch it grow."""
+
+
+@pytest.fixture(scope="module")
+def served(pipe) -> Iterator[Served]:
+    with running(pipe, COMPACT, port=free_port()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("downloads")
+
+
+@pytest.fixture(scope="module")
+def window(served: Served, downloads: Path) -> Iterator[Browser]:
+    with closing(Browser(served.address, downloads=downloads)) as made:
+        yield made
+
+
+@pytest.fixture
+def browser(served: Served, window: Browser) -> Browser:
+    """A new visitor in a window of the usual size; its console must stay silent."""
+    window.open(served.address)
+    set_length(window, TOKENS)
+    yield window
+    assert window.complaints() == []
+
+
+def set_length(browser: Browser, tokens: int) -> None:
+    browser.press("Settings")
+    [field] = browser.all("input[type=number][aria-label*='Longest answer']")
+    field.clear()
+    field.send_keys(f"{tokens}\t")
+    browser.press("Memory")
+
+
+def newest(served: Served) -> Visitor:
+    """The visitor who came last; those before may not be gone yet."""
+    return list(served.hall._visitors.values())[-1]
+
+
+def click_when_there(browser: Browser, selector: str) -> None:
+    browser.wait(lambda: browser.all(selector), selector)
+    browser.run("arguments[0].click()", browser.all(selector)[0])
+
+
+def is_dark(browser: Browser) -> bool:
+    """By the colour behind the conversation."""
+    script = "return getComputedStyle(document.querySelector('#transcript')).backgroundColor"
+    return int(re.search(r"\d+", browser.run(script))[0]) < 60
+
+
+def held(browser: Browser) -> str:
+    """What the tile says."""
+    return browser.text("#memory .tile:nth-child(2) dd")
+
+
+def area(browser: Browser) -> str:
+    return browser.run("return document.querySelector('#memory .area').getAttribute('d')")
+
+
+def test_an_answer_is_streamed_and_the_chart_moves(browser, uploads) -> None:
+    assert held(browser) == "0 B"
+    browser.show(uploads / "0.png", uploads / "1.png")
+    browser.say("What is it?")
+    seen, charts, tops = [], set(), set()
+
+    def look() -> bool:
+        text = browser.text("#live article")
+        if text and text != "reading" and (not seen or seen[-1] != text):
+            seen.append(text)
+            charts.add(area(browser))
+            tops.add(browser.run("return document.querySelector('#message').offsetTop"))
+        return bool(browser.all("#history .said"))
+
+    browser.wait(look, "the whole answer")
+    assert len(seen) >= 4 and len(charts) >= 4
+    assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+    assert len(tops) == 1, "the layout jumps"
+    assert browser.text("#history .said p").startswith(seen[-1])
+    browser.wait(lambda: held(browser) != "0 B", "the tile")
+    assert len(browser.all("#history .asked img[alt='0.png']")) == 1
+    browser.wait(lambda: len(browser.all("#segments tbody tr")) == 3, "the segments")
+    loaded = browser.run("return [...document.images].every(one => one.naturalWidth > 0)")
+    assert loaded
+
+
+def test_a_file_with_sound_and_a_recording_of_the_microphone(browser, served, uploads) -> None:
+    browser.ask("What do you hear?", uploads / "tone.wav")
+    assert len(browser.all("#history .clip .play")) == 1
+    [play] = browser.all("#history .clip .play")
+    browser.run("arguments[0].click()", play)
+    assert play.get_attribute("aria-pressed") == "true"
+    browser.wait(lambda: play.get_attribute("aria-pressed") == "false", "the end of the sound")
+    assert "waveform of tone.wav" in browser.run(
+        "return document.querySelector('#segments').innerHTML"
+    )
+    [microphone] = browser.all("#message [data-testid='microphone-button']")
+    microphone.click()
+    click_when_there(browser, "#message [aria-label='Start recording']")
+    time.sleep(1.2)
+    click_when_there(browser, "#message [aria-label='Stop recording']")
+    click_when_there(browser, "#message [aria-label='Attach audio']")
+    browser.wait(lambda: browser.all("#message .thumbnail-item"), "the recording in the message")
+    browser.say("And now?")
+    browser.wait(lambda: len(browser.all("#history .clip .play")) == 2, "the recording")
+    browser.wait_for_the_end()
+    visitor = newest(served)
+    assert [one.kind for one in visitor.exchanges[1].shown] == ["clip"]
+    assert visitor.exchanges[1].counts
+
+
+def test_forget(browser, uploads) -> None:
+    browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
+    tokens = browser.text("#memory .tile:nth-child(2) small")
+    buttons = browser.all("#segments button")
+    assert [one.get_attribute("aria-label") for one in buttons] == ["Forget 0.png", "Forget 1.png"]
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", buttons[0])
+    buttons[0].click()
+    browser.wait(lambda: "forgotten" in browser.text("#segments"), "the segment to go")
+    assert len(browser.all("#segments button")) == 1
+    assert browser.text("#memory .tile:nth-child(2) small") != tokens
+    browser.ask("And now?")
+    assert len(browser.all("#history .said")) == 2
+
+
+def test_compare(browser, uploads) -> None:
+    browser.ask("What is it?", uploads / "0.png")
+    browser.press("Compare")
+    [switch] = browser.all("#side input[type=checkbox]")
+    switch.click()
+    browser.wait(lambda: len(browser.all("#compared section")) == 2, "both answers")
+    cards = [one.text for one in browser.all("#compared h4")]
+    assert cards == ["compact", "16 bit"]
+    browser.wait(lambda: browser.text("#compared .verdict"), "the verdict")
+    assert len(browser.all("#compared .line.c-other")) == 1
+    browser.press("Memory")
+    assert len(browser.all("#memory .line.c-other")) == 1
+
+
+def test_reload_begins_anew_and_frees_what_was_held(browser, served, uploads) -> None:
+    browser.ask("What is it?", uploads / "0.png")
+    before = list(served.hall._visitors)[-1]
+    browser.driver.refresh()
+    browser.wait(lambda: browser.text("#history .welcome"), "a fresh page")
+    browser.wait(lambda: before not in served.hall._visitors, "the visitor to leave")
+    assert held(browser) == "0 B"
+    browser.ask("What is it?", uploads / "0.png")
+
+
+def test_two_browsers_at_once(browser, served, uploads) -> None:
+    with closing(Browser(served.address)) as other:
+        set_length(other, TOKENS)
+        browser.show(uploads / "0.png")
+        other.show(uploads / "1.png")
+        browser.say("The first question?")
+        other.say("The second question?")
+        both = [False]
+
+        def look() -> bool:
+            both[0] |= bool(browser.all("#live article") and other.all("#live article"))
+            return bool(browser.all("#history .said") and other.all("#history .said"))
+
+        browser.wait(look, "both answers")
+        assert both[0], "one waited for the other"
+        assert "second" not in browser.text("#history") and "first" not in other.text("#history")
+        assert other.complaints() == []
+
+
+def test_no_html_of_an_answer_is_rendered(browser, served) -> None:
+    pipe = served.hall.pipe
+    wanted = iter(pipe.processor.tokenizer(EVIL)["input_ids"])
+
+    def force(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
+        token = next(wanted, None)
+        if token is not None:
+            logits = torch.full_like(logits, -100.0)
+            logits[..., token] = 0
+        return logits
+
+    hook = pipe.model.lm_head.register_forward_hook(force)
+    try:
+        browser.ask("Say it.")
+    finally:
+        hook.remove()
+    assert EVIL in browser.text("#history .said p")
+    assert not browser.all("#history .said img, #history .said script, #live script")
+    assert browser.driver.title == "oscar_mm"
+
+
+def test_errors_are_messages_and_the_chat_goes_on(browser, uploads) -> None:
+    browser.show(uploads / "broken.png")
+    browser.say("What is it?")
+    browser.wait(lambda: "broken.png" in browser.text("#history [role=alert]"), "the error")
+    [box] = browser.all("#message textarea")
+    browser.wait(lambda: box.get_property("value") == "What is it?", "the message to come back")
+    [remove] = browser.all("#message .delete-button")
+    browser.run("arguments[0].click()", remove)
+    browser.say(" ")
+    browser.wait_for_the_end()
+    assert len(browser.all("#history .said:not(.error)")) == 1
+
+
+def test_stop_undo_and_a_new_conversation(browser, served) -> None:
+    set_length(browser, 1000)
+    browser.say("Tell me more.")
+    browser.wait(lambda: len(browser.text("#live article")) > 30, "some words")
+    browser.press("Stop")
+    browser.wait(lambda: "stopped" in browser.text("#history .said small"), "the end")
+    visitor = newest(served)
+    assert len(visitor.side.chat.turns) == 1
+    browser.press("Undo")
+    browser.wait(lambda: browser.text("#history .welcome"), "nothing")
+    set_length(browser, 5)
+    browser.ask("Again?")
+    browser.press("New conversation")
+    browser.wait(lambda: browser.text("#history .welcome"), "nothing")
+    assert held(browser) == "0 B"
+
+
+def test_save_load_and_report(browser, served, uploads, downloads) -> None:
+    browser.ask("What is it?", uploads / "0.png")
+    browser.press("JSON report")
+    browser.wait(lambda: list(downloads.glob("*.json")), "the report")
+    [report] = downloads.glob("*.json")
+    visitor = newest(served)
+    assert json.loads(report.read_text())["memory"] == visitor.side.chat.memory.to_dict()
+    browser.press("Save")
+    browser.wait(lambda: list(downloads.glob("*.safetensors")), "the conversation")
+    [saved] = downloads.glob("*.safetensors")
+    browser.press("New conversation")
+    browser.wait(lambda: browser.text("#history .welcome"), "nothing")
+    [field] = browser.all("input[type=file][accept*=safetensors], #load input[type=file]")[:1]
+    field.send_keys(str(saved))
+    browser.wait(lambda: "What is it?" in browser.text("#history"), "the conversation")
+    browser.ask("And?")
+    assert len(browser.all("#history .said")) == 2
+
+
+def test_settings_and_why(browser, served, uploads) -> None:
+    browser.press("Settings")
+    click_when_there(browser, "#side input[type=radio][value=oscar]")
+    browser.press("Begin a conversation")
+    browser.wait(lambda: browser.text("#status b") == "oscar", "the policy")
+    browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
+    visitor = newest(served)
+    assert visitor.side.chat.pipe.policy.token_scaling == "shared"
+    browser.press("Why")
+    browser.press("Inspect")
+    browser.wait(lambda: len(browser.all("#why figure")) >= 3, "the charts")
+
+
+def test_the_planner_answers_another_gpu(browser) -> None:
+    before = browser.text("#fits strong")
+    [gpu] = browser.all("#capacity input[aria-label='GPU']")
+    gpu.click()
+    [choice] = [one for one in browser.all("#capacity [role=option]") if "H200" in one.text]
+    choice.click()
+    browser.wait(lambda: browser.text("#fits strong") != before, "another count")
+    assert re.fullmatch(r"[\d,]+", browser.text("#fits strong"))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_narrow_window_dark_and_light(served, uploads, dark) -> None:
+    with closing(Browser(served.address, (390, 844), dark=dark)) as narrow:
+        set_length(narrow, 20)
+        narrow.ask("What is it?", uploads / "0.png", uploads / "tone.wav")
+        for tab in ("Compare", "Why", "Settings", "Memory"):
+            narrow.press(tab)
+            assert narrow.run("return document.documentElement.scrollWidth") == 390
+        assert is_dark(narrow) == dark
+        narrow.run("document.querySelector('#theme').click()")
+        assert is_dark(narrow) != dark
+        assert narrow.complaints() == []
+
+
+def test_keyboard_alone(browser, uploads) -> None:
+    browser.ask("What is it?", uploads / "0.png")
+    keys = ActionChains(browser.driver)
+    browser.run("document.querySelector('#message textarea').focus()")
+    keys.send_keys("And now?", Keys.ENTER).perform()
+    browser.wait(lambda: len(browser.all("#history .asked")) == 2, "the question")
+    browser.wait_for_the_end()
+    passed = set()
+    for _ in range(60):
+        keys = ActionChains(browser.driver)
+        keys.send_keys(Keys.TAB).perform()
+        focused = browser.driver.switch_to.active_element
+        passed.add(focused.get_attribute("id") or focused.get_attribute("aria-label"))
+        if focused.get_attribute("data-index"):
+            break
+    assert {"stop", "undo", "clear"} <= passed
+    focused.send_keys(Keys.ENTER)
+    browser.wait(lambda: "forgotten" in browser.text("#segments"), "the segment to go")

@@ -1,0 +1,164 @@
+"""The server: a conversation over HTTP, and what a hostile visitor asks of it in vain."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio
+import httpx
+import pytest
+
+from oscar_mm.apps.demo import uploads as bounds
+from oscar_mm.apps.demo.server import Served, running
+from oscar_mm.errors import InputError
+from tests.apps.demo.conftest import COMPACT
+
+WHERE = ["H100", "Qwen3-VL-8B", "32K tokens"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def served(pipe) -> Iterator[Served]:
+    with running(pipe, COMPACT, port=free_port()) as made:
+        yield made
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.address, timeout=60) as made:
+        yield made
+
+
+def call(client: httpx.Client, served: Served, name: str, data: list, session: str) -> list[dict]:
+    """What the queue sends about a call of a handler."""
+    [index] = [i for i, one in served.page.fns.items() if one.name == name]
+    body = {"data": data, "fn_index": index, "session_hash": session}
+    client.post("gradio_api/queue/join", json=body).raise_for_status()
+    sent = []
+    with client.stream(
+        "GET", "gradio_api/queue/data", params={"session_hash": session}
+    ) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                sent.append(json.loads(line[6:]))
+                if sent[-1]["msg"] in ("process_completed", "close_stream"):
+                    break
+    return sent
+
+
+def upload(client: httpx.Client, path: Path) -> dict[str, Any]:
+    answer = client.post("gradio_api/upload", files={"files": (path.name, path.read_bytes())})
+    answer.raise_for_status()
+    return file_of(answer.json()[0])
+
+
+def file_of(path: str) -> dict[str, Any]:
+    return {"path": path, "meta": {"_type": "gradio.FileData"}}
+
+
+def test_a_conversation(served, client, uploads) -> None:
+    file = upload(client, uploads / "0.png")
+    sent = call(client, served, "ask", [{"text": "What?", "files": [file]}, 0, 20, *WHERE], "s1")
+    assert sent[-1]["success"], sent[-1]
+    visitor = served.hall.visitor("s1")
+    [exchange] = visitor.exchanges
+    assert exchange.counts and exchange.shown[0].name == "0.png"
+    pieces = [one for one in sent if one["msg"] == "process_generating"]
+    assert len(pieces) >= 3
+    shown = client.get(f"gradio_api/file={exchange.shown[0].path}")
+    assert shown.content == (uploads / "0.png").read_bytes()
+    sent = call(client, served, "report", [], "s1")
+    link = sent[-1]["output"]["data"][0]["url"]
+    assert client.get(link).json()["memory"] == visitor.side.chat.memory.to_dict()
+
+
+def test_a_message_that_is_refused_comes_back_to_the_box(served, client, uploads) -> None:
+    file = upload(client, uploads / "broken.png")
+    data = [{"text": "What?", "files": [file]}, 0, 20, *WHERE]
+    sent = call(client, served, "ask", data, "s2")
+    assert sent[-1]["success"]
+    history, *_, box = sent[-1]["output"]["data"]
+    assert 'role="alert"' in history and "broken.png" in history
+    text = json.dumps(box)
+    assert "What?" in text and "broken.png" in text
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../../etc/passwd", str(Path(__file__))])
+def test_other_files_are_neither_read_nor_served(served, client, path) -> None:
+    assert client.get(f"gradio_api/file={path}").status_code in (403, 404)
+    sent = call(client, served, "ask", [{"text": "", "files": [file_of(path)]}, 0, 9, *WHERE], "s3")
+    assert not sent[-1]["success"]
+    assert served.hall.visitor("s3").exchanges == []
+
+
+def test_nothing_is_fetched(served, client, monkeypatch) -> None:
+    fetched = []
+
+    async def fetch(url: str, *_: Any, **__: Any) -> str:
+        fetched.append(url)
+        return url
+
+    monkeypatch.setattr(gradio.processing_utils, "async_ssrf_protected_download", fetch)
+    address = "http://example.com/x.png"
+    for data in (
+        [{"text": "a", "files": [file_of(address)]}, 0, 9, *WHERE],
+        [{"text": "a", "files": []}, file_of(address), 9, *WHERE],
+    ):
+        assert not call(client, served, "ask", data, "s4")[-1]["success"]
+    assert not call(client, served, "load", [file_of(address), *WHERE], "s4")[-1]["success"]
+    for path in (f"file={address}", "file=HTTPS://example.com/", "proxy=https://example.com/"):
+        assert client.get(f"gradio_api/{path}").status_code == 403
+    assert fetched == []
+
+
+def test_the_browser_is_told_to_stay_here(client) -> None:
+    page = client.get("")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'self' data: blob:" in policy and "http" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert "--o-lead" in page.text, "style.css is not on the page"
+
+
+def test_files_that_are_too_large_are_refused_in_the_chat(served, client, tmp_path) -> None:
+    large = tmp_path / "large.png"
+    large.write_bytes(bytes(33 * 2**20))
+    data = [{"text": "What?", "files": [upload(client, large)]}, 0, 20, *WHERE]
+    sent = call(client, served, "ask", data, "s6")
+    assert "large.png: is larger than the 32 MiB of one file" in sent[-1]["output"]["data"][0]
+
+
+def test_uploads_are_bounded(client, uploads, monkeypatch) -> None:
+    monkeypatch.setattr(bounds, "MAX_STORED_BYTES", 1000)
+    files = {"files": ("a.png", (uploads / "0.png").read_bytes())}
+    client.post("gradio_api/upload", files=files)
+    assert client.post("gradio_api/upload", files=files).status_code == 507
+
+
+def test_who_goes_away_leaves_nothing(served, client, uploads) -> None:
+    budget = served.hall.pipe.budget
+    used = budget.used_bytes
+    with client.stream("GET", "gradio_api/heartbeat/s5") as beats:
+        lines = beats.iter_lines()  # kept: the connection ends with it
+        next(lines)
+        data = [{"text": "What?", "files": [upload(client, uploads / "1.png")]}, 0, 9, *WHERE]
+        assert call(client, served, "ask", data, "s5")[-1]["success"]
+        assert budget.used_bytes > used
+    deadline = time.monotonic() + 30
+    while budget.used_bytes > used and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert budget.used_bytes == used and "s5" not in served.hall._visitors
+
+
+def test_a_port_that_is_taken(served, pipe) -> None:
+    port = int(served.address.rstrip("/").rpartition(":")[2])
+    refused = pytest.raises(InputError, match=f"port {port} of 127.0.0.1 cannot be used")
+    with refused, running(pipe, COMPACT, port=port):
+        pass

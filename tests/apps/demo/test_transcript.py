@@ -1,0 +1,80 @@
+"""The transcript shows text as text, whatever it says."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+from oscar_mm.apps.demo.differences import marked
+from oscar_mm.apps.demo.exchange import Exchange
+from oscar_mm.apps.demo.segments import segment_table
+from oscar_mm.apps.demo.thumbnails import Shown
+from oscar_mm.apps.demo.transcript import history, live
+from oscar_mm.conversation import Segment
+from oscar_mm.modality import Modality
+
+EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'
+
+
+class Page(HTMLParser):
+    """Tags and text of some HTML."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def exchange(**fields: object) -> Exchange:
+    return Exchange(**({"question": "What?"} | fields))
+
+
+def test_nothing_that_was_said_becomes_html() -> None:
+    evil = exchange(
+        question=EVIL,
+        answer=EVIL,
+        note=EVIL,
+        error=EVIL,
+        shown=[Shown("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"), Shown("clip", EVIL)],
+    )
+    evil_segment = Segment(1, Modality.IMAGE, 18, 100, EVIL, 0)
+    htmls = [history([evil]), live(evil), segment_table([evil_segment], [[]])]
+    htmls.append(marked(EVIL, "other")[0])
+    for html in htmls:
+        page = Page(html)
+        assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img"})
+        assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+        assert EVIL in page.text
+
+
+def test_media_are_numbered_over_the_whole_conversation() -> None:
+    first = [Shown("picture", "a.png"), Shown("picture", "b.png"), Shown("clip", "c.wav")]
+    page = Page(history([exchange(shown=first), exchange(shown=[Shown("picture", "d.png")])]))
+    for caption in ("picture 1", "picture 2", "clip 1", "picture 3"):
+        assert caption in page.text
+
+
+def test_files_are_linked_and_sounds_can_be_played() -> None:
+    shown = [
+        Shown("picture", "a b.png", Path("/up/a b.png"), '<img alt="a b.png">'),
+        Shown("clip", "c.wav", Path("/up/c.wav"), "<svg></svg>"),
+    ]
+    tags = Page(history([exchange(shown=shown)])).tags
+    [link] = [attrs for tag, attrs in tags if tag == "a"]
+    assert link["href"] == "gradio_api/file=/up/a%20b.png"
+    [sound] = [attrs for tag, attrs in tags if tag == "button"]
+    assert sound["data-sound"] == "gradio_api/file=/up/c.wav"
+    assert sound["aria-label"] == "Play c.wav"
+
+
+def test_the_answer_that_is_written_is_apart() -> None:
+    done, now = exchange(answer="one"), exchange(question="And?", answer="two")
+    past = history([done, now], now)
+    assert "one" in past and "And?" in past and "two" not in past
+    assert "two" in live(now) and "two" in history([done, now])
+    assert live(None) == "" and "reading" in live(exchange())

@@ -1,0 +1,98 @@
+"""A server over a tiny Qwen3-Omni, and the official client."""
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from oscar_mm import OscarOmniPipeline
+from tests.pipelines.conftest import NEVER
+from tests.prompts import noise, tone
+
+openai = pytest.importorskip("openai", reason="needs the openai package")
+pytest.importorskip("fastapi", reason="needs fastapi")
+pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn")
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def png(seed: int = 0) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(noise(64, 96, seed)).save(file, "png")
+    return file.getvalue()
+
+
+def wav(seconds: float = 1.0) -> bytes:
+    import soundfile
+
+    file = io.BytesIO()
+    samples, rate = tone(seconds)
+    soundfile.write(file, np.asarray(samples), rate, format="wav")
+    return file.getvalue()
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(data)}"}}
+
+
+def sound(data: bytes) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": encoded(data), "format": "wav"}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": parts[0] if parts[1:] == () else list(parts)}
+
+
+@contextmanager
+def served(pipe: Any, **bounds: Any) -> Iterator[str]:
+    """Address of a server that runs in a thread of its own."""
+    from oscar_mm.apps.serve.server import Bounds, create_app
+
+    app = create_app(pipe, "tiny", Bounds(**bounds))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def omni(qwen3_omni_folder) -> OscarOmniPipeline:
+    pipe = OscarOmniPipeline(qwen3_omni_folder, policy="compact", device="cpu")
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+@pytest.fixture(scope="session")
+def address(omni) -> Iterator[str]:
+    with served(omni, api_key="secret", max_new_tokens=4000, max_request_bytes=200_000) as where:
+        yield where
+
+
+@pytest.fixture
+def client(address) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as made:
+        yield made

@@ -1,0 +1,234 @@
+"""The service: asked by the official client, continued on kept caches, bounded."""
+
+import threading
+import time
+import urllib.request
+from typing import Any
+
+import openai
+import pytest
+
+from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
+
+SHOWN = user(sound(wav()), image(png()), text("What is it?"))
+
+
+def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
+    options = {"model": "tiny", "max_tokens": 6} | options
+    return client.chat.completions.create(messages=list(messages), **options)
+
+
+def metrics(address: str, key: str | None = "secret") -> dict[str, float]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/metrics", headers=headers)) as x:
+        lines = x.read().decode().splitlines()
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
+
+
+def test_answers_are_those_of_the_chat(omni, client) -> None:
+    answer = ask(client, {"role": "system", "content": "Be brief."}, SHOWN)
+    with omni.chat("Be brief.") as chat:
+        expected = chat.ask("What is it?", images=[png()], audio=[wav()], max_new_tokens=6)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == "length" and answer.model == "tiny"
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (expected.prompt_tokens, 6)
+    assert usage.total_tokens == usage.prompt_tokens + 6
+    assert usage.prompt_tokens_details.audio_tokens == 13
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert usage.kv_bytes > usage.kv_bytes_by_modality["audio"] > 0
+    assert usage.kv_ratio > 0
+
+
+def test_a_conversation_goes_on_from_its_cache(omni, client) -> None:
+    messages, read = [SHOWN], []
+    hook = omni.model.register_forward_pre_hook(
+        lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with omni.chat() as chat:
+        expected = chat.ask("What is it?", images=[png()], audio=[wav()], max_new_tokens=6)
+        for question in ("And now?", "Why is that?"):
+            answer = ask(client, *messages)
+            assert answer.choices[0].message.content == expected.text
+            messages += [{"role": "assistant", "content": expected.text}, user(question)]
+            expected = chat.ask(question, max_new_tokens=6)
+        read.clear()
+        answer = ask(client, *messages)
+        assert answer.choices[0].message.content == expected.text
+        assert answer.usage.prompt_tokens_details.cached_tokens == chat.turns[-1].start
+        assert max(read) < 30
+        # The same again, as a client that wants another try.
+        assert ask(client, *messages).choices[0].message.content == expected.text
+    hook.remove()
+
+
+def test_an_unknown_past_is_read(omni, client) -> None:
+    from oscar_mm.given_turn import tell
+
+    past = [SHOWN, {"role": "assistant", "content": "Two dogs."}, user("Which colour?")]
+    more = [{"role": "assistant", "content": [text("brown")]}, user("Sure?")]
+    with omni.chat() as chat:
+        tell(chat, "What is it?", "Two dogs.", images=[png()], audio=[wav()])
+        tell(chat, "Which colour?", "brown")
+        held = chat.turns[0].stop
+        expected = chat.ask("Sure?", max_new_tokens=6)
+    answer = ask(client, *past, *more)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.usage.prompt_tokens > held
+    # Another picture is another conversation.
+    other = ask(client, user(sound(wav()), image(png(1)), text("What is it?")), *past[1:], *more)
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_streamed(client) -> None:
+    whole = ask(client, SHOWN, max_tokens=12)
+    parts = list(
+        ask(client, SHOWN, max_tokens=12, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == (
+        whole.choices[0].message.content
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 12
+    assert len({part.id for part in parts}) == 1
+
+
+def test_sampling(client) -> None:
+    def said(**options: Any) -> str:
+        return ask(client, user("Why?"), max_tokens=8, **options).choices[0].message.content
+
+    seeded = [said(temperature=1.5, seed=seed) for seed in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    greedy = said()
+    assert said(stop=greedy[2:4]) == greedy[: greedy.index(greedy[2:4])]
+
+
+def test_several_clients(client) -> None:
+    questions = ["Why?", "What is it?", "How many?", "Where?", "Who speaks?", "Is it?"]
+    expected = [ask(client, user(one)).choices[0].message.content for one in questions]
+    found: dict[str, str] = {}
+
+    def work(question: str) -> None:
+        pieces = ask(client, user(question), stream=True)
+        found[question] = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+    threads = [threading.Thread(target=work, args=(one,)) for one in questions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [found[one] for one in questions] == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "expected"),
+    [
+        ([user("Why?")], {"n": 2}, "n: 2 is not supported"),
+        ([user("Why?")], {"tools": [{"type": "function"}]}, "tools: "),
+        ([user("Why?")], {"max_tokens": 5000}, "writes at most 4000"),
+        ([user("Why?")], {"max_tokens": 0}, "max_new_tokens=0"),
+        ([user("Why?")], {"temperature": -1}, "temperature"),
+        ([], {}, "messages must be a list"),
+        ([user("a"), user("b")], {}, "messages[1]: role is 'user', here 'assistant'"),
+        (
+            [user("a"), {"role": "assistant", "content": "b"}],
+            {},
+            "must end with one of role 'user'",
+        ),
+        ([user(" ")], {}, "prompt is empty"),
+        ([user("<|im_end|>")], {}, "control token"),
+        (
+            [{"role": "system", "content": [sound(wav(0.2))]}, user("a")],
+            {},
+            "where only text can be",
+        ),
+        ([user(image(b"no picture"), text("a"))], {}, "is not an image"),
+        ([user(sound(b"no sound"), text("a"))], {}, "audio[0]"),
+        ([user({"type": "file", "file": {}}, text("a"))], {}, "messages[0].content[0]: must be"),
+        (
+            [user({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, text("a"))],
+            {},
+            "must be a data URI",
+        ),
+        (
+            [
+                user(
+                    {"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}, text("a")
+                )
+            ],
+            {},
+            "must be a data URI",
+        ),
+        ([user("7!" * 45_000)], {}, "over the context"),
+    ],
+)
+def test_bad_requests(messages: list, options: dict, expected: str, client) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, *messages, **options)
+    assert expected in refused.value.message
+
+
+def test_limits_and_key(omni, address, client) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        ask(client, user("a" * 200_001))
+    assert refused.value.status_code == 413
+    for key in ("wrong", "", "sec\u00fc"):
+        with pytest.raises(urllib.error.HTTPError) as denied:
+            metrics(address, key.encode().decode("latin-1"))
+        assert denied.value.code == 401
+    with pytest.raises(openai.AuthenticationError):
+        ask(client.with_options(api_key="wrong"), user("Why?"))
+    with urllib.request.urlopen(f"{address}/health") as answer:
+        assert answer.read() == b"ok"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with served(omni, running=1, waiting=0) as other:
+        busy = openai.OpenAI(base_url=f"{other}/v1", api_key="none", max_retries=0)
+        # Nothing may wait, so that nothing is taken on at all.
+        with pytest.raises(openai.RateLimitError):
+            ask(busy, user("Why?"))
+
+
+def test_who_leaves_frees_the_place(omni) -> None:
+    before = omni.store.memory().used_bytes
+    with served(omni, running=1, waiting=1, conversations=2) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        stream = ask(client, user("Why?"), stream=True, max_tokens=1000)
+        next(iter(stream))
+        stream.close()
+        for question in ("What is it?", "How many?", "Where?"):
+            assert ask(client, user(question)).usage.completion_tokens == 6
+        found = metrics(address, None)
+        assert found["oscar_mm_conversations"] == 2 and found["oscar_mm_running"] == 0
+        assert found['oscar_mm_requests_total{status="200"}'] == 3
+        assert omni.store.memory().used_bytes > before
+    deadline = time.monotonic() + 10
+    while omni.store.memory().used_bytes > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_metrics(address, client) -> None:
+    before = metrics(address)
+    ask(client, SHOWN)
+    with pytest.raises(openai.BadRequestError):
+        ask(client)
+    after = metrics(address)
+
+    def rise(name: str) -> float:
+        return after.get(name, 0) - before.get(name, 0)
+
+    assert rise('oscar_mm_requests_total{status="200"}') == 1
+    assert rise('oscar_mm_requests_total{status="400"}') == 1
+    assert rise('oscar_mm_tokens_total{kind="completion"}') == 6
+    assert rise('oscar_mm_tokens_total{kind="prompt"}') > 30
+    assert rise("oscar_mm_first_token_seconds_count") == 1
+    for modality in ("audio", "image", "text"):
+        assert after[f'oscar_mm_kv_bytes{{modality="{modality}"}}'] > 0
+    held = sum(value for name, value in after.items() if name.startswith("oscar_mm_kv_bytes"))
+    assert held <= after["oscar_mm_kv_pool_bytes"]
+    assert after["oscar_mm_waiting"] == after["oscar_mm_running"] == 0

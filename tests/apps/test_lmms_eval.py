@@ -1,0 +1,103 @@
+"""lmms-eval runs a local task on our pipelines; skipped where it is not installed."""
+
+import json
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lmms_eval", reason="lmms-eval is not installed")
+
+from lmms_eval.evaluator import simple_evaluate
+from lmms_eval.models import MODEL_REGISTRY_V2
+from lmms_eval.tasks import TaskManager
+
+from oscar_mm.apps.lmms_eval import OscarMM, manifest
+from oscar_mm.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+CARDS = ROOT / "examples" / "media" / "cards"
+CODES = json.loads((CARDS.parent / "contents.json").read_text())["cards"]
+TASK = """
+task: cards
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: generate_until
+doc_to_visual: !function functions.pictures
+doc_to_text: !function functions.question
+doc_to_target: answer
+generation_kwargs:
+  max_new_tokens: 12
+  until: ["\\n"]
+  do_sample: false
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
+FUNCTIONS = """
+from PIL import Image
+
+
+def pictures(doc):
+    return [Image.open(path).convert("RGB") for path in doc["pictures"]]
+
+
+def question(doc, lmms_eval_specific_kwargs=None):
+    return doc["question"]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> TaskManager:
+    rows = []
+    for asked in ("03", "08", "12"):
+        shown = [str(CARDS / f"{number:02}.png") for number in range(1, 15)]
+        question = f"What is the code in picture {int(asked)}?"
+        rows.append({"pictures": shown, "question": question, "answer": CODES[asked]})
+    data = tmp_path / "cards.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "cards.yaml").write_text(TASK.format(data=data))
+    return TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+
+@pytest.mark.slow
+def test_a_local_task(tasks: TaskManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    MODEL_REGISTRY_V2.register_manifest(manifest(), overwrite=True)
+    found = simple_evaluate(
+        model="oscar_mm",
+        model_args="pretrained=pocket-vl,policy=compact,device=cpu",
+        tasks=["cards"],
+        task_manager=tasks,
+        batch_size=2,
+    )
+    samples = found["samples"]["cards"]
+    answers = [sample["filtered_resps"][0] for sample in samples]
+    # Digits, which the model reads surely.
+    assert [answers[0], answers[1], answers[2]] == [CODES["03"], CODES["08"], CODES["12"]]
+    [score] = [
+        value
+        for name, value in found["results"]["cards"].items()
+        if name.startswith("exact_match") and "stderr" not in name
+    ]
+    assert score == 1
+
+
+def test_the_entry_point_names_the_manifest() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, name = project["entry-points"]["lmms_eval.models"]["oscar_mm"].split(":")
+    made = getattr(import_module(module), name)()
+    assert made.model_id == "oscar_mm"
+    module, _, name = made.simple_class_path.rpartition(".")
+    assert getattr(import_module(module), name) is OscarMM
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="takes no attn"):
+        OscarMM(attn="sdpa")

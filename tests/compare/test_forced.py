@@ -1,0 +1,88 @@
+"""Reading a text after a recorded past gives what reading both in one go gives."""
+
+import pytest
+import torch
+
+from examples.train_pocket.configs import NAMES, Pocket, build
+from oscar_mm.compare.forced import (
+    IGNORE,
+    Forced,
+    ForcedCache,
+    Recorder,
+    answer_logits,
+    as_recorded,
+)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pocket(request: pytest.FixtureRequest) -> Pocket:
+    made = build(request.param)
+    made.model.eval()
+    made.generator.set_attn_implementation({"text_config": "oscar"})
+    return made
+
+
+def positions(pocket: Pocket, first: int, last: int, rows: int) -> torch.Tensor:
+    places = torch.arange(first, last).expand(rows, -1)
+    return places if pocket.name == "pocket-llava" else places.expand(3, -1, -1)
+
+
+@torch.no_grad()
+def test_forced_answers_are_those_of_one_forward_pass(pocket: Pocket) -> None:
+    ids = torch.randint(10, 90, (2, 60))
+    decoder, length = pocket.generator.get_decoder(), 45
+    whole = decoder(input_ids=ids, position_ids=positions(pocket, 0, 60, 2), use_cache=False)
+    logits = pocket.generator.lm_head(whole.last_hidden_state)
+
+    recorder = Recorder(torch.float32)
+    decoder(
+        input_ids=ids[:, :length],
+        position_ids=positions(pocket, 0, length, 2),
+        past_key_values=recorder.cache,
+        use_cache=True,
+    )
+    targets = torch.full((2, 60 - length), IGNORE)
+    targets[0, 3:7] = targets[1, -1] = 5
+    forced = Forced(
+        ids[:, length:], positions(pocket, length, 60, 2), targets, torch.zeros_like(targets)
+    )
+    found = answer_logits(pocket.generator, as_recorded(recorder.layers), length, forced)
+    expected = torch.cat([logits[0, length + 3 : length + 7], logits[1, -1:]])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    # What the past says is read: another one gives other answers.
+    other = answer_logits(
+        pocket.generator, lambda index: as_recorded(recorder.layers)(3 - index), length, forced
+    )
+    assert (other - expected).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_recorded_states(pocket: Pocket) -> None:
+    ids, recorder = torch.randint(10, 90, (3, 20)), Recorder()
+    pocket.generator.get_decoder()(
+        input_ids=ids,
+        position_ids=positions(pocket, 0, 20, 3),
+        past_key_values=recorder.cache,
+        use_cache=True,
+    )
+    assert [layer.index for layer in recorder.layers] == [0, 1, 2, 3]
+    for layer in recorder.layers:
+        assert layer.keys.shape == layer.values.shape == (3, 2, 20, 128)
+        assert layer.keys.dtype == layer.first_queries.dtype == torch.bfloat16
+        assert (layer.sigma_of_weights is None) == (pocket.name == "pocket-llava")
+        assert all(sigma.shape == (6, 128) for sigma in layer.sigma_of_prompt.values())
+
+
+def test_a_sliding_window_hides_the_past() -> None:
+    keys = torch.rand(1, 1, 6, 4) + 0.1  # above 0: whoever sees 100 attends to it
+    past = (torch.full((1, 1, 3, 4), 100.0), torch.full((1, 1, 3, 4), 100.0))
+    cache = ForcedCache(lambda index: past, 3)
+    chunk = cache.update(keys, keys, 0)[0].oscar_chunk
+    seen = chunk.attend(None, keys, keys, keys, 1.0, 2)
+    assert seen[:, :, 1:].max() < 2
+    torch.testing.assert_close(seen[0, 0, 0], past[1][0, 0, 0])
+
+
+def test_padding_is_refused() -> None:
+    with pytest.raises(ValueError, match="no padding"):
+        ForcedCache().attend_packed(torch.tensor([[False, True]]))

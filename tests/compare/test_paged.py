@@ -1,0 +1,129 @@
+"""What a method gives back is what the real cache unpacks, and its bits are those of the pages."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.compare.forced import LayerStates, Recorder
+from oscar_mm.compare.methods import ablation_methods, main_methods
+from oscar_mm.compare.paged import Paged, cached
+from oscar_mm.modality import Modality
+from tests.compare.states import HEAD_DIM, IDS, KV_HEADS, Normed, states
+
+METHODS = [one for one in (*main_methods(), *ablation_methods()) if isinstance(one, Paged)]
+PURE = [one for one in METHODS if not one.mixed and not one.missing(states(1, normed=True), IDS)]
+
+
+def first_row(one: LayerStates) -> LayerStates:
+    """The same layer, recorded of the first row alone."""
+    recorder = Recorder()
+    queries = one.first_queries
+    recorder.cache.look(one.index, one.module, queries, one.keys[:1], one.values[:1], one.scaling)
+    return recorder.layers[0]
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
+@pytest.mark.parametrize("method", PURE, ids=lambda method: method.name)
+def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None:
+    layers = states(3, normed=normed)
+    if method.missing(layers, IDS):
+        assert method.policy.balance == "weights" and not normed
+        return
+    back = method.restored(layers[0], IDS)
+    real = cached(method.policy, layers, IDS).unpacked(0)
+    assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
+    # Rows do not know of each other: balancing by the prompt is each row's own.
+    alone = method.restored(first_row(layers[0]), IDS)
+    assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", PURE, ids=lambda method: method.name)
+def test_restored_is_what_the_kernels_unpack(method: Paged) -> None:
+    layers = states(3, device="cuda")
+    if method.missing(layers, IDS):
+        pytest.skip(method.missing(layers, IDS))
+    back = method.restored(layers[0], IDS)
+    real = cached(method.policy, layers, IDS).unpacked(0)
+    assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
+
+
+@pytest.mark.parametrize("window", [0, 32, 128])
+@pytest.mark.parametrize("sinks", [0, 4, 64])
+def test_the_same_tokens_are_packed_as_in_the_cache(window: int, sinks: int) -> None:
+    method = Paged("x", KVPolicy(window=window, sinks=sinks))
+    layers = states(1)
+    real = cached(method.policy, layers, IDS).unpacked(0)[0]
+    exact = (real == layers[0].keys).all(-1).all(1)[0]
+    packed = torch.zeros(len(IDS), dtype=torch.bool)
+    for modality, places in method.packed(IDS).items():
+        assert (IDS[places] == int(modality)).all() and len(places) % 128 == 0
+        packed[places] = True
+    assert torch.equal(packed, ~exact)
+
+
+def test_the_16_bit_method_gives_back_what_was_recorded() -> None:
+    [layer] = states(2)
+    back = METHODS[0].restored(layer, IDS)
+    assert torch.equal(back.keys, layer.keys) and torch.equal(back.values, layer.values)
+    assert back.stored_bytes == back.stored_values == 0
+
+
+# By hand, of a page with 2 heads of 128: bytes over 65,536 values.
+BYTES_OF_A_HEAD = {
+    "INT2 per token": 2 * 4096 + 2 * 128 * 2 * 2,
+    "QuaRot": 2 * 4096 + 2 * 128 * 2 * 2,
+    "KIVI": 2 * 4096 + 2 * 4 * 128 * 2 * 2,
+    "OScaR, published": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 128,  # norms shared by two heads
+    "compact": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
+    "per token, least squares": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
+    "compact, groups 32": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 256,
+}
+
+
+@pytest.mark.parametrize("name", BYTES_OF_A_HEAD)
+def test_bits_are_those_counted_by_hand(name: str) -> None:
+    method = next(one for one in METHODS if one.name == name)
+    recorder = Recorder()
+    keys = torch.randn(2, 2, 300, 128)
+    queries = torch.randn(2, 4, 300, 128)
+    recorder.cache.look(0, torch.nn.Module(), queries, keys, keys, 1.0)
+    back = method.restored(recorder.layers[0], torch.ones(300, dtype=torch.int8))
+    assert back.stored_values == 2 * 2 * 256 * 2 * 128  # two pages of each of two rows
+    assert back.stored_bytes == 2 * 2 * 2 * BYTES_OF_A_HEAD[name]
+
+
+def test_mixed_pages_are_pages_in_the_order_of_the_prompt() -> None:
+    ids = torch.tensor([0, 1] * 150, dtype=torch.int8)
+    pure = Paged("pure", KVPolicy(window=0, sinks=0))
+    mixed = replace(pure, mixed=True)
+    assert {one: len(places) for one, places in pure.packed(ids).items()} == {
+        Modality.TEXT: 128,
+        Modality.IMAGE: 128,
+    }
+    assert torch.equal(mixed.packed(ids)[Modality.TEXT], torch.arange(256))
+    [layer] = states(2, ids)
+    as_text = pure.restored(layer, torch.zeros_like(ids))
+    assert torch.equal(mixed.restored(layer, ids).keys, as_text.keys)
+    assert not torch.equal(pure.restored(layer, ids).keys, as_text.keys)
+
+
+def test_memory_is_the_report_of_a_cache_of_one_row() -> None:
+    layers = states(3, layers=2)
+    report = Paged("x", KVPolicy()).memory(layers, IDS)
+    assert report.tokens == {"text": 190, "image": 300, "video": 0, "audio": 0}
+    assert report.values == 2 * 2 * KV_HEADS * HEAD_DIM * len(IDS)
+
+
+def test_methods_say_what_they_cannot_do() -> None:
+    by_name = {method.name: method for method in METHODS}
+    layers = states(1)
+    assert "QK-norm" in by_name["compact, balance weights"].missing(layers, IDS)
+    assert by_name["compact, balance weights"].missing(states(1, normed=True), IDS) is None
+    assert "no such tokens" in by_name["compact, audio in 16 bit"].missing(layers, IDS)
+    assert by_name["compact, image in 16 bit"].missing(layers, IDS) is None
+    assert by_name["16 bit"].missing(layers, IDS) is None
+    assert len(by_name) == len(METHODS)
+    assert isinstance(states(1, normed=True)[0].module, Normed)

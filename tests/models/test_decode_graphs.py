@@ -1,0 +1,50 @@
+"""CUDA graphs of decode steps, with the bundled models: the tokens of eager steps."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline, decode_steps
+from tests.models.test_answers import CARDS
+
+PIPELINES = {
+    "pocket-vl": OscarVLPipeline,
+    "pocket-llava": OscarVLPipeline,
+    "pocket-omni": OscarOmniPipeline,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> None:
+    pipe = PIPELINES[name](name, policy=policy, device="cuda", dtype="bfloat16")
+    requests = [
+        ({"images": CARDS[:14]}, "Write all codes."),
+        ({"images": 3 * CARDS[:14]}, "Write all codes."),
+    ]
+    captures = []
+
+    def record(function):
+        captures.append(function)
+        return decode_steps.record_cuda_graph(function)
+
+    answers = {}
+    for how in ("eager", "graph"):
+        recorder = record if how == "graph" else None
+        monkeypatch.setattr(decode_steps, "_recorder", lambda *_, chosen=recorder: chosen)
+        with caplog.at_level(logging.WARNING, "oscar_mm"):
+            answers[how] = [
+                pipe(**media, prompt=question, max_new_tokens=200).text
+                for media, question in requests
+            ]
+            with pipe.chat() as chat:
+                chat.ask("Write all codes.", images=CARDS[:9], max_new_tokens=80)
+                answers[how].append(chat.ask("Write all codes.", max_new_tokens=80).text)
+    assert answers["graph"] == answers["eager"]
+    assert len(answers["eager"][0]) > 40
+    assert not caplog.records
+    # A capture for each answer, and for pools that grew.
+    assert 4 <= len(captures) < 40

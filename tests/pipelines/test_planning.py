@@ -1,0 +1,142 @@
+"""Plans say what the pipelines then do, and read no weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.random_model import FAMILIES
+from benchmarks.released import RELEASED
+from oscar_mm import InputError, KVPolicy, OscarVLPipeline
+from oscar_mm.media import MediaLimits, load_video
+from oscar_mm.media.mono import RATE
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.loading import outline
+from oscar_mm.pipelines.media import Media
+from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.pipelines.planning import Plan, Session, count_tokens, plan
+from oscar_mm.pipelines.qwen3_omni import audio_tokens
+from tests.prompts import clip, noise, tone
+
+COUNTER = Path(__file__).parents[2] / "examples" / "media" / "counter.mp4"
+
+
+def tokens_of(pipe: Pipeline, media: Media) -> dict[str, int]:
+    """By modality, of the prompt that the pipeline makes."""
+    ids = pipe.prepare("?", media, None).modalities
+    return {one.label: int((ids == one).sum()) for one in Modality}
+
+
+def without_pixels(media: Media) -> Media:
+    videos = [
+        replace(video, frames=torch.empty(video.frames.shape, dtype=torch.uint8, device="meta"))
+        for video in media.videos
+    ]
+    return Media(images=media.images, videos=videos, audio=media.audio)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("llava", {"images": [noise(100, 200), noise(56, 56, 1), noise(300, 90, 2)]}),
+        ("vicuna", {"images": [noise(100, 200)]}),
+        ("vicuna", {}),
+        ("qwen", {"images": [noise(96, 70)], "videos": [clip(6), COUNTER]}),
+        ("omni", {"audio": [tone(2.345), tone(0.7)], "images": [noise(96, 70)] * 2}),
+        ("omni", {"videos": [COUNTER], "audio": [tone(9.0)]}),
+    ],
+)
+def test_counts_are_those_of_the_prompt(
+    name: str, shown: dict, request: pytest.FixtureRequest
+) -> None:
+    pipe = request.getfixturevalue(name)
+    media = pipe.read_media(**shown)
+    assert count_tokens(pipe.family, without_pixels(media)) == tokens_of(pipe, media)
+
+
+def test_recordings_of_any_length(omni: Pipeline) -> None:
+    lengths = np.random.default_rng(0).integers(1600, 20 * RATE, 12).tolist()
+    for samples in [1600, RATE - 1, RATE, RATE + 1, RATE + 80, *lengths]:
+        media = omni.read_media(audio=[(np.full(samples, 0.1, np.float32), RATE)])
+        assert tokens_of(omni, media)["audio"] == audio_tokens(samples), samples
+
+
+@pytest.mark.parametrize("fps", [2.0, 0.4, 7.3])
+def test_a_video_file_is_sampled_as_planned(fps: float) -> None:
+    video = load_video(COUNTER, fps=fps)
+    height, width = video.frames.shape[1:3]
+    session = Session(video_s=video.seconds, video_size=(width, height))
+    [planned] = session.media(MediaLimits(), fps).videos
+    assert planned.frames.shape == video.frames.shape
+    assert planned.frames.device.type == "meta"
+
+
+def test_bytes_are_those_that_the_pipeline_holds(qwen3_vl_folder: Path) -> None:
+    pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype="bfloat16")
+    answer = pipe([noise(256, 256, seed) for seed in range(4)], "?", max_new_tokens=40)
+    made = plan(qwen3_vl_folder, Session(images=4, image_size=(256, 256), text_tokens=39))
+    # The last token of the answer is not stored, and an answer may end early.
+    early = 40 - len(answer.token_ids) - (answer.finish_reason == "stop")
+    tokens = made.tokens | {"text": made.tokens["text"] - early}
+    assert tokens == answer.memory.tokens
+    kinds = answer.memory.by_kind
+    held = answer.memory.kv_bytes - kinds["tables"] - kinds["unused"]
+    assert made.shape.kv_bytes(made.policy, tokens) == held
+    assert made.shape.parameters == pipe.model.num_parameters()
+
+
+@pytest.fixture(scope="module")
+def omni_without_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configuration and processor of Qwen3-Omni-30B-A3B, and nothing else."""
+    released = RELEASED["qwen3-omni-30b-a3b"]
+    _, config, processor = FAMILIES[released.family](released)
+    folder = tmp_path_factory.mktemp("omni")
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_thirty_billion_parameters(omni_without_weights: Path) -> None:
+    made = plan(omni_without_weights, Session(images=40, audio_s=5400, text_tokens=1000))
+    assert made.tokens["image"] == 40 * 1200 and made.tokens["audio"] == 5400 * 13
+    assert 1000 + 2 * 41 < made.tokens["text"] < 1200
+    assert made.shape.parameters / 1e9 == pytest.approx(31.7, rel=2e-3)
+    assert made.context == 65536 < made.total
+    assert not made.to_dict()["fits_context"]
+    per_token = 48 * 2 * 4 * 128 * 2
+    assert made.bf16_bytes == pytest.approx(per_token * made.total, rel=1e-3)
+    assert 6.5 < made.bf16_bytes / made.kv_bytes < 6.9
+    assert made.fits(48e9) == (0, 0), "the weights alone take 63 GB"
+    assert made.fits(141e9) == (5, 37)
+
+
+def test_outline_reads_no_weights(omni_without_weights: Path) -> None:
+    assert not list(omni_without_weights.glob("*.safetensors"))
+    family = outline(omni_without_weights)
+    assert {weight.device.type for weight in family.whole.parameters()} == {"meta"}
+
+
+def test_bundled_names() -> None:
+    made = plan("pocket-llava", Session(images=3), KVPolicy.preset("oscar"))
+    assert isinstance(made, Plan) and made.family == "LLaVA-NeXT"
+    assert made.tokens["image"] > 0 == made.tokens["audio"]
+
+
+@pytest.mark.parametrize(
+    ("session", "said"),
+    [
+        ({"images": -1}, "images=-1: must be a whole number from 0 to 100,000"),
+        ({"images": 2.5}, "images=2.5: must be a whole number"),
+        ({"audio_s": float("nan")}, "audio_s=nan"),
+        ({"audio_s": 5 * 3600}, "audio_s: 18000.0 s are longer than the limit"),
+        ({"video_s": 4000}, "video_s: 4000.0 s are longer"),
+        ({"images": 1, "image_size": (40_000, 30_000)}, "image_size: 40000x30000 pixels"),
+        ({"images": 1, "image_size": (0, 30)}, "image_size: is empty"),
+        ({"audio_s": 3}, "Qwen3-VL does not read audio"),
+    ],
+)
+def test_bad_sessions(session: dict, said: str, qwen3_vl_folder: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        plan(qwen3_vl_folder, Session(**session))
