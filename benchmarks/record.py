@@ -51,7 +51,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _now() -> str:
+def now() -> str:
+    """Date and time of a measurement."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -74,14 +75,18 @@ class Record:
     rows: list[dict[str, Any]]
     notes: list[str]
     extra: dict[str, Any] = field(default_factory=dict)
-    date: str = field(default_factory=_now)
+    date: str = field(default_factory=now)
     versions: dict[str, str] = field(default_factory=versions)
 
-    def write(self, folder: Path) -> Path:
-        """Write ``<benchmark>-<device>.json``, replacing an earlier run on such a machine."""
+    def path(self, folder: Path) -> Path:
+        """``<benchmark>-<device>.json``."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        return folder / f"{self.benchmark}-{slug}.json"
+
+    def write(self, folder: Path) -> Path:
+        """Write the file, replacing an earlier run on such a machine."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.benchmark}-{slug}.json"
+        path = self.path(folder)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
 

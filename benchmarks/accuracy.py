@@ -1,0 +1,221 @@
+"""How much of the pocket models' answers is left when their KV cache is stored in few bits.
+
+python -m benchmarks.accuracy
+python -m benchmarks.accuracy --model pocket-vl --prompts 16 --tasks "read 30 images" --device cpu
+python -m benchmarks.accuracy --report     # tables, verdict and plot of what was recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import accuracy_report
+from benchmarks.accuracy_generation import generate
+from benchmarks.record import Record, command, device_name, finish, parser
+from benchmarks.stress import outlier_channels
+from benchmarks.tasks import TASKS, Conversations, Task, conversations, load
+from benchmarks.unbiased_values import experiments
+from examples.train_pocket.configs import NAMES
+from examples.train_pocket.evaluate import SEED
+from examples.train_pocket.studio import Studio, load_atlases
+from oscar_mm.compare.divergence import Scores
+from oscar_mm.compare.forced import answer_logits, as_recorded
+from oscar_mm.compare.methods import (
+    REFERENCE,
+    Method,
+    StoredPast,
+    ablation_methods,
+    bits_per_value,
+    main_methods,
+    selected,
+)
+
+PROMPTS, GENERATED = {"cuda": 512, "cpu": 8}, {"cuda": 64, "cpu": 2}
+CONDITIONS = ("plain", "stress")
+MODELS, ATLASES = Path("oscar_mm") / "models", Path("build") / "pocket"
+NOTES = [
+    "Each conversation shows its media first; their keys and values are stored as the method "
+    "says. Then question and answer are read with what it gives back as the past (teacher "
+    "forcing), and stay in 16 bit, as do, for all methods alike, the first 4 tokens, the last 32 "
+    "and incomplete pages of 128 of a modality.",
+    "exact: share of answers of which every token is the likeliest one, as greedy decoding needs. "
+    "agreement and kl: of the judged tokens, against the 16-bit cache; kl in nats. margin: mean "
+    "squared error of the logit of the 16-bit cache's likeliest token less those of the next four. "
+    "kl_error and margin_error: standard errors over prompts.",
+    "One question for a conversation: 'read' one medium, 'find' the one with a text, 'list' what "
+    "three say, 'ask' any of the questions about receipts or shapes, 'copy' all of them out; with "
+    "images and clips one question about each.",
+    "page_bits: of a full page per value; held_bits: all that a cache of one conversation holds, "
+    "16-bit rest, tables and unused slots included, per value.",
+    "stress: in every layer two rotary pairs of keys are 8 and 16 times as large and of queries "
+    "as much smaller, by the weights. The 16-bit cache answers the same: logit_shift is the "
+    "largest difference of its logits. Balancing from the weights takes just these factors out "
+    "again: then a method's numbers are those of the plain model.",
+    "The model runs in float32, keys and values are rounded to bfloat16 first; fonts and voices "
+    "are those of the training, the media are not.",
+]
+
+
+class Cell:
+    """Scores of all methods on one task under one condition."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.methods = methods
+        self.scores = {method.name: Scores() for method in methods}
+        self.about: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
+
+    def add(self, model: Any, talks: Conversations) -> torch.Tensor:
+        """Judge all methods on a batch; returns the logits of the 16-bit cache."""
+        layers, ids, forced = talks.record(model).layers, talks.ids, talks.forced
+        exact = answer_logits(model, as_recorded(layers), len(ids), forced)
+        for method in self.methods:
+            about = self.about[method.name]
+            if reason := method.missing(layers, ids):
+                about["missing"] = reason
+                continue
+            past = StoredPast(method, layers, ids)
+            logits = answer_logits(model, past, len(ids), forced)
+            self.scores[method.name].add(forced, exact, logits)
+            if not about:
+                report = method.memory(layers, ids)
+                about |= {
+                    "page_bits": bits_per_value(past.stored_bytes, past.stored_values),
+                    "held_bits": None if report is None else report.bits_per_value,
+                    "packed_share": past.stored_values / (2 * layers[0].keys.numel() * len(layers)),
+                }
+        return exact
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One for each method that says something about this task."""
+        for name, about in self.about.items():
+            if "missing" in about:
+                yield {"method": name} | about
+            else:
+                yield {"method": name} | about | self.scores[name].summary()
+
+
+def measure(
+    studio: Studio,
+    model: Any,
+    tasks: Sequence[Task],
+    methods: Sequence[Method],
+    ablation: Sequence[Method],
+    prompts: int,
+    seed: int = SEED,
+    conditions: Sequence[str] = CONDITIONS,
+) -> Iterator[dict[str, Any]]:
+    """A row for each task, condition and method."""
+    devices = [torch.cuda.current_device()] if studio.writer.device.type == "cuda" else []
+    for task in tasks:
+        chosen = [*methods, *(ablation if task.ablate else ())]
+        cells = {condition: Cell(chosen) for condition in conditions}
+        started, shift, tokens = time.perf_counter(), 0.0, 0
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            for talks in conversations(studio, task, prompts):
+                tokens, first = len(talks.ids), None
+                for condition, cell in cells.items():
+                    stressed = condition == "stress"
+                    with outlier_channels(model, seed) if stressed else nullcontext():
+                        exact = cell.add(model, talks)
+                    first = exact if first is None else first
+                    shift = max(shift, float((exact - first).abs().max()))
+        spent = time.perf_counter() - started
+        print(f"{task.name}: {tokens} tokens, {spent:.0f} s", file=sys.stderr, flush=True)
+        for condition, cell in cells.items():
+            same = {"task": task.name, "family": task.family, "context": tokens}
+            same |= {"condition": condition, "logit_shift": shift}
+            for row in cell.rows():
+                yield same | row
+
+
+def arguments_of(given: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    made = parser("benchmarks.accuracy", __doc__)
+    made.add_argument("--model", action="append", choices=NAMES, help="all three by default")
+    made.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
+    made.add_argument("--random", action="store_true", help="random weights, to try it out")
+    made.add_argument("--atlases", type=Path, default=ATLASES, help="folder of the atlases")
+    made.add_argument("--prompts", type=int, help="of each task; 512 on a GPU, 8 on a CPU")
+    made.add_argument("--generate", type=int, help="prompts to answer freely; 64 or 2")
+    made.add_argument("--tasks", action="append", default=[], help="a name, or part of names")
+    made.add_argument("--methods", action="append", default=[], help="likewise")
+    made.add_argument("--no-ablation", action="store_true", help="the main table only")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--seed", type=int, default=SEED)
+    made.add_argument("--report", action="store_true", help="show what was recorded")
+    return made.parse_args(given)
+
+
+def _generated(
+    options: argparse.Namespace,
+    name: str,
+    studio: Studio,
+    tasks: Sequence[Task],
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    """Free answers, in bfloat16 on a GPU, where the kernels of the packed cache run."""
+    count = GENERATED[device.type] if options.generate is None else options.generate
+    folder = None if options.random else options.models / name
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    one_question = [task for task in tasks if task.ablate]
+    if not count or not one_question:
+        return []
+    pocket = load(name, folder, device, dtype)
+    measured = generate(studio, pocket, one_question, count, options.seed)
+    return [{"model": name} | row for row in measured]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure each model, print and record; or report."""
+    options = arguments_of(arguments)
+    if options.report:
+        return accuracy_report.main(options.out, options.model or NAMES)
+    try:
+        return _run(options, command("benchmarks.accuracy", arguments))
+    except FileNotFoundError as error:  # says how to make what is missing
+        print(f"benchmarks.accuracy: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace, line: str) -> int:
+    device = torch.device(options.device)
+    prompts = options.prompts or PROMPTS[device.type]
+    main_table = selected(main_methods(), options.methods and [REFERENCE, *options.methods])
+    ablation = selected([*ablation_methods(), *experiments()], options.methods)
+    done = []
+    for name in options.model or NAMES:
+        tasks = selected(TASKS[name], options.tasks)
+        if not tasks:
+            continue
+        pocket = load(name, None if options.random else options.models / name, device)
+        audio = any(task.clips for task in TASKS[name])
+        studio = Studio(pocket, *load_atlases(options.atlases, device, audio), plain=True)
+        extra = {"seed": options.seed, "prompts": prompts, "model": name}
+        record = Record(f"accuracy-{name}", line, device_name(device.type), [], NOTES, extra)
+        for task in tasks:
+            changed = [] if options.no_ablation else ablation
+            measured = measure(
+                studio, pocket.generator, [task], main_table, changed, prompts, options.seed
+            )
+            record.rows += [{"model": name} | row for row in measured]
+            record.write(options.out)  # what is done stays, whatever ends the run
+        record.rows += _generated(options, name, studio, tasks, device)
+        finish(record, options.out)
+        done.append(name)
+    if not done:
+        print(f"benchmarks.accuracy: no task has {options.tasks} in its name", file=sys.stderr)
+        return 2
+    return accuracy_report.main(options.out, done)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""Audio QA in batch: questions that share a recording's pages against questions that do not.
+
+python -m benchmarks.audio_qa [--ray]
+
+Each run is a process of `oscar-mm audio-qa` with the bundled pocket-omni on the CPU. Needs the
+program espeak-ng, which speaks the recordings; --ray needs Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.spoken import questions, save, unshared
+
+RECORDINGS, CLIPS, ASKED = 20, 20, 10
+BATCH = 8
+_LIMIT_S = 1800
+NOTES = [
+    f"{RECORDINGS} recordings of {CLIPS} spoken clips of 1 to 3.5 s, {ASKED} questions about each, "
+    "half of them with four choices, which are scored. Clips are said by espeak-ng.",
+    f"Rows in batches of {BATCH}; 'one by one' is a batch of one. 'Not shared': each row has links "
+    "of its own to the same sound files, so that its recording is decoded and read for it.",
+    "Seconds are those of the rows, without loading the model; of the killed runs, from the start "
+    "of the first process to the end of the last, starting and loading included. They depend on "
+    "what else the machine does: 'load' is the mean number of processes that wanted its processors "
+    "in the minute before the first run and after the last. CPU seconds, which count all threads, "
+    "depend on it much less, so the ratios are those.",
+    "KV peak: what the pools of pages and 16-bit blocks took, free slots included. The model is "
+    "float32 on a CPU, and so are the 16-bit blocks. Of workers on Ray it is the largest of one.",
+    "'Same answers' compares id, answer, choice and error of all rows with those of the first run.",
+]
+
+
+class Runs:
+    """Runs of the command in a folder, and what became of them.
+
+    Args:
+        folder: of the recordings; outputs go there too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = []
+        self._expected: dict[str, Any] | None = None
+
+    def run(
+        self,
+        name: str,
+        asked: Path,
+        *options: str,
+        kill: Callable[[subprocess.Popen, Path], None] | None = None,
+        resume: bool = False,
+    ) -> None:
+        """One row of the table.
+
+        Args:
+            name: of the run.
+            asked: the questions.
+            options: of the command.
+            kill: what to do to the process once it has written a quarter of the rows.
+            resume: run the command once more after it was killed.
+        """
+        out = self.folder / f"answers-{name.replace(' ', '-')}.jsonl"
+        line = [sys.executable, "-m", "oscar_mm.cli", "audio-qa", str(asked), "--out", str(out)]
+        line += ["--model", "pocket-omni", "--device", "cpu", *options]
+        start = time.perf_counter()
+        done = self._finished(line, out, kill)
+        before = out.read_bytes().count(b"\n")
+        if resume:
+            done = self._finished(line, out, None)
+        if done != 0:
+            raise RuntimeError(f"{name}: exit code {done}")
+        wall = time.perf_counter() - start
+        summary = json.loads(out.with_name(f"{out.name}.summary.json").read_text())
+        answers = {
+            row["id"]: [row[field] for field in ("answer", "choice", "error")]
+            for row in map(json.loads, out.read_text().splitlines())
+        }
+        if self._expected is None:
+            self._expected = answers
+        work = summary["work"]
+        self.rows.append(
+            {
+                "run": name,
+                "seconds": wall if kill else work["seconds"],
+                "cpu_seconds": None if kill else work["cpu_seconds"],
+                "rows": len(answers),
+                "rows_before_kill": before if resume else None,
+                "same_answers": sum(answers[one] == self._expected[one] for one in answers),
+                "accuracy": summary["accuracy"],
+                "groups": {name: one["accuracy"] for name, one in summary["groups"].items()},
+                "mean_tokens": summary["mean_tokens"],
+                "audio_seconds_read": work["audio_seconds"],
+                "kv_peak_bytes": work["kv_peak_bytes"],
+                "process_peak_bytes": work["process_peak_bytes"],
+            }
+        )
+        print(f"{name}: {self.rows[-1]['seconds']:.1f} s", flush=True)
+
+    def _finished(
+        self, line: list[str], out: Path, kill: Callable[[subprocess.Popen, Path], None] | None
+    ) -> int:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(line, **quiet) as process:
+            if kill is not None:
+                threading.Thread(target=kill, args=(process, out), daemon=True).start()
+            said = process.communicate(timeout=_LIMIT_S)[1]
+        if process.returncode > 0:
+            print(said, file=sys.stderr)
+        return process.returncode
+
+
+def _wait_for_rows(process: subprocess.Popen, out: Path, rows: int) -> None:
+    while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= rows):
+        time.sleep(0.01)
+
+
+def kill_process(process: subprocess.Popen, out: Path) -> None:
+    """kill -9 once a quarter of the rows is there."""
+    _wait_for_rows(process, out, RECORDINGS * ASKED // 4)
+    process.send_signal(signal.SIGKILL)
+
+
+def kill_worker(process: subprocess.Popen, out: Path) -> None:
+    """kill -9 of one of Ray's workers, likewise."""
+    _wait_for_rows(process, out, RECORDINGS * ASKED // 4)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "ray::MapWorker" in " ".join(child.cmdline()):
+            os.kill(child.pid, signal.SIGKILL)
+            return
+    raise RuntimeError("no worker of Ray was found")
+
+
+def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
+    """All runs."""
+    rows = questions(folder, RECORDINGS, CLIPS, ASKED)
+    shared = save(folder / "shared.jsonl", rows)
+    apart = save(folder / "apart.jsonl", unshared(folder, rows))
+    batch = ("--batch-size", str(BATCH))
+    runs = Runs(folder)
+    runs.run("shared", shared, *batch)
+    runs.run("not shared", apart, *batch)
+    runs.run("shared, one by one", shared, "--batch-size", "1")
+    runs.run("not shared, one by one", apart, "--batch-size", "1")
+    runs.run("killed and resumed", shared, *batch, kill=kill_process, resume=True)
+    if ray:
+        cluster = ("--ray", "local", "--workers", "2")
+        runs.run("on Ray, a worker killed", shared, *batch, *cluster, kill=kill_worker)
+    return runs.rows
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    def seconds(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}"
+
+    show(
+        f"{RECORDINGS * ASKED} questions over {RECORDINGS} recordings",
+        ("run", "s", "CPU s", "same answers", "accuracy", "audio s read", "KV peak MB", "RSS MB"),
+        (
+            (
+                row["run"],
+                seconds(row["seconds"]),
+                seconds(row["cpu_seconds"]),
+                f"{row['same_answers']} of {row['rows']}",
+                f"{100 * row['accuracy']:.1f}%",
+                f"{row['audio_seconds_read']:.0f}",
+                f"{row['kv_peak_bytes'] / 1e6:.1f}",
+                f"{row['process_peak_bytes'] / 1e6:.0f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Not shared against shared, in batches and one by one."""
+    by_name = {row["run"]: row for row in rows}
+    found = {}
+    for way in ("", ", one by one"):
+        shared, apart = by_name[f"shared{way}"], by_name[f"not shared{way}"]
+        for field, name in (("cpu_seconds", "CPU time"), ("kv_peak_bytes", "KV memory")):
+            found[f"{name}{way}"] = round(apart[field] / shared[field], 2)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and record."""
+    options = parser("benchmarks.audio_qa", __doc__)
+    options.add_argument("--ray", action="store_true", help="also on two workers of Ray")
+    options = options.parse_args(arguments)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder), options.ray)
+    _table(rows)
+    line = command("benchmarks.audio_qa", arguments)
+    extra = {
+        "not shared / shared": ratios(rows),
+        "load": {"before": load, "after": os.getloadavg()[0]},
+    }
+    print(extra)
+    finish(Record("audio_qa", line, device_name("cpu"), rows, NOTES, extra), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""Released models with random weights and processors that need no hub, made on their device.
+
+Nothing is downloaded, and no weights are initialized on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    PreTrainedModel,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3OmniMoeProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    WhisperFeatureExtractor,
+)
+
+from benchmarks.released import Released
+from tests.tiny import llama_tokenizer, qwen_tokenizer
+from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
+from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
+from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
+from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
+
+NEVER = 1 << 30
+"""An end token that no model chooses, so that an answer has all its tokens."""
+_LONGEST_TEXT = 1 << 20
+
+
+def build(
+    released: Released, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> tuple[PreTrainedModel, Any]:
+    """A model with random weights, and a processor with a tokenizer of some hundred tokens.
+
+    Args:
+        released: what to build.
+        device: where the weights are made.
+        dtype: of the weights.
+        seed: of the weights.
+    """
+    model_class, config, processor = FAMILIES[released.family](released)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
+    model = model.to_empty(device=device)
+    # Buffers, such as the frequencies of RoPE, get their values here; weights the default ones.
+    model.initialize_weights()
+    _fill(model, torch.Generator(device).manual_seed(seed))
+    ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
+    for part in {model, getattr(model, "thinker", model)}:
+        part.generation_config = ends
+    processor.tokenizer.model_max_length = _LONGEST_TEXT
+    return model.eval(), processor
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Linear maps keep the size of their input; with queries longer than keys, and an embedding
+    small beside what the layers add, logits depend on the whole context."""
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            of_norm = "norm" in name and name.endswith("weight")
+            center, std = (1.5 if "q_norm" in name else 1.0, 0.1) if of_norm else (0.0, 0.1)
+        elif "embed_tokens" in name:
+            center, std = 0.0, 0.5
+        else:
+            # Experts are stacked: (experts, out, in).
+            inputs = weight.shape[-1] if ".experts." in name else weight[0].numel()
+            center, std = 0.0, inputs**-0.5
+        weight.normal_(center, std, generator=generator)
+
+
+def _llava_next(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
+    tokenizer, vision = llama_tokenizer(700), released.vision
+    side = vision["image_size"]
+    grid = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+    pinpoints = [[side * rows, side * columns] for rows, columns in grid]
+    template = LLAVA_TEMPLATES[released.text["model_type"]]
+    processor = LlavaNextProcessor(
+        image_processor=LlavaNextImageProcessor(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            image_grid_pinpoints=pinpoints,
+        ),
+        tokenizer=tokenizer,
+        patch_size=vision["patch_size"],
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template.strip().replace("MEDIA", LLAVA_MEDIA),
+    )
+    config = LlavaNextConfig(
+        text_config=dict(released.text),
+        vision_config=dict(vision),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=pinpoints,
+        image_seq_length=(side // vision["patch_size"]) ** 2,
+    )
+    return LlavaNextForConditionalGeneration, config, processor
+
+
+def _qwen3_vl(released: Released, *, moe: bool = False) -> tuple[type[PreTrainedModel], Any, Any]:
+    tokenizer = qwen_tokenizer(520)
+    processor = Qwen3VLProcessor(
+        tokenizer=tokenizer,
+        chat_template=QWEN_TEMPLATE,
+        image_processor=_images(released),
+        video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2),
+    )
+    config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
+        text_config=dict(released.text),
+        vision_config=dict(released.vision),
+        tie_word_embeddings=False,
+        **_places(tokenizer, "image", "video"),
+    )
+    whole = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
+    return whole, config, processor
+
+
+def _qwen3_vl_moe(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
+    return _qwen3_vl(released, moe=True)
+
+
+def _qwen3_omni(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
+    names = {f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")}
+    for kind in ("vision", "audio"):
+        names |= {f"{kind}_bos_token": f"<|{kind}_start|>", f"{kind}_eos_token": f"<|{kind}_end|>"}
+    tokenizer = qwen_tokenizer(520, OMNI_SPECIAL, ROLES, **names)
+    processor = Qwen3OmniMoeProcessor(
+        tokenizer=tokenizer,
+        chat_template=QWEN_TEMPLATE,
+        image_processor=_images(released),
+        video_processor=Qwen2VLVideoProcessor(patch_size=16, merge_size=2),
+        feature_extractor=WhisperFeatureExtractor(feature_size=128, return_attention_mask=True),
+    )
+    token = tokenizer.convert_tokens_to_ids
+    thinker = {
+        "text_config": dict(released.text),
+        "vision_config": dict(released.vision),
+        "audio_config": dict(released.audio),
+        "position_id_per_seconds": 13,
+        "user_token_id": token("user"),
+        "audio_start_token_id": token("<|audio_start|>"),
+        "tie_word_embeddings": False,
+        **_places(tokenizer, "image", "video", "audio"),
+    }
+    config = Qwen3OmniMoeConfig(
+        thinker_config=thinker,
+        enable_audio_output=False,
+        im_start_token_id=token("<|im_start|>"),
+        im_end_token_id=token("<|im_end|>"),
+        **{f"{role}_token_id": token(role) for role in ROLES},
+    )
+    return Qwen3OmniMoeForConditionalGeneration, config, processor
+
+
+def _images(released: Released) -> Qwen2VLImageProcessor:
+    least, most = released.pixels
+    return Qwen2VLImageProcessor(
+        patch_size=16,
+        merge_size=2,
+        size={"shortest_edge": least, "longest_edge": most},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+
+
+def _places(tokenizer: Any, *kinds: str) -> dict[str, int]:
+    token = tokenizer.convert_tokens_to_ids
+    places = {f"{kind}_token_id": token(f"<|{kind}_pad|>") for kind in kinds}
+    edges = {f"vision_{edge}_token_id": token(f"<|vision_{edge}|>") for edge in ("start", "end")}
+    return places | edges
+
+
+FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]] = {
+    "llava_next": _llava_next,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_omni_moe": _qwen3_omni,
+}

@@ -1,0 +1,201 @@
+"""The tasks of ``benchmarks.accuracy``: conversations with the pocket models, and their media."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.train_pocket.configs import Pocket, build
+from examples.train_pocket.conversation import Plan
+from examples.train_pocket.drawing import Look
+from examples.train_pocket.evaluate import FIND, LIST, READ
+from examples.train_pocket.studio import Sample, Step, Studio
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.compare.forced import Forced, Recorder
+from oscar_mm.modality import Modality
+
+LOOK = Look(1.0)
+"""Full difficulty, fonts and voices of the training: what the models read best."""
+_MEDIA_AT_ONCE = {"cuda": 6000, "cpu": 120}
+_TOKENS_AT_ONCE = {"cuda": 240_000, "cpu": 8_000}
+_TOWER_IMAGES = 2048
+FRAMES = 230
+"""Mel frames of a clip: 2.3 s."""
+_KINDS = {"read": READ, "find": FIND, "list": LIST}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell of the table.
+
+    Attributes:
+        kind: "read" one medium, "find" the medium with a text, "list" what three say, "ask" any of
+            the questions of a theme, "copy" them all out.
+        images, clips: in a conversation.
+        theme: of the images: "codes", "receipts", "shapes".
+        ablate: the ablation and the free answers run on it too.
+    """
+
+    kind: str
+    images: int = 0
+    clips: int = 0
+    theme: str = "codes"
+    ablate: bool = False
+
+    @property
+    def name(self) -> str:
+        """Like "ask 30 images, receipts"."""
+        media = [f"{self.images} images"] * (self.images > 0)
+        media += [f"{self.clips} clips"] * (self.clips > 0)
+        theme = f", {self.theme}" if self.theme != "codes" else ""
+        return f"{self.kind} {' + '.join(media)}{theme}"
+
+    @property
+    def family(self) -> str:
+        """ "copy", where errors add up over the answer, or "ask"."""
+        return "copy" if self.kind == "copy" else "ask"
+
+    def step(self, rows: int) -> Step:
+        """So many conversations; with images and clips there is a question about each."""
+        return Step(
+            Plan(self.images, self.clips, frames=FRAMES),
+            rows,
+            (self.images > 0) + (self.clips > 0),
+            (self.theme,),
+            copy=self.kind == "copy",
+            kinds=_KINDS.get(self.kind, READ),
+        )
+
+
+def _about_images(*counts: int, copied: int) -> list[Task]:
+    return [
+        *(Task("read", count, ablate=count == 30) for count in counts),
+        *(Task(kind, 30) for kind in ("list", "find")),
+        *(Task("ask", 30, theme=theme) for theme in ("receipts", "shapes")),
+        Task("copy", copied, ablate=True),
+    ]
+
+
+# Of 8 images Qwen's models make 144 tokens, of which no page is full outside of the window. What
+# is copied out takes 200 tokens (of 30 images) and more; pocket-llava cannot do that yet.
+TASKS = {
+    "pocket-vl": _about_images(16, 30, 60, 120, 320, copied=30),
+    "pocket-llava": [*_about_images(8, 30, 60, 140, copied=8), Task("copy", 30)],
+    "pocket-omni": [
+        *_about_images(16, 30, 60, copied=30),
+        Task("read", clips=10, ablate=True),
+        Task("read", clips=40),
+        Task("read", clips=120),
+        Task("find", clips=10),
+        Task("copy", clips=10),
+        Task("copy", clips=40, ablate=True),
+        Task("read", images=8, clips=10),
+    ],
+}
+
+
+@dataclass
+class Conversations:
+    """A batch of conversations of one layout.
+
+    Attributes:
+        prefix: arguments of the decoder for the media and their labels.
+        ids: (tokens,) modality ids of the prefix, on the CPU.
+        forced: question and answer.
+        sample: what they were made of.
+    """
+
+    prefix: dict[str, Any]
+    ids: Tensor
+    forced: Forced
+    sample: Sample
+
+    def prefix_in(self, dtype: torch.dtype) -> dict[str, Any]:
+        """``prefix`` for a model of another dtype."""
+        prefix = self.prefix | {"inputs_embeds": self.prefix["inputs_embeds"].to(dtype)}
+        if "deepstack_visual_embeds" in prefix:
+            stages = prefix["deepstack_visual_embeds"]
+            prefix["deepstack_visual_embeds"] = [one.to(dtype) for one in stages]
+        return prefix
+
+    @torch.no_grad()
+    def record(self, model: Any) -> Recorder:
+        """Keys and values that the model makes of the prefix."""
+        recorder = Recorder()
+        model.get_decoder()(**self.prefix, past_key_values=recorder.cache, use_cache=True)
+        return recorder
+
+
+def load(
+    name: str, folder: Path | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Pocket:
+    """A pocket model from a folder, or with random weights.
+
+    In float32 nothing but the storage of keys and values differs between methods; these are
+    rounded to bfloat16 as in a 16-bit cache.
+    """
+    pocket = build(name)
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} has no model; train it: see examples/train_pocket")
+        pocket.model = type(pocket.model).from_pretrained(folder, dtype=dtype)
+    pocket.model.to(device).eval()
+    pocket.generator.set_attn_implementation({"text_config": IMPLEMENTATION})
+    if hasattr(pocket.generator, "set_experts_implementation"):
+        pocket.generator.set_experts_implementation("eager")  # the others want 16-bit weights
+    return pocket
+
+
+def conversations(studio: Studio, task: Task, prompts: int) -> Iterator[Conversations]:
+    """At least so many conversations, as many at a time as fit; the mixed task asks two each."""
+    kind, plan = studio.writer.device.type, task.step(1).plan
+    length = len(studio.writer.layout(plan).ids)
+    most = min(_MEDIA_AT_ONCE[kind] // (task.images + task.clips), _TOKENS_AT_ONCE[kind] // length)
+    rows = max(2, min(prompts, most))
+    for _ in range(-(-prompts // rows)):
+        yield _conversations(studio, studio.sample(task.step(rows), LOOK, LOOK), plan)
+
+
+@torch.no_grad()
+def _conversations(studio: Studio, sample: Sample, plan: Plan) -> Conversations:
+    layout, batch, towers = studio.writer.layout(plan), sample.batch, studio.towers
+    rows, length = len(batch.ids), batch.start
+    hidden = towers.decoder.embed_tokens(batch.ids[:, :length])
+    ids = torch.zeros(length, dtype=torch.int8)
+    prefix: dict[str, Any] = {"position_ids": _by_row(batch.positions[..., :length], rows)}
+    if sample.images is not None:
+        parts = [towers.images(part) for part in sample.images.flatten(0, 1).split(_TOWER_IMAGES)]
+        features = torch.cat([part[0] for part in parts])
+        hidden[:, layout.image_places] = features.view(rows, -1, features.shape[-1])
+        ids[layout.image_places.cpu()] = int(Modality.IMAGE)
+        if parts[0][1]:
+            visual = torch.zeros(rows, length, dtype=torch.bool, device=hidden.device)
+            visual[:, layout.image_places] = True
+            stages = zip(*(part[1] for part in parts), strict=True)
+            prefix["visual_pos_masks"] = visual
+            prefix["deepstack_visual_embeds"] = [torch.cat(one).flatten(0, 1) for one in stages]
+    if sample.mel is not None:
+        features = torch.cat(
+            [towers.clips(part) for part in sample.mel.flatten(0, 1).split(_TOWER_IMAGES)]
+        )
+        hidden[:, layout.clip_places] = features.view(rows, -1, features.shape[-1])
+        ids[layout.clip_places.cpu()] = int(Modality.AUDIO)
+    forced = Forced(
+        ids=batch.ids[:, length:-1],
+        positions=_by_row(batch.positions[..., length:-1], rows),
+        targets=batch.targets[:, 1:],
+        answers=batch.asked[:, 1:],
+        count=batch.questions,
+    )
+    return Conversations(prefix | {"inputs_embeds": hidden}, ids, forced, sample)
+
+
+def _by_row(positions: Tensor, rows: int) -> Tensor:
+    """(3, tokens) or (tokens,) -> (3, rows, tokens) or (rows, tokens)."""
+    shape = (*positions.shape[:-1], rows, positions.shape[-1])
+    return positions.unsqueeze(-2).expand(shape)

@@ -1,0 +1,41 @@
+"""The audio QA benchmark: its recordings and questions, without the program that speaks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import spoken
+from benchmarks.audio_qa import ratios
+from oscar_mm.apps.audio_qa.rows import by_recording, read_rows
+from oscar_mm.media import load_audio
+
+
+@pytest.fixture
+def quiet(monkeypatch) -> None:
+    spoken._unit.cache_clear()
+    monkeypatch.setattr(spoken, "speak", lambda words, *_: np.full(800 * len(words), 0.5, "f4"))
+    yield
+    spoken._unit.cache_clear()
+
+
+def test_questions_about_recordings(quiet, tmp_path: Path) -> None:
+    rows = spoken.questions(tmp_path, recordings=2, clips=5, asked=4)
+    found = read_rows(spoken.save(tmp_path / "q.jsonl", rows))
+    assert [len(group) for group in by_recording(found)] == [4, 4]
+    assert not any(row.error for row in found)
+    assert {row.group for row in found} == {"free", "choices"}
+    for row in found:
+        assert len(row.audio) == 5 and (not row.choices or row.answer[0] in row.choices)
+        for path in row.audio:
+            assert 1 <= load_audio(path).seconds <= 3.5
+    apart = read_rows(spoken.save(tmp_path / "apart.jsonl", spoken.unshared(tmp_path, rows)))
+    assert [len(group) for group in by_recording(apart)] == [1] * 8
+    assert [row.question for row in apart] == [row.question for row in found]
+
+
+def test_ratios() -> None:
+    names = ("shared", "not shared", "shared, one by one", "not shared, one by one")
+    fields = ("cpu_seconds", "kv_peak_bytes")
+    rows = [{"run": name} | dict.fromkeys(fields, 2.0**i) for i, name in enumerate(names)]
+    assert set(ratios(rows).values()) == {2.0} and len(ratios(rows)) == 4
