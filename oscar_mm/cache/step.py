@@ -11,6 +11,7 @@ import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.tables import upload
 
 if TYPE_CHECKING:
     from oscar_mm.cache.fixed import FixedTables
@@ -103,11 +104,3 @@ class Step:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-
-def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A table on a device; the host does not wait for the device's work before it."""
-    tensor = torch.from_numpy(table)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

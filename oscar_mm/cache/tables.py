@@ -14,7 +14,6 @@ import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS
 from oscar_mm.cache.sequence import Sequence
-from oscar_mm.cache.step import upload
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
@@ -72,6 +71,14 @@ def tables_of(
     arrays = arrays_of(sequences, bits, kv_heads, columns, workers)
     # One copy to the device instead of three.
     return Tables.within(upload(laid_out(arrays), device), arrays)
+
+
+def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A table on a device; the host does not wait for the device's work before it."""
+    tensor = torch.from_numpy(table)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -29,3 +29,28 @@ def test_questions_about_a_recording(qwen3_omni_folder, tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     assert all(f"{question}\n" in printed for question in questions)
     assert (tmp_path / "heard.safetensors").is_file()
+
+
+def test_many_requests(monkeypatch, capsys) -> None:
+    run("many_requests.py", [], monkeypatch)
+    printed = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert len(printed) == 20
+    assert printed["01.png"] == "7KQ2" and printed["04.png"] == "HOTEL"
+
+
+def test_pictures_and_sound(monkeypatch, capsys) -> None:
+    run("pictures_and_sound.py", [], monkeypatch)
+    assert capsys.readouterr().out == "19408"
+
+
+def test_go_on_later(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for segments in (21, 22):
+        run("go_on_later.py", [], monkeypatch)
+        answer, said = capsys.readouterr().out.splitlines()
+        assert answer == "T6ZPAE" and said.startswith(f"{segments} segments")
+
+
+def test_generate(monkeypatch, capsys) -> None:
+    run("generate.py", [], monkeypatch)
+    assert capsys.readouterr().out == "7KQ2\n"
