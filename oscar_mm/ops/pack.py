@@ -14,8 +14,9 @@
                   captured graph can have a fixed n
     pages         (pool slots, page_bytes) uint8; written
     bad           (1,) int32; set to 1 where a scale, zero or norm is NaN, infinite or beyond
-                  float16 (65504), which is so exactly where the input is NaN, infinite or out of
-                  range, else left alone
+                  float16 (65504), else left alone. That is so where the input is NaN, infinite or
+                  beyond float16, and may be so beyond a quarter of it, as a fit by least squares
+                  can reach beyond the values
     sigma         (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
               numbers (the kernel rounds others); None for none
     format        of the pages (``oscar_mm.ops.formats``)

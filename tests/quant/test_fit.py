@@ -64,8 +64,9 @@ def test_constant_group(fit: str, value: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+# A least-squares grid may reach beyond the values, and its zero point must be a float16 number.
 @given(
-    st.lists(st.floats(-6e4, 6e4, width=32), min_size=1, max_size=40),
+    st.lists(st.floats(-1.6e4, 1.6e4, width=32), min_size=1, max_size=40),
     st.sampled_from([2, 4]),
     st.sampled_from(["minmax", "lsq"]),
 )
