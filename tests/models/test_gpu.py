@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, with the bundled models: the tokens of eager steps."""
+"""The bundled models on a GPU: CUDA graphs of decode steps, and chats that change devices."""
 
 from __future__ import annotations
 
@@ -48,3 +48,17 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     assert not caplog.records
     # A capture for each answer, and for pools that grew.
     assert 4 <= len(captures) < 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_a_chat_goes_on_on_another_device(policy, tmp_path) -> None:
+    saved = tmp_path / "chat.safetensors"
+    question, how = "What is the code in picture 5?", {"policy": policy, "dtype": "bfloat16"}
+    pipes = {one: OscarVLPipeline("pocket-vl", device=one, **how) for one in ("cpu", "cuda")}
+    for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
+        with pipes[here].chat() as chat:
+            chat.ask("What is the code in picture 3?", images=CARDS, max_new_tokens=12)
+            chat.save(saved)
+        with pipes[there].load_chat(saved) as chat:
+            assert chat.ask(question, max_new_tokens=12).text == "T6ZPAE"
