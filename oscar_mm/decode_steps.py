@@ -8,6 +8,7 @@ lies in tensors that are written over before each replay.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,8 @@ from oscar_mm.cache.step import Step
 from oscar_mm.modality import PADDING
 from oscar_mm.ops.kernel import switched_off
 
+SWITCH = "OSCAR_MM_CUDA_GRAPHS"
+"""Environment variable: "on" captures steps. Off by default until this has run on a GPU."""
 EAGER_STEPS = 3
 """Steps before a capture, which takes as long as a few of them."""
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
@@ -35,7 +38,7 @@ class DecodeSteps:
         axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
         device: of the model's inputs.
         record: how a step is captured; None for eager steps only. By default a CUDA graph where
-            one can be had.
+            one can be had and ``SWITCH`` asks for it.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ def record_cuda_graph(function: Callable[[], torch.Tensor]) -> Callable[[], torc
 
 def _recorder(model: nn.Module, cache: OscarCache, device: torch.device) -> Record | None:
     """CUDA graphs, where all layers are on one GPU and attend by our kernels to all tokens."""
-    if device.type != "cuda" or switched_off():
+    if device.type != "cuda" or switched_off() or os.environ.get(SWITCH) != "on":
         return None
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "sliding_window", None) is not None:
