@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from oscar_mm.media.suffixes import KIND
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
 
@@ -55,19 +56,12 @@ AllowRemote = Annotated[
     bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
 ]
 
-_SUFFIXES = {
-    "videos": {".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"},
-    "audio": {".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"},
-}
-
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:
     """Names of files under "images", "videos" and "audio"; an unknown suffix is an image's."""
     kinds: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
     for name in media:
-        suffix = Path(name).suffix.lower()
-        known = (kind for kind, suffixes in _SUFFIXES.items() if suffix in suffixes)
-        kinds[next(known, "images")].append(name)
+        kinds[KIND.get(Path(name).suffix.lower(), "images")].append(name)
     return kinds
 
 

@@ -12,15 +12,12 @@ from typing import Any
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import is_address
+from oscar_mm.media.suffixes import KIND
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
-_SUFFIXES = {
-    "audio": "wav flac mp3 ogg opus oga m4a aac aiff aif wma amr caf",
-    "images": "png jpg jpeg webp bmp gif tif tiff",
-    "videos": "mp4 mkv mov webm avi m4v",
-}
-_KIND = {f".{suffix}": kind for kind, names in _SUFFIXES.items() for suffix in names.split()}
+_RARE = {".aiff": "audio", ".aif": "audio", ".wma": "audio", ".amr": "audio", ".caf": "audio"}
+_KIND = KIND | _RARE | {".tif": "images"}
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,7 @@ from pathlib import Path
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-
-SUFFIXES = {
-    "images": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff"),
-    "videos": (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"),
-    "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"),
-}
-"""Names of the arguments of ``Chat.stream``, and which files go there."""
+from oscar_mm.media.suffixes import KIND, SUFFIXES
 
 LIMITS = MediaLimits(
     max_image_pixels=25_000_000,
@@ -50,8 +44,7 @@ def by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, l
     kinds: dict[str, list[Path]] = {kind: [] for kind in SUFFIXES}
     for file in files:
         path = uploaded(file, folders)
-        suffix = path.suffix.lower()
-        kind = next((kind for kind, known in SUFFIXES.items() if suffix in known), None)
+        kind = KIND.get(path.suffix.lower())
         if kind is None:
             raise InputError(f"{path.name}: is no image, video or recording that is known here")
         if path.stat().st_size > LIMITS.max_file_bytes:
