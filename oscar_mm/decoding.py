@@ -40,6 +40,16 @@ class Prompt:
         """Tokens of a row, padding included."""
         return self.modalities.shape[1]
 
+    def positions_after(self, count: int) -> torch.Tensor:
+        """Position ids of so many text tokens that follow, shaped and typed as ``positions``."""
+        steps = torch.arange(count, device=self.positions.device)
+        following = (self.next_position + steps).expand(*self.positions.shape[:-1], -1)
+        if following.ndim == 3:
+            # The first row counts tokens; media take fewer positions than tokens in the others.
+            row = self.positions[:1, :, -1:] + 1 + steps
+            following = torch.cat([row, following[1:]])
+        return following.to(self.positions.dtype)
+
     @property
     def spans(self) -> list[list[Span]]:
         """Runs of tokens of one modality, for each row."""

@@ -56,17 +56,11 @@ def tell(
 def _with_answer(prompt: Prompt, ids: list[int]) -> Prompt:
     tokens = prompt.inputs["input_ids"]
     answer = torch.tensor([ids], dtype=tokens.dtype, device=tokens.device)
-    steps = torch.arange(len(ids), device=prompt.positions.device)
-    positions = (prompt.next_position + steps).expand(*prompt.positions.shape[:-1], -1)
-    if positions.ndim == 3:
-        # The first row counts tokens; media take fewer positions than tokens in the others.
-        row = prompt.positions[:1, :, -1:] + 1 + steps
-        positions = torch.cat([row, positions[1:]])
     text = torch.full((1, len(ids)), int(Modality.TEXT), dtype=prompt.modalities.dtype)
     return replace(
         prompt,
         inputs=prompt.inputs | {"input_ids": torch.cat([tokens, answer], dim=1)},
-        positions=torch.cat([prompt.positions, positions.to(prompt.positions.dtype)], dim=-1),
+        positions=torch.cat([prompt.positions, prompt.positions_after(len(ids))], dim=-1),
         next_position=prompt.next_position + len(ids),
         modalities=torch.cat([prompt.modalities, text], dim=1),
     )

@@ -175,14 +175,9 @@ class Reading:
     def _question(self, question: str) -> Prompt:
         """What a question adds: text, at its place after the media."""
         ids, first = self._rest(question), self._prompt
-        steps = torch.arange(ids.shape[1], device=first.positions.device)
-        positions = (first.next_position + steps).expand(*first.positions.shape[:-1], -1)
-        if positions.ndim == 3:
-            row = (self.tokens + steps).to(positions.dtype).expand(1, 1, -1)
-            positions = torch.cat([row, positions[1:]])
         return Prompt(
             inputs={"input_ids": ids.to(first.positions.device)},
-            positions=positions,
+            positions=first.positions_after(ids.shape[1]),
             next_position=first.next_position + ids.shape[1],
             modalities=torch.full(ids.shape, int(Modality.TEXT), dtype=torch.int8),
         )
