@@ -25,6 +25,19 @@ class _Kind:
     whole: torch.Tensor
     tables: Tables
 
+    @classmethod
+    def with_room(
+        cls,
+        make: Callable[[SequenceOf[Sequence], int], tuple[np.ndarray, ...]],
+        past: SequenceOf[Sequence],
+        device: torch.device,
+    ) -> _Kind:
+        """In new tensors with room for twice the items."""
+        needed = make(past, 1)[1].shape[1]
+        arrays = make(past, max(_LEAST_ITEMS, 2 * needed))
+        whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
+        return cls(make, arrays[1].shape[1], whole, Tables.within(whole, arrays))
+
 
 class FixedTables:
     """What ``Step`` would make anew for each step, in tensors that are written over instead.
@@ -44,7 +57,6 @@ class FixedTables:
         self.rows, self.version = rows, 0
         self._kinds: dict[Any, _Kind] = {}
         self._writes: dict[torch.device, torch.Tensor] = {}
-        self._past: list[Sequence] = []
         self._table: np.ndarray | None = None
 
     @property
@@ -59,14 +71,14 @@ class FixedTables:
             past: sequences before it.
             writes: (4, n) of ``Step``; None for none.
         """
-        self._past = past
         self._table = np.full((self.rows, 4), -1, dtype=np.int32)
         if writes is not None:
             self._table[: writes.shape[1]] = writes.T
-        for kind in self._kinds.values():
+        for key, kind in self._kinds.items():
             arrays = kind.make(past, kind.longest)
             if arrays[1].shape[1] > kind.longest:
-                self._place(kind, arrays)
+                self._kinds[key] = _Kind.with_room(kind.make, past, kind.whole.device)
+                self.version += 1
             else:
                 _write(kind.whole, laid_out(arrays))
         for tensor in self._writes.values():
@@ -88,9 +100,8 @@ class FixedTables:
             def make(past: SequenceOf[Sequence], longest: int) -> tuple[np.ndarray, ...]:
                 return arrays_of(past, bits, kv_heads, columns, workers, longest)
 
-            kind = _Kind(make, 0, torch.empty(0, device=device), None)
-            self._place(kind, make(past, 0))
-            self._kinds[key] = kind
+            self._kinds[key] = _Kind.with_room(make, past, device)
+            self.version += 1
         return self._kinds[key].tables
 
     def writes(self, device: torch.device) -> torch.Tensor:
@@ -98,17 +109,6 @@ class FixedTables:
         if device not in self._writes:
             self._writes[device] = torch.from_numpy(self._table).to(device, copy=True)
         return self._writes[device]
-
-    def _place(self, kind: _Kind, arrays: tuple[np.ndarray, ...]) -> None:
-        """New tensors with room for twice the items."""
-        assignments, items, counts = arrays
-        room = max(_LEAST_ITEMS, 2 * items.shape[1])
-        items = np.pad(items, ((0, 0), (0, room - items.shape[1]), (0, 0)))
-        arrays = assignments, items, counts
-        kind.longest = room
-        kind.whole = torch.from_numpy(laid_out(arrays)).to(kind.whole.device, copy=True)
-        kind.tables = Tables.within(kind.whole, arrays)
-        self.version += 1
 
 
 def _write(target: torch.Tensor, table: np.ndarray) -> None:
