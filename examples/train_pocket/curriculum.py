@@ -192,7 +192,7 @@ class Curriculum:
         return 4 <= number <= 60 and ladder.newest() >= 4 and self.dice.random() < 0.5
 
     def _finds(self, ladder: Ladder) -> bool:
-        share = 0.25 if ladder.stages < len(FINDING) else 0.1
+        share = 0.4 if ladder.stages < len(FINDING) else 0.15
         return ladder.difficulty >= OPEN_UP and self.dice.random() < share
 
     @staticmethod
