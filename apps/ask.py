@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-import oscar_mm
 from oscar_mm.apps import options, progress
 from oscar_mm.apps.terminal import warnings_as_lines, write
 from oscar_mm.errors import InputError
@@ -38,7 +37,9 @@ def ask(
     top_k: options.TopK = 0,
     seed: options.Seed = None,
     device: options.Device = None,
+    device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
+    max_context: options.MaxContext = None,
     allow_remote: options.AllowRemote = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
@@ -64,7 +65,7 @@ def ask(
         else existing_file(name, name)
         for name in given["audio"]
     ]
-    from oscar_mm.sampling import Sampling  # brings torch, which the checks above do without
+    from oscar_mm.decoding.sampling import Sampling  # brings torch, unlike the checks above
 
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -75,16 +76,23 @@ def ask(
     )
     model = options.chosen_model(model, hears=bool(sounds) or audio_in_video)
     progress.on_loading()
-    from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
+    from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
 
-    kind = reader(model)
+    kind = pipeline_for(model)
     shown: dict[str, Any] = {"images": pictures, "videos": given["videos"]}
-    if kind == "OscarOmniPipeline":
+    if kind is OscarOmniPipeline:
         shown |= {"audio": sounds, "use_audio_in_video": audio_in_video}
     elif sounds or audio_in_video:
         what = given["audio"][0] if sounds else "--audio-in-video"
         raise InputError(f"{what}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni")
-    pipe = getattr(oscar_mm, kind)(model, policy=policy, device=device, dtype=dtype)
+    pipe = kind(
+        model,
+        policy=policy,
+        device=device,
+        device_map=device_map,
+        dtype=dtype,
+        max_context=max_context,
+    )
     with progress.prefill(pipe.model):
         with warnings_as_lines():
             stream = pipe.stream(prompt=prompt, system=system, **shown, **asdict(sampling))

@@ -68,7 +68,7 @@ def accuracy(
     progress.on_loading()
     from oscar_mm.compare.checkpoint import Comparison  # brings torch
     from oscar_mm.compare.methods import REFERENCE, main_methods, selected
-    from oscar_mm.pipelines.loading import reader
+    from oscar_mm.pipelines import pipeline_for
 
     known = main_methods()
     chosen = selected(known, methods or [])
@@ -76,7 +76,7 @@ def accuracy(
         names = "; ".join(one.name for one in known)
         raise InputError(f"--methods {' '.join(methods or [])}: in no name of {names}")
     chosen = [known[0], *(one for one in chosen if one.name != REFERENCE)]
-    pipe = getattr(oscar_mm, reader(model))(model, device=device, dtype=dtype)
+    pipe = pipeline_for(model)(model, device=device, dtype=dtype)
     comparison = Comparison(pipe, chosen, max_new_tokens)
     compared = 0
     for number, row in enumerate(rows, 1):

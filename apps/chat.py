@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import oscar_mm
 from oscar_mm.apps import options, progress
 from oscar_mm.apps.terminal import harmless, warnings_as_lines, write
 from oscar_mm.errors import InputError
@@ -50,7 +49,9 @@ def chat(
     top_k: options.TopK = 0,
     seed: options.Seed = None,
     device: options.Device = None,
+    device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
+    max_context: options.MaxContext = None,
     audio_in_video: options.AudioInVideo = False,
     allow_remote: options.AllowRemote = False,
 ) -> None:
@@ -63,7 +64,7 @@ def chat(
         existing_file(load, load)
         if system is not None:
             raise InputError("--system is for a new chat: a saved one has its own")
-    from oscar_mm.sampling import Sampling  # brings torch, which the checks above do without
+    from oscar_mm.decoding.sampling import Sampling  # brings torch, unlike the checks above
 
     how = {
         "max_new_tokens": max_new_tokens,
@@ -75,10 +76,16 @@ def chat(
     Sampling(**how)
     model = options.chosen_model(model, hears=audio_in_video)
     progress.on_loading()
-    from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
+    from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
 
-    pipe = getattr(oscar_mm, reader(model))(
-        model, policy=policy, device=device, dtype=dtype, allow_remote=allow_remote
+    pipe = pipeline_for(model)(
+        model,
+        policy=policy,
+        device=device,
+        device_map=device_map,
+        dtype=dtype,
+        max_context=max_context,
+        allow_remote=allow_remote,
     )
     if audio_in_video:
         _check_reads(pipe, Modality.AUDIO)

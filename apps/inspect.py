@@ -1,18 +1,16 @@
 """`oscar-mm inspect`: token norms by modality, and what quantizing a prompt's keys does."""
 
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-import oscar_mm
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import existing_file
+from oscar_mm.whole_file import whole_file
 
 _PROMPT = "Describe what you see and hear, in detail."
 
@@ -50,14 +48,14 @@ def inspect(
         require_matplotlib()
     model = options.chosen_model(model, hears=bool(given["audio"]))
     progress.on_loading()
-    from oscar_mm.pipelines.loading import reader  # brings transformers' models, slow to import
+    from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
 
-    kind = reader(model)
-    if given["audio"] and kind != "OscarOmniPipeline":
+    kind = pipeline_for(model)
+    if given["audio"] and kind is not OscarOmniPipeline:
         raise InputError(
             f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni"
         )
-    pipe = getattr(oscar_mm, kind)(model, device=device, dtype=dtype)
+    pipe = kind(model, device=device, dtype=dtype)
     pipe.check_texts(prompt, None)
     prepared = pipe.prepare(prompt, pipe.read_media(**given), None)
     pipe.check_length(prepared, 1)
@@ -127,21 +125,9 @@ def _save(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
-            _write(out / file, content)
+            with whole_file(out / file) as part:
+                part.write_bytes(content)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written: {error.strerror}") from error
     for file in files:
         print(out / file, file=sys.stderr)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """As a whole or not at all."""
-    handle, part = tempfile.mkstemp(".part", f".{path.name}.", path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise

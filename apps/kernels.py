@@ -56,8 +56,7 @@ def checked(operation: str, device: torch.device) -> Verdict:
         specialization = Specialization.of((made,), _HEAD_DIM, _POLICY.rotate, _DTYPE)
         return packed_attention.TRUSTED.check(specialization, device)
     if operation == "pack":
-        recipe = Recipe(made, _POLICY.rotate, _POLICY.fit, _POLICY.norm)
-        return pack_kernel.TRUSTED.check((recipe, _DTYPE), device)
+        return pack_kernel.TRUSTED.check((Recipe.of(made, _POLICY), _DTYPE), device)
     return unpack_kernel.TRUSTED.check((made, _POLICY.rotate, _DTYPE), device)
 
 
@@ -90,8 +89,9 @@ def _pack(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
     keys, values = (_states(device, 1, _HEADS, tokens) for _ in range(2))
     source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
     places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
-    how = (None, text_of(made), _POLICY.rotate, _POLICY.fit, _POLICY.norm)
-    call = partial(pack_jobs, keys, values, _blocks(device), *places, *how)
+    how = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
+    sides = (keys, values, _blocks(device))
+    call = partial(pack_jobs, *sides, *places, None, text_of(made), *how)
     return Job(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 

@@ -17,9 +17,8 @@ from lmms_eval.api.model import lmms
 from lmms_eval.models.registry_v2 import ModelManifest
 from PIL import Image
 
-import oscar_mm
 from oscar_mm.errors import InputError
-from oscar_mm.pipelines.loading import reader
+from oscar_mm.pipelines import pipeline_for
 
 
 class OscarMM(lmms):
@@ -56,8 +55,7 @@ class OscarMM(lmms):
         self._world_size = self.accelerator.num_processes
         if self._world_size > 1:
             device = str(self.accelerator.device)
-        kind = getattr(oscar_mm, reader(pretrained))
-        self.pipe = kind(pretrained, policy=policy, device=device, dtype=dtype)
+        self.pipe = pipeline_for(pretrained)(pretrained, policy=policy, device=device, dtype=dtype)
         self.batch_size, self.max_tokens = int(batch_size), int(max_tokens)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:

@@ -42,11 +42,24 @@ Device = Annotated[
     str | None,
     typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(metavar="auto", help="Spread the model's layers over several GPUs."),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
+    ),
+]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Most tokens of a conversation with its answer; more is refused. Default: the "
+        "model's own.",
     ),
 ]
 AudioInVideo = Annotated[

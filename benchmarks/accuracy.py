@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from benchmarks.accuracy_generation import generate
 from benchmarks.record import Record, command, device_name, finish, parser
 from benchmarks.stress import outlier_channels
 from benchmarks.tasks import TASKS, Conversations, Task, conversations, load
-from benchmarks.unbiased_values import experiments
 from examples.train_pocket.configs import NAMES
 from examples.train_pocket.evaluate import SEED
 from examples.train_pocket.studio import Studio, load_atlases
@@ -151,6 +151,7 @@ def arguments_of(given: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--no-ablation", action="store_true", help="the main table only")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seed", type=int, default=SEED)
+    made.add_argument("--add", action="store_true", help="keep the file's other tasks")
     made.add_argument("--report", action="store_true", help="show what was recorded")
     return made.parse_args(given)
 
@@ -186,11 +187,23 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
+def _added_to(record: Record, folder: Path, tasks: Sequence[str]) -> Record:
+    """A record that begins with the rows of an earlier run, but for those of these tasks."""
+    path = record.path(folder)
+    if not path.is_file():
+        return record
+    earlier = Record.load(path)
+    rows = [row for row in earlier.rows if row["task"] not in tasks]
+    return replace(record, command=f"{earlier.command}; {record.command}", rows=rows)
+
+
 def _run(options: argparse.Namespace, line: str) -> int:
     device = torch.device(options.device)
     prompts = options.prompts or PROMPTS[device.type]
-    main_table = selected(main_methods(), options.methods and [REFERENCE, *options.methods])
-    ablation = selected([*ablation_methods(), *experiments()], options.methods)
+    tables = (main_methods(), ablation_methods())
+    wanted = options.methods and [REFERENCE, *options.methods]
+    chosen = {one.name for one in selected([*tables[0], *tables[1]], wanted)}
+    main_table, ablation = ([one for one in table if one.name in chosen] for table in tables)
     done = []
     for name in options.model or NAMES:
         tasks = selected(TASKS[name], options.tasks)
@@ -201,6 +214,8 @@ def _run(options: argparse.Namespace, line: str) -> int:
         studio = Studio(pocket, *load_atlases(options.atlases, device, audio), plain=True)
         extra = {"seed": options.seed, "prompts": prompts, "model": name}
         record = Record(f"accuracy-{name}", line, device_name(device.type), [], NOTES, extra)
+        if options.add:
+            record = _added_to(record, options.out, [task.name for task in tasks])
         for task in tasks:
             changed = [] if options.no_ablation else ablation
             measured = measure(

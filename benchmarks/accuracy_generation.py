@@ -14,9 +14,10 @@ from examples.train_pocket.studio import Studio
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.compare.forced import IGNORE
 from oscar_mm.compare.methods import DEFAULT, REFERENCE
-from oscar_mm.decoding import Prompt, decode
+from oscar_mm.decoding.loop import decode
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.modality import PADDING
-from oscar_mm.sampling import Sampling
 
 POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset("compact")}
 _ROOM = 8

@@ -22,13 +22,13 @@ from benchmarks.replay import Call, difference, joined, recorded, replay, step_m
 from oscar_mm import KVPolicy, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.store import LayerPools
+from oscar_mm.chat.session import Chat
 from oscar_mm.experts import IMPLEMENTATION as EXPERTS
 from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.ops import append, pack_kernel, packed_attention, unpack_kernel
 from oscar_mm.ops.quantize import Recipe
 from oscar_mm.pipelines.media import Medium
-from oscar_mm.session import Chat
 from tests.tiny import TEXT
 
 POLICY = "compact"
@@ -267,9 +267,8 @@ def kernels_used(pools: LayerPools, policy: KVPolicy) -> dict[str, bool]:
     """Which operations are done by their CUDA kernels on the pages of a layer."""
     formats = [pools.formats[bits] for bits in sorted(pools.formats)]
     how = (pools.dtype, pools.device)
-    recipes = [Recipe(one, policy.rotate, policy.fit, policy.norm) for one in formats]
     decode = packed_attention.packed_attention(formats, pools.head_dim, policy.rotate, *how)
-    packs = [pack_kernel.kernel_for(recipe, *how) for recipe in recipes]
+    packs = [pack_kernel.kernel_for(Recipe.of(one, policy), *how) for one in formats]
     unpacks = [unpack_kernel.kernel_for(one, policy.rotate, *how) for one in formats]
     appends = pools.device.type == "cuda" and append.TRUSTED.kernel((pools.dtype, 16), how[1])
     return {

@@ -25,6 +25,7 @@ TOKENS, KV_HEADS, HEAD_DIM = 131_072, 8, 128
 BATCHES = (1, 8, 32)
 POLICIES = {
     "compact": KVPolicy.preset("compact"),
+    "compact, value scale plain": KVPolicy.preset("compact", value_scale="plain"),
     "oscar": KVPolicy.preset("oscar"),
     "compact, 4 bit": KVPolicy.preset("compact", bits=4),
 }
@@ -59,7 +60,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
     def pack() -> torch.Tensor:
         pack_jobs(
             *(keys, values, blocks, source, rows, slots, pages, bad, sigma),
-            *(text_of(page_format), policy.rotate, policy.fit, policy.norm),
+            *(text_of(page_format), policy.rotate, policy.fit, policy.norm, policy.value_scale),
         )
         return pages
 

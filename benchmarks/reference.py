@@ -6,12 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from oscar_mm.cache.layer import OscarLayer, joined
-from oscar_mm.cache.layout import BLOCK_TOKENS
+from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.sequence import Sequence
-from oscar_mm.ops.unpack import unpack
-
-_BLOCKS_AT_ONCE = 256
 
 
 def stored_pair(
@@ -23,25 +19,12 @@ def stored_pair(
     """
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for stream in sequence.streams.values():
-        pairs = [
-            [joined(side[:, heads], tokens) for side in _unpacked(layer, pages, stream.bits)]
-            for pages, tokens in layer.page_runs(stream)
-        ]
-        for start in range(0, len(stream.blocks), _BLOCKS_AT_ONCE):
-            blocks = stream.blocks[start : start + _BLOCKS_AT_ONCE]
-            pairs.append(layer.tail(blocks, stream.tail - start * BLOCK_TOKENS)[:, heads])
-        for pair in pairs:
+        # Float32, so that nothing is rounded on the way.
+        for pair in layer.parts(stream, layer.slots(stream), torch.float32):
             for parts, side in zip(sides, pair, strict=True):
-                parts.append(side.double())
+                parts.append(side[heads].double())
     keys, values = (torch.cat(parts, dim=1) for parts in sides)
     return keys, values
-
-
-def _unpacked(
-    layer: OscarLayer, pages: torch.Tensor, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32, so that nothing is rounded on the way to the reference."""
-    return unpack(pages, layer.formats[bits], layer.basis, torch.float32)
 
 
 def exact(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ import torch
 from transformers import Cache
 
 from oscar_mm import OscarCache
+from oscar_mm.decoding.pieces import in_pieces
 from oscar_mm.modality import token_modalities
-from oscar_mm.pieces import in_pieces
 
 _NOT_INPUTS = ("past_key_values", "use_cache", "logits_to_keep")
 

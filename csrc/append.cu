@@ -6,6 +6,7 @@
 // Compiled with: UNIT (bytes that a thread takes at a time: 16, 8 or 4), ELEMENT_BYTES (2 or 4),
 // EXPONENT (bits of an element's exponent, of 2-byte elements twice in 32 bits).
 
+#include "overlap.cuh"
 #include "types.cuh"
 
 constexpr int BLOCK_TOKENS = 32;
@@ -41,6 +42,8 @@ struct alignas(UNIT) Unit {
 };
 
 extern "C" __global__ void append(const __grid_constant__ Params params) {
+  let_next_begin();
+  wait_for_previous();
   const int4 write = params.writes[blockIdx.x];
   const int row = write.x, token = write.y, slot = write.z, place = write.w;
   if (slot < 0) return;

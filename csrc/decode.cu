@@ -9,12 +9,13 @@
 // place and a channel's scale go into the query, a token's scale into its probability.
 //
 // Compiled with, besides page.cuh's: BITS_A, BITS_B (0: none), ELEMENT (__half, __nv_bfloat16),
-// WARPS (at least 8), BUFFERS (at least WARPS), BULK (copy.cuh), ROTATE.
+// WARPS (at least 8), BUFFERS (of fewer than WARPS some warps wait), BULK (copy.cuh), ROTATE.
 
 #include "attend_block.cuh"
 #include "attend_page.cuh"
 #include "hadamard.cuh"
 #include "merge.cuh"
+#include "overlap.cuh"
 #include "params.cuh"
 #include "request.cuh"
 
@@ -180,7 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   __syncthreads();
+  let_next_begin();
   if (part.begin == part.end) return;
+  wait_for_previous();
   uint32_t taken = 0;
   Query query;
   query.fetch(params, part, warp, lane);

@@ -51,16 +51,19 @@ __device__ __forceinline__ void spread(float (&lines)[LINES], float own, int lan
     lines[line] = __shfl_sync(~0u, own, 8 * line + (lane & 3));
 }
 
-// As a page stores it. `bad` becomes NaN where that is no finite number.
+// As a page stores it.
+__device__ __forceinline__ float as_half(float x) { return __half2float(__float2half_rn(x)); }
+
+// The same. `bad` becomes NaN where that is no finite number.
 __device__ __forceinline__ float as_half(float x, float& bad) {
-  x = __half2float(__float2half_rn(x));
+  x = as_half(x);
   bad = fmaf(x, 0.0f, bad);
   return x;
 }
 
-// Scale and zero point of a group of the line that a lane looks after.
+// Scale and zero point of a group of the line that a lane looks after, and the mean of its values.
 struct Fit {
-  float scale, zero;
+  float scale, zero, mean;
 
   // To what a page stores. unit: what a value is to be multiplied by to be in stored units.
   __device__ __forceinline__ void round(float unit, float& bad) {
@@ -72,20 +75,25 @@ struct Fit {
 // Values that are not rotated are few-digit numbers, which often lie half way between two codes: the
 // difference from the zero point, which is exact, decides then.
 struct Assign {
+  static constexpr float TOP = ROTATE ? 1 : STEPS;  // position of the highest code; the lowest: 0
   float factor[LINES], offset[LINES];
 
   __device__ __forceinline__ Assign(const Fit& fit, float unit, int lane) {
-    const float steps = ROTATE ? STEPS : 1;
     float own = fit.scale > 0.0f ? (ROTATE ? reciprocal(fit.scale) : 1.0f / fit.scale) : 0.0f;
-    own *= unit / steps;
+    own *= unit * (TOP / STEPS);
     spread(factor, own, lane);
     spread(offset, ROTATE ? -fit.zero * own * (1.0f / unit) : -fit.zero, lane);
   }
 
+  // Of a value among the codes.
+  __device__ __forceinline__ float position(float x, int line) const {
+    return ROTATE ? fmaf(x, factor[line], offset[line]) : (x + offset[line]) * factor[line];
+  }
+
   // The code in the low bits of a float that is ROUND more than it.
-  __device__ __forceinline__ float raised(float x, int line) const {
-    if (ROTATE) return fmaf(__saturatef(fmaf(x, factor[line], offset[line])), STEPS, ROUND);
-    return fminf(fmaxf((x + offset[line]) * factor[line], 0.0f), STEPS) + ROUND;
+  __device__ __forceinline__ static float raised(float position) {
+    if (ROTATE) return fmaf(__saturatef(position), STEPS, ROUND);
+    return fminf(fmaxf(position, 0.0f), STEPS) + ROUND;
   }
 };
 
@@ -114,7 +122,7 @@ __device__ __forceinline__ void regress(const float (&x)[TILES][2][4], int first
 #pragma unroll
     for (int line = 0; line < LINES; ++line) {
       const float value = value_of(x, first, line, i);
-      const float code = assign.raised(value, line) - (ROUND - AWAY);
+      const float code = Assign::raised(assign.position(value, line)) - (ROUND - AWAY);
       if (CODE_BITS != 2) codes[line] += code;
       if (APART != 1) sums[line] += value;
       squares[line] = fmaf(code, code, squares[line]);
@@ -157,8 +165,9 @@ __device__ __forceinline__ Fit fit_group(const float (&x)[TILES][2][4], int firs
   const float sum = gathered_sum(sums, lane), range = most - least;
   // fminf and fmaxf pass over NaN, the sum does not. (Infinity makes a range that is none.)
   if (isnan(sum)) least = sum;
-  if (FIT == 0) return {range * (1.0f / STEPS), least};
-  Fit fit = {range * (start / STEPS), (most + least - range * start) * 0.5f};
+  const float mean = sum * (1.0f / (16 * GROUP_TILES));
+  if (FIT == 0) return {range * (1.0f / STEPS), least, mean};
+  Fit fit = {range * (start / STEPS), (most + least - range * start) * 0.5f, mean};
   // The first round looks at some of the values only.
   regress<GROUP_TILES, GROUP_TILES < 4 ? 2 : 4>(x, first, sum, fit, lane);
 #pragma unroll 1
@@ -166,3 +175,30 @@ __device__ __forceinline__ Fit fit_group(const float (&x)[TILES][2][4], int firs
     regress<GROUP_TILES, 1>(x, first, sum, fit, lane);
   return fit;
 }
+
+// How far the values of groups, one of each line, agree with their codes: by positions, in which a
+// mean far from zero is gone before anything is squared.
+template <int GROUP_TILES>
+struct Agreement {
+  float codes[LINES] = {}, squares[LINES] = {}, products[LINES] = {};
+
+  __device__ __forceinline__ void add(float position, float raised, int line) {
+    const float code = raised - ROUND;
+    codes[line] += code;
+    squares[line] = fmaf(position, position, squares[line]);
+    products[line] = fmaf(position, code, products[line]);
+  }
+
+  // What to store, so that what is read is not shrunk, instead of the `fit` that gave the codes
+  // (quant/fit.py, unbiased_scale). unit: of the mean of fit.
+  __device__ __forceinline__ Fit unbiased(const Fit& fit, float unit, int lane) const {
+    constexpr float COUNT = 16 * GROUP_TILES, STEP = Assign::TOP / STEPS;
+    const float code = gathered_sum(codes, lane) * (1.0f / COUNT), mean = fit.mean * unit;
+    const float middle = (mean - fit.zero) * STEP / fit.scale;
+    const float variance = fmaf(-COUNT * middle, middle, gathered_sum(squares, lane));
+    const float covariance = fmaf(-COUNT * middle, code, gathered_sum(products, lane)) * STEP;
+    const float scale = fit.scale * fminf(fmaxf(variance / covariance, 0.5f), 2.0f);
+    const Fit found = {as_half(scale), as_half(fmaf(-scale, code, mean)), fit.mean};
+    return covariance > 0.0f && isfinite(found.scale) && isfinite(found.zero) ? found : fit;
+  }
+};

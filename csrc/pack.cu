@@ -9,7 +9,7 @@
 //
 // Compiled with, besides page.cuh's: CODE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE, FIT (0
 // min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0
-// plain, 1 refit, 2 unbiased).
+// plain, 1 refit, 2 unbiased), VALUE_SCALE (0 plain, 1 unbiased).
 
 #include "fit.cuh"
 #include "rotate.cuh"
@@ -71,6 +71,11 @@ __device__ __forceinline__ int in_fragments(int index) {
 __device__ __forceinline__ int norm_place(int token) {
   const int within = token % 64;
   return token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;
+}
+
+// Write a group's scale and zero: one of the two lanes that have them does.
+__device__ __forceinline__ void leave_fit(__half* scale, __half* zero, const Fit& fit, int lane) {
+  if (lane % 8 < 4) *scale = __float2half_rn(fit.scale), *zero = __float2half_rn(fit.zero);
 }
 
 // Leave the sum of each token over a warp's channels; sums[tile][half] is of this lane's four. Of
@@ -171,10 +176,7 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
     const int first = part * GROUP_TILES;
     Fit fit = fit_group<GROUP_TILES>(x, first, KEY_START, lane);
     fit.round(unit, bad);
-    if (lane % 8 < 4) {
-      scales[part * HEAD_DIM] = __float2half_rn(fit.scale);
-      zeros[part * HEAD_DIM] = __float2half_rn(fit.zero);
-    }
+    leave_fit(scales + part * HEAD_DIM, zeros + part * HEAD_DIM, fit, lane);
     const Assign assign(fit, unit, lane);
     float scale[LINES], zero[LINES];
     if (FITS_NORM) spread(scale, fit.scale, lane), spread(zero, fit.zero, lane);
@@ -186,7 +188,8 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
 #pragma unroll
       for (int line = 0; line < LINES; ++line) {
         const int tile = first + i / 2, half = i % 2;
-        const float value = value_of(x, first, line, i), raised = assign.raised(value, line);
+        const float value = value_of(x, first, line, i);
+        const float raised = Assign::raised(assign.position(value, line));
         const int k = line / 2 + 2 * PARITIES * (half + 2 * (line % 2));
         words[i / 2] += __float_as_uint(raised) << (CODE_BITS * k);
         if (FITS_NORM) {
@@ -245,20 +248,22 @@ __device__ __forceinline__ void pack_values(const uint8_t* rows, uint8_t* page, 
     const int first = part * GROUP_TILES;
     Fit fit = fit_group<GROUP_TILES>(x, first, VALUE_START, lane);
     fit.round(UNIT, bad);
-    if (lane % 8 < 4) {
-      scales[part * PAGE_TOKENS] = __float2half_rn(fit.scale);
-      zeros[part * PAGE_TOKENS] = __float2half_rn(fit.zero);
-    }
+    __half *scale = scales + part * PAGE_TOKENS, *zero = zeros + part * PAGE_TOKENS;
+    if (VALUE_SCALE == 0) leave_fit(scale, zero, fit, lane);
     const Assign assign(fit, UNIT, lane);
+    Agreement<GROUP_TILES> agreement;
 #pragma unroll
     for (int i = 0; i < 2 * GROUP_TILES; ++i)
 #pragma unroll
       for (int line = 0; line < LINES; ++line) {
         const int step = first + i / 2, half = line / 2, odd = line % 2;
         const int k = i % 2 + 2 * (step % PARITIES + PARITIES * (half + 2 * odd));
-        words[step / PARITIES] +=
-            __float_as_uint(assign.raised(value_of(x, first, line, i), line)) << (CODE_BITS * k);
+        const float position = assign.position(value_of(x, first, line, i), line);
+        const float raised = Assign::raised(position);
+        words[step / PARITIES] += __float_as_uint(raised) << (CODE_BITS * k);
+        if (VALUE_SCALE == 1) agreement.add(position, raised, line);
       }
+    if (VALUE_SCALE == 1) leave_fit(scale, zero, agreement.unbiased(fit, UNIT, lane), lane);
   }
   constexpr int NEAR = P::LANE_WORDS < 4 ? P::LANE_WORDS : 4;
   uint32_t* codes = reinterpret_cast<uint32_t*>(page + P::value_codes + tile * P::TILE_CODES);

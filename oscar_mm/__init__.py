@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from oscar_mm.answer import Answer
     from oscar_mm.cache.cache import OscarCache
+    from oscar_mm.decoding.answer import Answer
     from oscar_mm.errors import InputError
     from oscar_mm.media import MediaLimits
     from oscar_mm.memory import MemoryReport
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Answer": "oscar_mm.answer",
+    "Answer": "oscar_mm.decoding.answer",
     "InputError": "oscar_mm.errors",
     "KVPolicy": "oscar_mm.policy",
     "MediaLimits": "oscar_mm.media",

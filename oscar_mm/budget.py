@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import tempfile
 import weakref
+from collections import Counter
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
-from oscar_mm.decoding import Prompt
 from oscar_mm.errors import InputError
-from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
     from oscar_mm.cache.store import PageStore
-    from oscar_mm.holding import Holding
-    from oscar_mm.prefixes import Prefixes
+    from oscar_mm.chat.holding import Holding
+    from oscar_mm.decoding.prefixes import Prefixes
 
 
 class KVBudget:
     """Makes room in stores before and after each turn; used under their lock.
 
-    What counts are pages and 16-bit blocks in use, each once, of all chats and kept prefixes. To
-    make room, prefixes go first, then the chats that were used least recently and are not
-    answering are written to files; they come back with their next use. During a turn the store
-    may grow beyond the budget, by what the turn's answer takes more than was foreseen.
+    What counts are pages and 16-bit blocks in use, each once, of all chats, kept prefixes and
+    requests without a chat. To make room, prefixes go first, then the chats that were used least
+    recently and are not answering are written to files; they come back with their next use. What
+    a turn takes is foreseen slot by slot (``oscar_mm.cache.foresight``), up to its longest answer.
 
     Args:
-        store: of the pipeline; ``stores`` takes those of others that share the budget.
+        store: of the pipeline; ``stores`` takes those of others that share the budget, as long
+            as they are there.
         limit: bytes.
         folder: for the files; made if it is not there. By default a temporary one. None: nothing
             is written, and a turn that does not fit is refused.
@@ -72,51 +71,61 @@ class KVBudget:
         """Where the next chat goes."""
         return self.folder / f"chat-{uuid4().hex}.safetensors"
 
-    def make_room(self, needed: int, chat: Holding) -> None:
-        """Until ``needed`` more bytes are free for a chat.
+    def make_room(self, needed: int, chat: Holding | None = None) -> None:
+        """Until ``needed`` more bytes are free.
+
+        Args:
+            needed: bytes.
+            chat: that they are for, which stays; also stays who is answering just now.
 
         Raises:
-            InputError: there is no room, and nothing more that could go.
+            InputError: there is no room, whatever else could go; nothing has gone then.
         """
+        short = self.used_bytes + needed - self.limit
+        if short > 0 and short > self._could_go(chat):
+            raise InputError(self._refusal(needed))
+        self._give_way(needed, chat)
+
+    def settle(self, chat: Holding) -> None:
+        """After a turn: others go until the budget holds; the chat itself stays, if need be."""
+        self._give_way(0, chat)
+
+    def _give_way(self, needed: int, chat: Holding | None) -> None:
+        """Prefixes and other chats go until that much is free, or nothing more can go."""
         while self.used_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
                 continue
-            others = [one for one in self._last_use if one is not chat and one.can_be_spilled]
-            if self.folder is None or not others:
-                raise InputError(self._refusal(needed))
+            others = self._others(chat)
+            if not others:
+                return
             min(others, key=self._last_use.__getitem__).spill(self.new_file())
 
-    def settle(self, chat: Holding) -> None:
-        """After a turn: others go until the budget holds; the chat itself stays, if need be."""
-        try:
-            self.make_room(0, chat)
-        except InputError:
-            # Told when it asks for more.
-            return
+    def _others(self, chat: Holding | None) -> list[Holding]:
+        if self.folder is None:
+            return []
+        return [one for one in self._last_use if one is not chat and one.can_be_spilled]
 
-    @staticmethod
-    def bytes_of(store: PageStore, prompt: Prompt, new_tokens: int) -> int:
-        """What a turn will take at most, but for the rounding of what is there; 0 before any."""
-        policy = store.policy
-        text = [Modality.TEXT] * new_tokens
-        modalities = [*prompt.modalities[0].tolist(), *text]
+    def _could_go(self, chat: Holding | None) -> int:
+        """Bytes of the slots that nobody but prefixes and other chats holds."""
+        caches = [one.now.cache for one in self._others(chat)]
+        caches += [] if self.prefixes is None else self.prefixes.caches
         total = 0
-        for pools in store.layers.values():
-            block = pools.by_bits[16].slot_bytes
-            for modality in set(modalities):
-                tokens, bits = modalities.count(modality), policy.bits_for(Modality(modality))
-                in_blocks = tokens
-                if bits < 16:
-                    in_blocks = min(tokens, PAGE_TOKENS + policy.window)
-                    pages = max(0, tokens - policy.window) // PAGE_TOKENS
-                    total += pages * pools.formats[bits].page_bytes
-                total += -(-in_blocks // BLOCK_TOKENS) * block
+        for store in self.stores:
+            owners: dict[int, Counter[int]] = {bits: Counter() for bits in store.allocators}
+            for cache in caches:
+                for stream in cache.ledger.streams() if cache.store is store else ():
+                    owners[16].update(stream.blocks)
+                    owners[stream.bits].update(stream.pages)
+            for bits, slots in owners.items():
+                size = sum(pools.by_bits[bits].slot_bytes for pools in store.layers.values())
+                held = store.allocators[bits]
+                total += size * sum(count == held.owners(slot) for slot, count in slots.items())
         return total
 
     def _refusal(self, needed: int) -> str:
         used = self.used_bytes
-        remedy = "forget() media, undo() turns or raise kv_budget"
+        remedy = "forget() media, undo() turns, wait for other answers or raise kv_budget"
         if self.folder is None:
             remedy = f"close() chats, {remedy}, or let chats be written to disk with spill=True"
         return (

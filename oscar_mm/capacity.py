@@ -42,6 +42,18 @@ class ModelShape:
             parameters=parameters,
         )
 
+    def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[int, int]:
+        """Of one layer: bytes of a page of each bit width, and under 16 those of a block.
+
+        Args:
+            policy: how keys and values are stored.
+            itemsize: bytes of a number in the model's dtype.
+        """
+        sizes = {16: 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * itemsize}
+        for bits in set(policy.bits) - {16}:
+            sizes[bits] = PageFormat.of(policy, bits, self.kv_heads, self.head_dim).page_bytes
+        return sizes
+
     @property
     def weight_bytes(self) -> int:
         """In 16 bit."""
@@ -57,20 +69,18 @@ class ModelShape:
             policy: how keys and values are stored.
             tokens: by modality ("text", "image", "video", "audio"), text first of all.
         """
-        block = 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * 2
-        total = 0
+        sizes, total = self.slot_bytes(policy), 0
         for modality in Modality:
             count, bits = tokens.get(modality.label, 0), policy.bits_for(modality)
-            pages = page = 0
+            pages = 0
             if bits < 16:
                 is_text = modality is Modality.TEXT
                 sinks = min(count, policy.sinks) if is_text else 0
-                total += -(-sinks // BLOCK_TOKENS) * block
+                total += -(-sinks // BLOCK_TOKENS) * sizes[16]
                 count -= sinks
-                page = PageFormat.of(policy, bits, self.kv_heads, self.head_dim).page_bytes
                 pages = max(0, count - (policy.window if is_text else 0)) // PAGE_TOKENS
             left = count - pages * PAGE_TOKENS
-            total += pages * page + -(-left // BLOCK_TOKENS) * block
+            total += pages * sizes[bits] + -(-left // BLOCK_TOKENS) * sizes[16]
         return self.layers * total
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from oscar_mm.ranks import Ranks
+
 _SAMPLES = 64
 _CONFIG = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -27,12 +29,15 @@ def model_fingerprint(model: Any) -> str:
     weights that are not among the samples goes unnoticed. Names of parameters and devices do not
     count: a checkpoint has one fingerprint with all versions of transformers.
 
+    Each rank has a fingerprint of its own, for it has other heads.
+
     Args:
         model: a model of transformers that generates.
     """
     sampled = []
     for parameter in model.parameters():
-        flat = parameter.detach().reshape(-1)
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        flat = own.detach().reshape(-1)
         places = torch.arange(min(_SAMPLES, len(flat)), device=flat.device)
         sampled.append((tuple(parameter.shape), flat[places * len(flat) // max(1, len(places))]))
     digests = sorted(
@@ -42,4 +47,6 @@ def model_fingerprint(model: Any) -> str:
     config = model.config.get_text_config().to_dict()
     about = json.dumps({name: config.get(name) for name in _CONFIG}, sort_keys=True, default=str)
     whole = hashlib.sha256(about.encode() + b"".join(digests)).hexdigest()
-    return f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')} {whole}"
+    kind = f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')}"
+    ranks = Ranks.of(model)
+    return f"{kind} {whole}" if ranks.count == 1 else f"{kind} {ranks} {whole}"

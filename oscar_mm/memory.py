@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,9 @@ class MemoryReport:
         tokens: stored tokens by modality, summed over the batch; of shared slots counted once
             for each sequence.
         shared_bytes: those of kv_bytes that other caches hold too.
+        by_device: bytes by device; page tables and token map are on "cpu".
+        ranks: processes that store the other heads of the same layers; 1 if there are none. The
+            report is of one process.
     """
 
     kv_bytes: int
@@ -50,6 +53,8 @@ class MemoryReport:
     by_kind: dict[str, int]
     tokens: dict[str, int]
     shared_bytes: int = 0
+    by_device: dict[str, int] = field(default_factory=dict)
+    ranks: int = 1
 
     @property
     def ratio(self) -> float:
@@ -72,6 +77,8 @@ class MemoryReport:
             "tokens": dict(self.tokens),
             "by_modality": dict(self.by_modality),
             "by_kind": dict(self.by_kind),
+            "by_device": dict(self.by_device),
+            "ranks": self.ranks,
         }
 
     def __str__(self) -> str:
@@ -118,6 +125,11 @@ class MemoryReport:
         notes = [_TAILS] if 2 * self.by_kind["tails"] > self.kv_bytes else []
         if self.shared_bytes:
             notes.append(f"shared with other caches: {format_bytes(self.shared_bytes)}")
+        gpus = {name: size for name, size in self.by_device.items() if name != "cpu"}
+        if len(gpus) > 1:
+            notes.append(", ".join(f"{name} {format_bytes(gpus[name])}" for name in sorted(gpus)))
+        if self.ranks > 1:
+            notes.append(f"of one rank; {self.ranks} ranks hold as much each")
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *notes])
 
 
@@ -191,17 +203,21 @@ def measure(cache: OscarCache) -> MemoryReport:
         tokens[stream.modality.label] += stream.tokens
     slots = {bits: _slots(ledger, bits) for bits in ledger.allocators}
     alone = all(one.alone for one in slots.values())
+    by_device: Counter[str] = Counter()
     values = shared_bytes = 0
     for layer in cache.layers:
         if not layer.is_initialized:
             continue
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
         pools = cache.store.layers[layer.index]
+        before = sum(by_kind.values())
         _add_pools(pools, slots, alone, by_kind, by_modality)
         shared_bytes += sum(slots[bits].shared * p.slot_bytes for bits, p in pools.by_bits.items())
         own = layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
         by_modality[_SHARED] += own
+        by_device[str(layer.device)] += sum(by_kind.values()) - before
+    by_device["cpu"] += ledger.table_bytes
     by_kind["tables"] += ledger.table_bytes
     by_modality[_SHARED] += ledger.table_bytes
     return MemoryReport(
@@ -212,6 +228,8 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_kind=by_kind,
         tokens=tokens,
         shared_bytes=shared_bytes,
+        by_device=dict(by_device),
+        ranks=ledger.store.ranks.count,
     )
 
 

@@ -25,6 +25,7 @@ _ALLOWED: dict[str, tuple] = {
     "value_group": (32, 64, 128),
     "fit": ("minmax", "lsq"),
     "norm": ("plain", "refit", "unbiased"),
+    "value_scale": ("plain", "unbiased"),
     "rotate": (True, False),
     "balance": (None, "weights", "prompt", "auto"),
     "token_scaling": (None, "shared", "per_head"),
@@ -49,6 +50,9 @@ class KVPolicy:
         norm: what a token's stored norm is fitted to once its codes are known: "plain" keeps the
             norm of the key; "refit" minimizes the squared error; "unbiased" makes
             <K^, K> = |K|^2, so that scores are not shrunk on average.
+        value_scale: the same of values: "plain" keeps the fitted scale, which shrinks each group
+            towards its mean; "unbiased", only with ``fit="lsq"``, makes
+            <V^ - mean, V - mean> = |V - mean|^2 in each group, once its codes are known.
         rotate: Hadamard rotation of keys and values along head_dim.
         balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
             "weights", from the first "prompt", "auto" (weights where the model has them, else the
@@ -68,6 +72,7 @@ class KVPolicy:
     value_group: int = 128
     fit: str = "lsq"
     norm: str = "unbiased"
+    value_scale: str = "unbiased"
     rotate: bool = True
     balance: str | None = "auto"
     token_scaling: str | None = "per_head"
@@ -81,6 +86,11 @@ class KVPolicy:
             if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
                 options = ", ".join(repr(a) for a in allowed)
                 raise InputError(f"KVPolicy {field}={value!r}: must be one of {options}")
+        if self.value_scale == "unbiased" and self.fit != "lsq":
+            raise InputError(
+                f"KVPolicy value_scale='unbiased' with fit={self.fit!r}: must be 'plain', as only "
+                "a least-squares fit ('lsq') shrinks values"
+            )
         for field in ("window", "sinks"):
             value = getattr(self, field)
             if type(value) is not int or not 0 <= value <= _MAX_RECENT:
@@ -143,7 +153,7 @@ def _checked_bits(bits: Any) -> ModalityBits:
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Least-squares fit, unbiased per-head norm, balancing; groups of 128: 2.31 bits a value.
+    # Least-squares fit, unbiased per-head norm and values, balancing; groups of 128: 2.31 bits.
     "compact": {},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {
@@ -151,6 +161,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "value_group": 32,
         "fit": "minmax",
         "norm": "plain",
+        "value_scale": "plain",
         "balance": None,
         "token_scaling": "shared",
         "sinks": 0,
@@ -161,6 +172,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "value_group": 32,
         "fit": "minmax",
         "norm": "plain",
+        "value_scale": "plain",
         "rotate": False,
         "balance": None,
         "token_scaling": None,
@@ -169,8 +181,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # QuaRot (arXiv:2404.00456): rotated, keys and values per token over a whole head of 128.
     "quarot": {
         "key_axis": "token",
+        "key_group": 128,
+        "value_group": 128,
         "fit": "minmax",
         "norm": "plain",
+        "value_scale": "plain",
         "balance": None,
         "token_scaling": None,
         "sinks": 0,

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.experts import choose_experts
 from oscar_mm.modality import MediumSpan, Modality, token_modalities

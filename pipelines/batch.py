@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oscar_mm.answer import Answer
-from oscar_mm.answer_writer import AnswerWriter
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.foresight import Growth
 from oscar_mm.cache.join import join
 from oscar_mm.cache.sequence import NOWHERE
-from oscar_mm.decoding import Prompt, decode, read
+from oscar_mm.decoding.answer import Answer
+from oscar_mm.decoding.answer_writer import AnswerWriter
+from oscar_mm.decoding.loop import decode, read
+from oscar_mm.decoding.prefixes import LEAST_TOKENS, processor_settings
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.remaining import beginning, remaining
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.memory import MemoryReport, token_bytes
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.packing import Batching, Prepared
 from oscar_mm.pipelines.padding import left_padded
-from oscar_mm.prefixes import LEAST_TOKENS, processor_settings
-from oscar_mm.remaining import beginning, remaining
-from oscar_mm.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -73,8 +75,8 @@ class Batched:
         temperature, seed, stop and other fields of ``Sampling``. It gets the tokens that it would
         get alone, up to rounding (a matrix product of other size; with policies that balance by
         the prompt, that is by the batch, on models without QK-norm). A request that cannot be
-        used does not stop the others: its result has the error. Where a batch runs out of memory
-        or its logits are NaN, its halves are tried. Answers are text. A pipeline with
+        used does not stop the others: its result has the error. Where a batch has no room, runs
+        out of memory or its logits are NaN, its halves are tried. Answers are text. A pipeline with
         ``prefix_cache`` reads the beginnings that prompts share once; without, for each.
 
         Args:
@@ -182,6 +184,7 @@ def _read(pipe: Pipeline, request: Any) -> tuple[Prompt, Sampling]:
     pipe.check_texts(prompt, system)
     given = {name: request[name] for name in media if name in request}
     sound = bool(given.pop("use_audio_in_video", False))
+    pipe.check_ahead(prompt, system, given | {"sound": sound}, sampling.max_new_tokens)
     prepared = pipe.prepare(prompt, pipe.read_media(**given, sound=sound), system)
     pipe.check_length(prepared, sampling.max_new_tokens)
     return prepared, sampling
@@ -195,8 +198,8 @@ def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
         for result in _run(pipe, batch):
             finished.add(result.index)
             yield result
-    except (FloatingPointError, torch.OutOfMemoryError) as error:
-        # Without its frames, which hold the memory that ran out.
+    except (FloatingPointError, torch.OutOfMemoryError, InputError) as error:
+        # No room for all at once, or none was left; without frames, which hold that memory.
         failure = error.with_traceback(None)
     if failure is None:
         return
@@ -215,12 +218,15 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     start = time.perf_counter()
     tokenizer = pipe.processor.tokenizer
     writers = [AnswerWriter(tokenizer, one.sampling, start - one.seconds) for one in batch]
+    prompt = left_padded([one.prompt for one in batch], pipe.family)
     with pipe.lock:
+        rows = (pipe.growth(one.prompt, one.sampling.max_new_tokens, one.past) for one in batch)
+        pipe.make_room(Growth.together(rows), prompt.modalities.numel())
         cache = batch_cache(pipe, batch)
     ended = torch.zeros(len(batch), dtype=torch.bool)
     steps = decode(
         pipe.model,
-        left_padded([one.prompt for one in batch], pipe.family),
+        prompt,
         cache,
         [one.sampling for one in batch],
         end_tokens=pipe.family.end_tokens(),

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oscar_mm.decoding import read
+from oscar_mm.decoding.loop import read
+from oscar_mm.decoding.scoring import log_likelihoods
 from oscar_mm.memory import MemoryReport
 from oscar_mm.pipelines.batch import batch_cache, row_memory
 from oscar_mm.pipelines.packing import Prepared
 from oscar_mm.pipelines.padding import left_padded
-from oscar_mm.scoring import log_likelihoods
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -24,7 +24,8 @@ class Choice:
     Attributes:
         index: place of the request.
         best: which choice is likeliest; the first of equals.
-        scores: log-probability of each choice as the whole answer, see ``oscar_mm.scoring``.
+        scores: log-probability of each choice as the whole answer; see
+            ``oscar_mm.decoding.scoring``.
         memory: what the request held when its choices were scored.
         prompt_tokens: tokens of the prompt, media included.
     """

@@ -1,4 +1,4 @@
-"""Load a checkpoint for a pipeline: which family, which dtype, which device."""
+"""Load a checkpoint for a pipeline: which family, which dtype; ``placement`` says where to."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.models import BUNDLED, bundled
 from oscar_mm.pipelines.base import Family
 from oscar_mm.pipelines.llava_next import LlavaNext
+from oscar_mm.pipelines.placement import Placement, on_meta
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
 from oscar_mm.pipelines.qwen3_vl import Qwen3VL
 
@@ -35,8 +36,12 @@ _CONFIG_KEYS = (
 
 _OWN_ARGUMENTS = {
     "attn_implementation": "attn_implementation",
+    "device_map": "device_map",
+    "distributed_config": "tp_plan",
     "dtype": "dtype",
     "torch_dtype": "dtype",
+    "tp_plan": "tp_plan",
+    "tp_size": "tp_plan",
 }
 """What model_kwargs may not hold, and the argument of the pipeline that it is."""
 
@@ -46,7 +51,7 @@ def load(
     processor: Any,
     pipeline: str,
     *,
-    device: str | torch.device | None,
+    placement: Placement,
     dtype: str | torch.dtype | None,
     towers: str | None,
     model_kwargs: Mapping[str, Any],
@@ -58,6 +63,7 @@ def load(
             is then set; with other caches that is the same as "sdpa").
         processor: for a loaded model; by default loaded from where the model came from.
         pipeline: name of the pipeline, a key of FAMILIES.
+        placement: where the weights go; a loaded model can only be sent to a device.
         towers: attention implementation of vision and audio towers; None for "sdpa", or what a
             loaded model has.
         model_kwargs: for ``from_pretrained``.
@@ -66,15 +72,20 @@ def load(
         InputError: no such model, not a supported one, or arguments that contradict each other.
     """
     if isinstance(model, PreTrainedModel):
-        for name, value in (("dtype", dtype), ("model_kwargs", model_kwargs)):
+        for name, value in (
+            ("dtype", dtype),
+            ("model_kwargs", model_kwargs),
+            ("device_map", placement.device_map),
+            ("tp_plan", placement.tp_plan),
+        ):
             if value:
                 raise InputError(f"{name} is for a model that is loaded here, not a loaded one")
         family = _family(model.config.model_type, pipeline)
         if processor is None:
             processor = _processor(model.name_or_path, {})
         _check_processor(processor)
-        if device is not None:
-            model.to(_device(device))
+        if "device" in placement.given:
+            model.to(placement.target)
         _set_attention(family, model, towers)
         return family(model.eval(), processor)
     source = _source(model)
@@ -82,12 +93,9 @@ def load(
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
     config = _config(source, shared)
     family = _family(config.model_type, pipeline)
-    options: dict[str, Any] = dict(model_kwargs)
-    placed = options.get("device_map") is not None
-    if placed and device is not None:
-        raise InputError("give device or model_kwargs['device_map'], not both")
-    target = None if placed else _device(device)
-    options["dtype"] = _dtype(dtype, target)
+    target = placement.target
+    options = {**model_kwargs, **placement.arguments(family.auto_class, config)}
+    options["dtype"] = _dtype(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantized and target is not None:
         # Weights in few bits cannot be moved once they are made (bitsandbytes).
@@ -119,10 +127,7 @@ def outline(model: str | Path) -> Family:
     family = _family(config.model_type, reader(model))
     processor = _processor(source, {})
     _check_processor(processor)
-    make = getattr(family.auto_class, "from_config", None) or family.auto_class._from_config
-    with torch.device("meta"):
-        made = make(config)
-    return family(made.eval(), processor)
+    return family(on_meta(family.auto_class, config).eval(), processor)
 
 
 def reader(model: str | Path) -> str:
@@ -225,21 +230,10 @@ def _processor(source: str, options: dict[str, Any]) -> Any:
         ) from error
 
 
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(f"device {device!r} cannot be used: {_first_line(error)}") from error
-    return chosen
-
-
-def _dtype(dtype: str | torch.dtype | None, device: torch.device | None) -> torch.dtype | str:
+def _dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
     """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16 bit."""
     if dtype is None:
-        return torch.float32 if device is not None and device.type == "cpu" else "auto"
+        return torch.float32 if on_cpu else "auto"
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
     if chosen != "auto" and chosen not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"dtype {dtype!r}: must be float32, bfloat16, float16 or auto")

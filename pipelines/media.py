@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from oscar_mm.media import Audio, MediaLimits, Video, load_audio, load_image, load_video
 from oscar_mm.media.digest import media_digest
+from oscar_mm.media.headers import audio_outline, image_size, video_outline
 from oscar_mm.media.source import describe, is_address
 from oscar_mm.modality import Modality
 
@@ -112,10 +114,8 @@ def read_media(
     labels: list[str] = []
 
     def named(source: Any, place: str) -> str:
-        name = describe(source, place)
-        is_path = isinstance(source, str | Path) and not is_address(source)
-        labels.append(Path(source).name if is_path else name)
-        return name
+        labels.append(_label(source, place))
+        return describe(source, place)
 
     remote = {"allow_remote": allow_remote, "limits": limits}
     return Media(
@@ -139,6 +139,36 @@ def read_media(
         ],
         labels=labels,
     )
+
+
+def outlined_media(
+    images: Any, videos: Any, audio: Any, *, limits: MediaLimits, video_fps: float, sound: bool
+) -> Media:
+    """Media of which only sizes are known, by their headers; what they do not tell is left out.
+
+    Args:
+        images, videos, audio, limits, video_fps, sound: as of ``read_media``.
+    """
+    kinds: dict[str, list[Any]] = {
+        "images": [image_size(source, limits=limits) for source in _listed(images)],
+        "videos": [
+            video_outline(source, fps=video_fps, limits=limits, sound=sound)
+            for source in _listed_videos(videos)
+        ],
+        "audio": [audio_outline(source, limits=limits) for source in _listed_audio(audio)],
+    }
+    sources = [*_listed(images), *_listed_videos(videos), *_listed_audio(audio)]
+    places = [f"{kind}[{index}]" for kind, found in kinds.items() for index in range(len(found))]
+    told = [one is not None for found in kinds.values() for one in found]
+    labels = [_label(*pair) for pair in compress(zip(sources, places, strict=True), told)]
+    known = {kind: [one for one in found if one is not None] for kind, found in kinds.items()}
+    return Media(**known, labels=labels)
+
+
+def _label(source: Any, place: str) -> str:
+    """A medium's name for people."""
+    is_path = isinstance(source, str | Path) and not is_address(source)
+    return Path(source).name if is_path else describe(source, place)
 
 
 def _listed(sources: Any) -> list[Any]:

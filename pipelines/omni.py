@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from oscar_mm.answer import Answer, AnswerStream
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.answer import Answer, AnswerStream
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.speech import speak_answer, speaker_of
-from oscar_mm.sampling import Sampling
 
 _ARGUMENTS = (
     *("prompt", "audio", "images", "videos", "system"),
@@ -71,11 +71,12 @@ class OscarOmniPipeline(Pipeline):
                 ``answer.sample_rate``. Needs a checkpoint with a talker; ``stop`` cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
             max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
-                ``oscar_mm.sampling.Sampling``.
+                ``oscar_mm.decoding.sampling``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used, a request that is longer than
-                ``max_context``, or speech of a checkpoint that cannot speak.
+            InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
+                cannot speak; as ``NoRoom`` a request that is too long for ``max_context``,
+                ``kv_budget`` or the GPU.
         """
         stream = self.stream(
             prompt,
@@ -123,12 +124,15 @@ class OscarOmniPipeline(Pipeline):
         if speak:
             if how.stop:
                 raise InputError("stop cannot be used with speak: the speech would go on after it")
+            if self.store.ranks.count > 1:
+                raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
             voice = speaker_of(self.family.whole, speaker)
         elif speaker is not None:
             raise InputError("speaker is for a spoken answer: pass speak=True too")
         self.check_texts(prompt, system)
-        media = self.read_media(images, videos, audio, sound=use_audio_in_video)
-        prepared = self.prepare(prompt, media, system)
+        shown = {"images": images, "videos": videos, "audio": audio, "sound": use_audio_in_video}
+        self.check_ahead(prompt, system, shown, how.max_new_tokens)
+        prepared = self.prepare(prompt, self.read_media(**shown), system)
         self.check_length(prepared, how.max_new_tokens)
         if voice is None:
             return AnswerStream(self.answer(prepared, how, start))

@@ -9,9 +9,9 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.join import can_join
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.sampling import Sampling
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.functional import pad
 
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.modality import PADDING
 from oscar_mm.pipelines.base import Family
 

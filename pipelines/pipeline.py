@@ -12,28 +12,30 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from oscar_mm.answer import Answer
 from oscar_mm.budget import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
-from oscar_mm.decoding import Prompt
+from oscar_mm.chat.saved import load_chat
+from oscar_mm.chat.session import Chat
+from oscar_mm.decoding.answer import Answer
+from oscar_mm.decoding.generation import Generation
+from oscar_mm.decoding.prefixes import Prefixes
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.fingerprint import model_fingerprint
-from oscar_mm.generation import Generation
 from oscar_mm.media import MediaLimits
-from oscar_mm.modality import Modality
 from oscar_mm.pipelines.batch import Batched
+from oscar_mm.pipelines.bounded import Bounded
 from oscar_mm.pipelines.loading import load
-from oscar_mm.pipelines.media import Media, Medium, read_media
+from oscar_mm.pipelines.media import Media, read_media
+from oscar_mm.pipelines.placement import Placement
 from oscar_mm.policy import KVPolicy
-from oscar_mm.prefixes import Prefixes
-from oscar_mm.sampling import Sampling
-from oscar_mm.saved_chat import load_chat
-from oscar_mm.session import Chat
+from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
 
 
-class Pipeline(Batched):
+class Pipeline(Batched, Bounded):
     """Loads a checkpoint and answers prompts made from checked requests.
 
     Args:
@@ -42,23 +44,30 @@ class Pipeline(Batched):
         processor: processor of a loaded model.
         policy: how keys and values are stored: a ``KVPolicy`` or a preset's name.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
+        device_map: "auto", or where each module goes: whole layers on different GPUs, with the
+            keys and values of each beside it.
+        tp_plan: "auto": each process that torchrun started has a part of every layer, and stores
+            the keys and values of its own heads. All must ask the same, in the same order; they
+            get the same answers (``oscar_mm.pipelines.placement``).
         dtype: of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
         attn_implementation: attention of the towers ("sdpa", "flash_attention_2", "eager"); by
             default "sdpa", or what a loaded model has.
-        max_context: most tokens of prompt and answer; by default what the model was made for.
+        max_context: most tokens of a conversation with its answer; by default, and at most, what
+            the model was made for. A request with more is refused before it is read.
         prefill_chunk: read prompts this many tokens at a time, which bounds activations; later
-            chunks then read packed history (``oscar_mm.prefill``). None: in one go, exact.
+            chunks then read packed history (``oscar_mm.decoding.prefill``). None: in one go, exact.
         allow_remote: let images and recordings be http(s) addresses.
         limits: bounds on media.
         video_fps: frames per second that are sampled from videos.
         prefix_cache: bytes ("2GB") in which the beginnings of prompts are kept, so that the same
-            media under the same system prompt are read once (``oscar_mm.prefixes``). None: none
-            are kept. Off by default: it takes memory beyond the request, and what follows a
-            shared beginning reads it from packed pages.
-        kv_budget: bytes ("8GB") that all chats together may hold, see ``oscar_mm.budget``: chats
-            that wait are written to disk. None: no bound.
+            media under the same system prompt are read once (``oscar_mm.decoding.prefixes``). None:
+            none are kept. Off by default: it takes memory beyond the request, and what follows
+            a shared beginning reads it from packed pages.
+        kv_budget: bytes ("8GB") that all chats and requests together may hold, see
+            ``oscar_mm.budget``: chats that wait are written to disk, and what cannot fit even so
+            is refused before it is read. None: no bound.
         spill: folder for them; True for a temporary one; False to refuse turns instead.
-        model_kwargs: handed to ``from_pretrained``: device_map, quantization_config, revision, ...
+        model_kwargs: handed to ``from_pretrained``: quantization_config, revision, ...
 
     Raises:
         InputError: arguments that cannot be used; the message says what would be right.
@@ -74,6 +83,8 @@ class Pipeline(Batched):
         processor: Any = None,
         policy: str | KVPolicy = "compact",
         device: str | torch.device | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
+        tp_plan: str | Mapping[str, str] | None = None,
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
         max_context: int | None = None,
@@ -95,6 +106,7 @@ class Pipeline(Batched):
             raise InputError(f"video_fps={video_fps!r}: must be frames per second, above 0")
         if limits is not None and not isinstance(limits, MediaLimits):
             raise InputError(f"limits: must be MediaLimits or None, not {type(limits).__name__}")
+        placement = Placement(device, device_map, tp_plan)
         self.store = PageStore(self.policy)
         self.lock = self.store.lock
         self.prefixes = self.budget = None
@@ -107,11 +119,13 @@ class Pipeline(Batched):
             model,
             processor,
             self.name,
-            device=device,
+            placement=placement,
             dtype=dtype,
             towers=attn_implementation,
             model_kwargs={} if model_kwargs is None else model_kwargs,
         )
+        self.store.ranks = Ranks.of(self.model)
+        self.store.ranks.check(self.policy)
         longest = self.model.config.get_text_config().max_position_embeddings
         self.max_context = min(max_context or longest, longest)
         self.prefill_chunk = prefill_chunk
@@ -140,12 +154,14 @@ class Pipeline(Batched):
     def load_chat(self, path: str | Path) -> Chat:
         """A chat that ``Chat.save`` wrote, of this model and policy.
 
+        With ``tp_plan`` each rank reads what it wrote itself, and as many are needed again.
+
         Raises:
             InputError: the file cannot be read, is no chat, was altered or is another model's.
         """
         with self.lock:
             conversation, system = load_chat(
-                path,
+                self.store.ranks.path(path),
                 self.store,
                 self.fingerprint,
                 self.layer_devices,
@@ -168,7 +184,11 @@ class Pipeline(Batched):
         prefixes are kept."""
         if self.prefixes is not None:
             return OscarCache(self.policy, store=self.store)
-        return OscarCache(self.policy, store=PageStore(self.policy, self.lock))
+        store = PageStore(self.policy, self.lock, self.store.ranks)
+        if self.budget is not None:
+            with self.lock:
+                self.budget.stores.add(store)
+        return OscarCache(self.policy, store=store)
 
     @property
     def model(self) -> Any:
@@ -213,23 +233,6 @@ class Pipeline(Batched):
             raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out")
         self.family.refuse_control_tokens(name, text)
 
-    def check_media(self, media: Media, past_tokens: int = 0) -> None:
-        """Refuse media that are over the context by themselves, before anything is processed.
-
-        Raises:
-            InputError: says how many tokens each kind takes.
-        """
-        least = [self.family.least_tokens(medium) for medium in media]
-        if past_tokens + sum(least) > self.max_context:
-            largest = sorted(zip(least, media, strict=True), key=lambda pair: -pair[0])[:3]
-            shares = ", ".join(
-                f"{medium.label}{_length(medium)}: {tokens}" for tokens, medium in largest
-            )
-            raise InputError(
-                f"the media take at least {sum(least)} tokens ({shares}), over the context of "
-                f"{self.max_context}: give fewer or smaller media"
-            )
-
     def prepare(self, prompt: str, media: Media, system: str | None) -> Prompt:
         """Run template and processor on a first turn, whose texts were checked.
 
@@ -241,32 +244,6 @@ class Pipeline(Batched):
         # Tokenizers of transformers are not for two threads at once.
         with self.lock:
             return self.family.prompt(messages, media)
-
-    def check_length(self, prompt: Prompt, max_new_tokens: int, past_tokens: int = 0) -> None:
-        """Refuse a prompt that leaves no room for its answer in the context.
-
-        Raises:
-            InputError: the counts, and what to make smaller.
-        """
-        total = past_tokens + prompt.tokens
-        if total + max_new_tokens <= self.max_context:
-            return
-        media = [span for span in prompt.spans[0] if span.modality is not Modality.TEXT]
-        visual = [span.length for span in media if span.modality is not Modality.AUDIO]
-        parts = [f"{sum(span.length for span in media)} of media"]
-        if visual:
-            parts.append(f"at most {max(visual)} for one image or pair of frames")
-        parts += [
-            f"{span.tokens} for {span.label}"
-            for span in prompt.media
-            if span.modality is Modality.AUDIO
-        ][:3]
-        past = f"{past_tokens} tokens are held, " if past_tokens else ""
-        raise InputError(
-            f"{past}the prompt has {prompt.tokens} tokens ({', '.join(parts)}) and max_new_tokens "
-            f"is {max_new_tokens}, together over the context of {self.max_context}: give fewer or "
-            "smaller media, a shorter prompt or a smaller max_new_tokens"
-        )
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; ``arguments`` are the other names that a user may give.
@@ -293,7 +270,3 @@ class Pipeline(Batched):
         generation = Generation(self, prompt, self.new_cache(), sampling, start)
         yield from generation
         yield generation.answer()
-
-
-def _length(medium: Medium) -> str:
-    return f" of {medium.content.seconds:.0f} s" if medium.modality is Modality.AUDIO else ""

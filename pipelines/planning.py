@@ -7,25 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
-
 from oscar_mm.capacity import ModelShape
 from oscar_mm.errors import InputError
-from oscar_mm.media import Audio, MediaLimits, Video
-from oscar_mm.media.mono import RATE
-from oscar_mm.media.video import kept_frames, kept_size
-from oscar_mm.modality import Modality, token_modalities
-from oscar_mm.pipelines.base import Family
+from oscar_mm.media import MediaLimits
+from oscar_mm.media.headers import PictureSize, sampled, silence
+from oscar_mm.pipelines.counting import count_tokens
 from oscar_mm.pipelines.loading import outline
 from oscar_mm.pipelines.media import Media
 from oscar_mm.policy import KVPolicy
 
-_QUESTION = "?"
-"""What stands in the first turn; all further text is in ``Session.text_tokens``."""
 _LIMITS = MediaLimits()
-_SOURCE_FPS = 30.0
 
 
 @dataclass(frozen=True)
@@ -69,28 +60,14 @@ class Session:
         """
         limits.check_frame(*self.image_size, "image_size")
         limits.check_audio(self.audio_s, "audio_s")
-        picture = Image.new("RGB", self.image_size) if self.images else None
-        audio, videos = [], []
-        if self.audio_s:
-            # One sample, seen as many: nobody listens.
-            audio = [Audio(np.broadcast_to(np.float32(0), round(self.audio_s * RATE)), RATE, 1)]
+        videos = []
         if self.video_s:
-            videos = [self._video(limits, video_fps)]
-        return Media(images=[picture] * self.images, videos=videos, audio=audio)
-
-    def _video(self, limits: MediaLimits, fps: float) -> Video:
-        limits.check_video(*self.video_size, self.video_s, "video_s")
-        step, most = kept_frames(self.video_s, fps, limits)
-        # Frames are kept at 0, step, 2 step, ... as long as the clip lasts.
-        count = max(2, min(most, math.ceil(self.video_s / step - 1e-6)))
-        width, height = kept_size(*self.video_size, most, limits)
-        return Video(
-            # Processors take tensors too, and work on their shapes alone on the device meta.
-            frames=torch.empty((count, height, width, 3), dtype=torch.uint8, device="meta"),
-            seconds=self.video_s,
-            source_fps=_SOURCE_FPS,
-            source_frames=round(self.video_s * _SOURCE_FPS),
-            frame_indices=tuple(round(index * step * _SOURCE_FPS) for index in range(count)),
+            limits.check_video(*self.video_size, self.video_s, "video_s")
+            videos = [sampled(self.video_s, self.video_size, video_fps, limits, None)]
+        return Media(
+            images=[PictureSize(*self.image_size)] * self.images,
+            videos=videos,
+            audio=[silence(self.audio_s)] if self.audio_s else [],
         )
 
 
@@ -183,34 +160,3 @@ def plan(
         tokens=tokens,
         context=config.get_text_config().max_position_embeddings,
     )
-
-
-def count_tokens(family: Family, media: Media) -> dict[str, int]:
-    """Tokens by modality of a first turn that shows ``media`` and asks next to nothing.
-
-    Only sizes count: of images and recordings by the family's own estimate, which is exact, of
-    videos by running the processor on their shapes.
-
-    Raises:
-        InputError: a medium that the family does not read.
-    """
-    counts = dict.fromkeys((modality.label for modality in Modality), 0)
-    counts["text"] = _text_tokens(family, media)
-    for medium in media:
-        if medium.modality is Modality.VIDEO:
-            alone = Media(videos=[medium.content])
-            text = family.render(family.messages(_QUESTION, None, alone))
-            ids = family.encode(text, [medium]).input_ids
-            found = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
-            counts["video"] += int(found[Modality.VIDEO])
-            # Timestamps between frames.
-            counts["text"] += int(found[Modality.TEXT]) - _text_tokens(family, alone)
-        else:
-            counts[medium.modality.label] += family.least_tokens(medium)
-    return counts
-
-
-def _text_tokens(family: Family, media: Media) -> int:
-    """Of the rendered turn, without the placeholder of each medium."""
-    text = family.render(family.messages(_QUESTION, None, media))
-    return family.tokenize(text).shape[1] - len(media)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding import Prompt, read
+from oscar_mm.decoding.loop import read
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.remaining import beginning
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.packing import Prepared
-from oscar_mm.remaining import beginning
-from oscar_mm.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -113,7 +114,7 @@ class Reading:
             self.pipe.check_length(prompt, sampling.max_new_tokens)
             return Prepared(index, prompt, sampling, time.perf_counter() - start, self._cache)
         prompt = self._question(question)
-        self.pipe.check_length(prompt, sampling.max_new_tokens, self.tokens)
+        self.pipe.check_length(prompt, sampling.max_new_tokens, self._cache)
         ids = self._prompt.inputs["input_ids"][0]
         spent = time.perf_counter() - start
         return Prepared(index, prompt, sampling, spent, self._cache, ids)

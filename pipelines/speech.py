@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from oscar_mm.answer import Answer, Timings
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.answer import Answer, Timings
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
-from oscar_mm.sampling import Sampling
 
 SAMPLE_RATE = 24_000
 """Samples per second of Qwen3-Omni's speech."""

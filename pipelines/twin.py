@@ -23,11 +23,13 @@ def with_policy(pipe: P, policy: str | KVPolicy) -> P:
         policy: a KVPolicy or a preset's name.
 
     Raises:
-        InputError: an unknown preset.
+        InputError: an unknown preset, or a policy that the model's ranks rule out.
     """
     twin = copy.copy(pipe)
     twin.policy = KVPolicy.of(policy)
-    twin.store, twin.prefixes = PageStore(twin.policy, pipe.lock), None
+    pipe.store.ranks.check(twin.policy)
+    twin.store = PageStore(twin.policy, pipe.lock, pipe.store.ranks)
+    twin.prefixes = None
     if pipe.budget is not None:
         pipe.budget.stores.add(twin.store)
     return twin

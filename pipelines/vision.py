@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from oscar_mm.answer import Answer, AnswerStream
+from oscar_mm.decoding.answer import Answer, AnswerStream
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -52,11 +52,11 @@ class OscarVLPipeline(Pipeline):
             videos: one video or a list, of paths or of frames. LLaVA reads none.
             system: system prompt.
             max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
-                ``oscar_mm.sampling.Sampling``.
+                ``oscar_mm.decoding.sampling``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used, or a request that is longer
-                than ``max_context``.
+            InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
+                is too long for ``max_context``, ``kv_budget`` or the GPU.
         """
         stream = self.stream(
             images,
@@ -92,6 +92,8 @@ class OscarVLPipeline(Pipeline):
         start = time.perf_counter()
         how = self.sampling(sampling, ("images", "prompt", "videos", "system"))
         self.check_texts(prompt, system)
-        prepared = self.prepare(prompt, self.read_media(images, videos), system)
+        shown = {"images": images, "videos": videos}
+        self.check_ahead(prompt, system, shown, how.max_new_tokens)
+        prepared = self.prepare(prompt, self.read_media(**shown), system)
         self.check_length(prepared, how.max_new_tokens)
         return AnswerStream(self.answer(prepared, how, start))

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend
-from oscar_mm.cache import attend as attend_module
+from oscar_mm.cache import layer as layer_module
 from oscar_mm.cache.attend import attend_stored
 from oscar_mm.cache.step import Step
 from oscar_mm.modality import PADDING
@@ -184,7 +184,7 @@ def test_memory_of_a_later_turn_does_not_grow_with_the_past(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(Of a step it is in tests/ops/test_decode.py.)"""
-    monkeypatch.setattr(attend_module, "_SCRATCH_PAGES", 8)
+    monkeypatch.setattr(layer_module, "_CPU_PAGES", 8)
     largest = []
     for tokens in (2048, 4096):
         cache, _ = filled(policy, torch.zeros(1, tokens, dtype=torch.int64), kv_heads=1, group=1)

@@ -14,7 +14,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import oscar_mm
+from oscar_mm import pipelines
 from oscar_mm.apps import doctor as doctor_module
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import app, run
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
@@ -165,6 +167,14 @@ def test_bad_request(
     assert expected in only_line(capsys)
 
 
+def test_over_the_context(model, picture, capsys) -> None:
+    assert run([*request(picture, model), "--max-context", "20"]) == 2
+    said = only_line(capsys)
+    assert "over the context, where 20 fit: image" in said and "max_new_tokens" in said
+    assert run([*request(picture, model), "--max-context", "0"]) == 2
+    assert "'--max-context'" in only_line(capsys)
+
+
 @pytest.mark.parametrize("option", ["--device", "--dtype"])
 def test_unknown_device_and_dtype(option: str, model, picture, capsys) -> None:
     assert run([*request(picture, model), option, "abacus"]) == 2
@@ -212,7 +222,7 @@ def test_unexpected_error_is_one_line_unless_debugging(model, picture, monkeypat
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the pages\nran out")
 
-    monkeypatch.setattr(oscar_mm, "OscarVLPipeline", fail, raising=False)
+    monkeypatch.setattr(pipelines, "pipeline_for", lambda _: fail)
     monkeypatch.delenv("OSCAR_MM_DEBUG", raising=False)
     assert run(request(picture, model)) == 1
     assert "RuntimeError: the pages ran out" in only_line(capsys)
@@ -237,7 +247,7 @@ def test_an_answer_cannot_command_a_terminal(
             return next(self.pieces)
 
     pipeline = SimpleNamespace(stream=lambda *_, **__: Stream(), model=None)
-    monkeypatch.setattr(oscar_mm, "OscarVLPipeline", lambda *_, **__: pipeline, raising=False)
+    monkeypatch.setattr(pipelines, "pipeline_for", lambda _: lambda *_, **__: pipeline)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     assert run(request(picture, model)) == 0
     assert capsys.readouterr().out == shown
@@ -281,7 +291,8 @@ def test_doctor_finds_this_machine_healthy(capsys) -> None:
     assert "video decoder" in names
     assert all(f"roundtrip {preset} on cpu" in names for preset in KVPolicy.preset_names())
     assert run(["doctor"]) == 0
-    assert "2.31 bits per value" in capsys.readouterr().out
+    bits = PageFormat.of(KVPolicy(), 2, 8, 128).bits_per_value
+    assert f"{bits:.2f} bits per value" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("noise", [2.0, float("nan")])

@@ -13,6 +13,7 @@ CHOICES = {
     "value_group": (32, 64, 128),
     "fit": ("minmax", "lsq"),
     "norm": ("plain", "refit", "unbiased"),
+    "value_scale": ("plain", "unbiased"),
     "rotate": (True, False),
     "balance": (None, "weights", "prompt", "auto"),
     "token_scaling": (None, "shared", "per_head"),
@@ -30,6 +31,8 @@ BAD = [
     ("fit", ["lsq"]),
     ("norm", None),
     ("norm", "Plain"),
+    ("value_scale", "refit"),
+    ("value_scale", None),
     ("rotate", 1),
     ("rotate", None),
     ("balance", "on"),
@@ -73,7 +76,15 @@ def test_bits_of_an_unknown_modality() -> None:
 @pytest.mark.parametrize("field", sorted(CHOICES))
 def test_every_documented_choice_is_taken(field: str) -> None:
     for value in CHOICES[field]:
-        assert getattr(KVPolicy(**{field: value}), field) is value
+        assert getattr(KVPolicy(**{"value_scale": "plain", field: value}), field) is value
+
+
+def test_only_a_least_squares_fit_shrinks_values() -> None:
+    with pytest.raises(InputError, match=r"value_scale='unbiased' with fit='minmax': must be 'pl"):
+        KVPolicy(fit="minmax")
+    with pytest.raises(InputError, match="value_scale='unbiased'"):
+        KVPolicy.preset("oscar", value_scale="unbiased")
+    assert KVPolicy.preset("oscar", fit="lsq", value_scale="unbiased").value_scale == "unbiased"
 
 
 def test_bits_by_modality() -> None:
@@ -118,7 +129,12 @@ def test_presets() -> None:
     )
     assert (oscar.rotate, oscar.token_scaling, oscar.balance) == (True, "shared", None)
     assert not presets["kivi"].rotate and presets["kivi"].token_scaling is None
-    assert presets["quarot"].key_axis == "token" and presets["quarot"].rotate
+    quarot = presets["quarot"]
+    assert quarot.key_axis == "token" and quarot.rotate
+    assert (quarot.key_group, quarot.value_group) == (128, 128)
+    assert {name for name, p in presets.items() if p.value_scale == "plain"} == {
+        *("oscar", "kivi", "quarot")
+    }
     assert not presets["bf16"].packs
     assert all(set(p.bits) == {2} for name, p in presets.items() if name != "bf16")
 

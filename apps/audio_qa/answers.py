@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.errors import InputError
+from oscar_mm.whole_file import whole_file
 
 RUN = ".run.json"
 """Suffix of the file beside the answers that holds the fingerprint."""
@@ -69,7 +69,8 @@ class Answers:
         if self._run.is_file():
             self._check(fingerprint)
         else:
-            _write(self._run, json.dumps(fingerprint, indent=1) + "\n")
+            with whole_file(self._run) as part:
+                part.write_text(json.dumps(fingerprint, indent=1) + "\n", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row and wait until it is on the disk."""
@@ -98,7 +99,8 @@ class Answers:
             return
         lines = "".join(_line(row) for row in kept.values())
         # In place of the old file in one go; the lock goes over to the new one.
-        _write(self.path, lines)
+        with whole_file(self.path) as part:
+            part.write_text(lines, encoding="utf-8")
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         _lock(self._file, self.path)
@@ -147,20 +149,6 @@ class Answers:
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    """A file with its text, as a whole or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    with suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def _lock(file: int, path: Path) -> None:

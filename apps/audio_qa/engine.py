@@ -14,13 +14,13 @@ from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.apps.audio_qa.settings import Settings
 from oscar_mm.cache.join import can_join
 from oscar_mm.cache.layout import BLOCK_TOKENS
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines.batch import answers
 from oscar_mm.pipelines.choosing import choose
 from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.packing import Prepared
 from oscar_mm.pipelines.reading import Reading
-from oscar_mm.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -144,12 +144,13 @@ class Engine:
             return 0
         new = BLOCK_TOKENS + (0 if choices else self.settings.max_new_tokens)
         scored = [BLOCK_TOKENS + len(choice) for choice in choices]
-        return self.pipe.budget.bytes_of(self.pipe.store, prepared.prompt, new + sum(scored))
+        growth = self.pipe.growth(prepared.prompt, new + sum(scored), prepared.past)
+        return self.pipe.growth_bytes(growth)
 
     def _bytes(self, reading: Reading) -> int:
         if self.pipe.budget is None or reading.prompt is None:
             return 0
-        return self.pipe.budget.bytes_of(self.pipe.store, reading.prompt, 0)
+        return self.pipe.growth_bytes(self.pipe.growth(reading.prompt, 0))
 
     def _has_room(self, needed: int) -> bool:
         budget = self.pipe.budget

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from oscar_mm.answer import Answer
 from oscar_mm.apps.audio_qa.marking import correct
 from oscar_mm.apps.audio_qa.rows import Row
+from oscar_mm.decoding.answer import Answer
 from oscar_mm.errors import InputError
 from oscar_mm.memory import MemoryReport
 from oscar_mm.pipelines.choosing import Choice

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-import oscar_mm
 from oscar_mm.apps.audio_qa.engine import Engine
 from oscar_mm.apps.audio_qa.results import Result
 from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.apps.audio_qa.settings import Settings
 from oscar_mm.media import MediaLimits
-from oscar_mm.pipelines.loading import reader
+from oscar_mm.pipelines import pipeline_for
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ class Worker:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        kind = getattr(oscar_mm, reader(plan.model))
         settings = plan.settings
-        self._pipe = kind(
+        self._pipe = pipeline_for(plan.model)(
             plan.model,
             policy=settings.policy,
             device=plan.device,

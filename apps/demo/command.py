@@ -35,6 +35,7 @@ def demo(
     kv_budget: Annotated[
         str, typer.Option(metavar="SIZE", help="Most memory of all conversations together.")
     ] = "2GB",
+    max_context: options.MaxContext = None,
     device: options.Device = None,
     dtype: Annotated[
         str | None,
@@ -63,6 +64,7 @@ def demo(
         port=port,
         host=host,
         kv_budget=kv_budget,
+        max_context=max_context,
         device=device,
         dtype=dtype,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.apps.demo.thumbnails import Shown
-from oscar_mm.conversation import Turn
+from oscar_mm.chat.conversation import Turn
 
 NOTES = {
     "interrupted": "stopped: what was written counts as the answer",

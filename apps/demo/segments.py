@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from oscar_mm.conversation import Segment
+from oscar_mm.chat.conversation import Segment
 from oscar_mm.modality import Modality
 from oscar_mm.sizes import format_bytes
 

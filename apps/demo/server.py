@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-import oscar_mm
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.hall import Hall
 from oscar_mm.apps.demo.settings import Settings
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
 from oscar_mm.errors import InputError
-from oscar_mm.pipelines.loading import reader
+from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
 
 _STYLE = Path(__file__).with_name("style.css")
@@ -37,6 +36,7 @@ def serve(
     port: int,
     host: str,
     kv_budget: str,
+    max_context: int | None,
     device: str | None,
     dtype: str | None,
 ) -> None:
@@ -45,13 +45,14 @@ def serve(
     Raises:
         InputError: no such model, or the port is taken.
     """
-    pipe = getattr(oscar_mm, reader(model))(
+    pipe = pipeline_for(model)(
         model,
         policy=policy,
         dtype=dtype or _dtype(device),
         device=device,
         limits=LIMITS,
         kv_budget=kv_budget,
+        max_context=max_context,
     )
     settings = Settings(KVPolicy.preset(policy), policy, compare=compare)
     with running(pipe, settings, port=port, host=host) as served:

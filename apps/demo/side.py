@@ -8,11 +8,11 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.answer import Timings
 from oscar_mm.apps.demo.curve import Curve
+from oscar_mm.decoding.answer import Timings
 
 if TYPE_CHECKING:
-    from oscar_mm.session import Chat
+    from oscar_mm.chat.session import Chat
 
 UPDATES_PER_S = 10
 """How often a page is told about an answer that is being written."""

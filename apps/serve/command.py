@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-import oscar_mm
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
@@ -31,6 +30,7 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
     ] = None,
+    max_context: options.MaxContext = None,
     max_new_tokens: options.MaxNewTokens = 1024,
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
@@ -41,6 +41,7 @@ def serve(
         int, typer.Option(metavar="N", help="Conversations that are kept.")
     ] = 64,
     device: options.Device = None,
+    device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
 ) -> None:
     """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
@@ -65,10 +66,16 @@ def serve(
     model = options.chosen_model(model, hears=True)
     progress.on_loading()
     from oscar_mm.apps.serve.server import Bounds, create_app  # brings torch
-    from oscar_mm.pipelines.loading import reader
+    from oscar_mm.pipelines import pipeline_for
 
-    pipe = getattr(oscar_mm, reader(model))(
-        model, policy=policy, device=device, dtype=dtype, kv_budget=kv_budget
+    pipe = pipeline_for(model)(
+        model,
+        policy=policy,
+        device=device,
+        device_map=device_map,
+        dtype=dtype,
+        max_context=max_context,
+        kv_budget=kv_budget,
     )
     if host not in _LOOPBACK and api_key is None:
         print("oscar-mm: warning: no --api-key: anybody on the network can ask", file=sys.stderr)

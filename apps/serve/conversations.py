@@ -8,10 +8,10 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.answer import AnswerStream
 from oscar_mm.apps.serve.protocol import Request, Said
-from oscar_mm.given_turn import tell
-from oscar_mm.session import Chat
+from oscar_mm.chat.given_turn import tell
+from oscar_mm.chat.session import Chat
+from oscar_mm.decoding.answer import AnswerStream
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline

@@ -19,12 +19,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from oscar_mm.answer import Answer, AnswerStream
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import Request, chunk, completion, failure, heading, read_request
-from oscar_mm.errors import InputError
-from oscar_mm.session import Chat
+from oscar_mm.chat.session import Chat
+from oscar_mm.decoding.answer import Answer, AnswerStream
+from oscar_mm.errors import InputError, NoRoom
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -52,11 +52,22 @@ class Bounds:
 
 
 class Refused(Exception):
-    """A request that gets no answer: status, message and OpenAI's type of error."""
+    """A request that gets no answer: status, message, OpenAI's type of error and its code."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.kind = status, kind
+        self.status, self.kind, self.code = status, kind, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        return failure(str(self), self.kind, self.code)
 
 
 def create_app(pipe: Pipeline, name: str, bounds: Bounds) -> FastAPI:
@@ -81,7 +92,7 @@ def create_app(pipe: Pipeline, name: str, bounds: Bounds) -> FastAPI:
     async def refused(_: HttpRequest, error: Refused) -> JSONResponse:
         service.metrics.requests.labels(str(error.status)).inc()
         headers = {"Retry-After": "1"} if error.status == 429 else None
-        return JSONResponse(failure(str(error), error.kind), error.status, headers)
+        return JSONResponse(error.body, error.status, headers)
 
     @app.exception_handler(HTTPException)
     async def unknown(_: HttpRequest, error: HTTPException) -> JSONResponse:
@@ -257,6 +268,8 @@ class _Writing:
         """Run in a thread; an error of the request is a refusal."""
         try:
             return await run_in_threadpool(call, *arguments)
+        except NoRoom as error:
+            raise Refused(400, str(error), code="context_length_exceeded") from None
         except InputError as error:
             raise Refused(400, str(error)) from None
         except Exception as error:
@@ -278,7 +291,7 @@ async def _events(writing: _Writing, about: dict[str, Any]) -> AsyncIterator[str
         yield "data: [DONE]\n\n"
     except Refused as error:
         # Too late for a status: the answer has begun.
-        yield _event(failure(str(error), error.kind))
+        yield _event(error.body)
     finally:
         await writing.end()
 

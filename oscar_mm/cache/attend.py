@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from oscar_mm.cache.layer import OscarLayer, joined
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.tables import Tables, tables_of
 from oscar_mm.ops.decode import decode, empty_output
@@ -22,10 +23,6 @@ from oscar_mm.ops.packed_attention import (
     PackedAttention,
     packed_attention,
 )
-from oscar_mm.ops.unpack import unpack_slots
-
-_SCRATCH_PAGES = 64
-"""Pages that are unpacked at a time for a later turn: 8,192 tokens, 32 MB of 8 heads of 128."""
 
 
 def attend_stored(
@@ -147,26 +144,9 @@ class _Chunk:
         """Keys and values of a row's past, (KV heads, n, head_dim) each, a part at a time."""
         layer = self.layer
         for code, stream in self.step.past[row].streams.items():
-            for start in range(0, len(stream.pages), _SCRATCH_PAGES):
-                run = slice(start, start + _SCRATCH_PAGES)
-
-                def slots(pages: list[int] = stream.pages[run]) -> torch.Tensor:
-                    return torch.tensor(pages, dtype=torch.int32, device=layer.device)
-
-                sides = unpack_slots(
-                    layer.pages[stream.bits].storage,
-                    self.step.once(("slots", row, code, start, layer.device), slots),
-                    *(layer.sigma, text_of(layer.formats[stream.bits])),
-                    *(layer.basis.rotate, layer.dtype),
-                )
-                ranges = list(zip(stream.starts[run], stream.stops[run], strict=True))
-                keys, values = (joined(side, ranges) for side in sides)
-                yield keys, values
-            for start in range(0, stream.tail, _SCRATCH_PAGES * PAGE_TOKENS):
-                count = min(_SCRATCH_PAGES * PAGE_TOKENS, stream.tail - start)
-                blocks = stream.blocks[start // BLOCK_TOKENS : -(-(start + count) // BLOCK_TOKENS)]
-                keys, values = layer.tail(blocks, count)
-                yield keys, values
+            make = partial(layer.slots, stream)
+            slots = self.step.once(("slots", row, code, layer.device), make)
+            yield from layer.parts(stream, slots, layer.dtype)
 
 
 def _causal(

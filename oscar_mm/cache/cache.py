@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.memory import MemoryReport, measure
-from oscar_mm.modality import PADDING
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
 
@@ -72,8 +70,6 @@ class OscarCache(Cache):
         self.ledger = Ledger(self.store)
         self._sigmas = sigmas_of_model(model) if model is not None else {}
         self._expected = Expected()
-        self._packed_attention = False
-        self._padding: torch.Tensor | None = None
         # Whether layers on a GPU have taken in a prompt or pages since the last check.
         self.unchecked = False
 
@@ -94,8 +90,7 @@ class OscarCache(Cache):
 
     def attend_packed(self, padding: torch.Tensor | None) -> None:
         """Attention "oscar" announces a forward pass: (batch, tokens) bool, False for padding."""
-        self._packed_attention = True
-        self._padding = None if padding is None else padding.to("cpu")
+        self._expected.attention(packed=True, padding=padding)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
@@ -114,7 +109,7 @@ class OscarCache(Cache):
             layer.lazy_initialization(key_states, value_states)
             layer.sigma = self._sigmas.get(layer_idx)
         step = self._step_for(layer, key_states)
-        if self._packed_attention:
+        if self._expected.packed:
             # A view, so that no stored tensor leads back to this layer.
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = Chunk(layer, step)
@@ -135,7 +130,7 @@ class OscarCache(Cache):
                 raise InputError(
                     f"the cache holds {len(ledger.sequences)} sequences, the new keys {batch}"
                 )
-            self.begin(self._modalities(batch, tokens))
+            self.begin(self._expected.take(batch, tokens))
         elif layer.steps != ledger.steps - 1:
             raise RuntimeError(_INCOMPLETE.format(layer.index))
         layer.waits = True
@@ -164,21 +159,6 @@ class OscarCache(Cache):
             for layer in layers:
                 layer.check_stored()
             self.unchecked = False
-
-    def _modalities(self, batch: int, tokens: int) -> np.ndarray:
-        """(batch, tokens) int8 of the coming chunk, from what was expected and the mask."""
-        ids = self._expected.take(batch, tokens)
-        if ids is None:
-            ids = np.zeros((batch, tokens), dtype=np.int8)
-            if self._padding is None and not self._packed_attention and batch > 1 and tokens > 1:
-                warnings.warn(
-                    "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
-                    "that is stored too. Call cache.expect, or use attention 'oscar'",
-                    stacklevel=4,
-                )
-        if self._padding is not None:
-            ids[~self._padding.numpy().astype(bool)] = PADDING
-        return ids
 
     def real_tokens(self, count: int) -> torch.Tensor:
         """(batch, count) bool on the CPU: which of the last ``count`` tokens are no padding."""
@@ -263,7 +243,7 @@ class OscarCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(length of the keys in the coming forward pass, 0)."""
-        self._packed_attention, self._padding = False, None
+        self._expected.attention(packed=False)
         return KeyLength(self.ledger.length + query_length, self), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -305,8 +285,7 @@ class OscarCache(Cache):
             self.store = PageStore(self.policy)
         self.ledger = Ledger(self.store)
         self.layers.clear()
-        self._expected, self._padding = Expected(), None
-        self._packed_attention = self.unchecked = False
+        self._expected, self.unchecked = Expected(), False
 
     def close(self) -> None:
         """Give up all pages; the cache takes no more tokens. A second time does nothing."""

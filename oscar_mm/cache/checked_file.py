@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oscar_mm.errors import InputError
+from oscar_mm.whole_file import whole_file
 
 _NAME = "oscar_mm.sha256"
 _BLANK = "0" * 64
@@ -38,25 +38,15 @@ def write_checked(
         InputError: the file cannot be written; nothing is left of it.
     """
     path = Path(path)
-    part = None
     try:
-        handle, name = tempfile.mkstemp(".part", f".{path.name[:100]}.", path.parent)
-        os.close(handle)
-        part = Path(name)
-        save_file(dict(tensors), part, {**texts, _NAME: _BLANK})
-        with part.open("r+b") as file:
-            digest, place = _digest(file, _header(file, path))
-            file.seek(place)
-            file.write(digest.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise InputError(f"{path}: cannot be written: {_reason(error)}") from None
-        raise
+        with whole_file(path, private=True) as part:
+            save_file(dict(tensors), part, {**texts, _NAME: _BLANK})
+            with part.open("r+b") as file:
+                digest, place = _digest(file, _header(file, path))
+                file.seek(place)
+                file.write(digest.encode())
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be written: {_reason(error)}") from None
 
 
 def read_checked(

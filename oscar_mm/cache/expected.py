@@ -1,6 +1,8 @@
-"""Expected: what the coming tokens are, as a caller announced it."""
+"""Expected: what the coming tokens are, as callers and attention announce it."""
 
 from __future__ import annotations
+
+import warnings
 
 import numpy as np
 import torch
@@ -10,10 +12,16 @@ from oscar_mm.modality import PADDING, Modality
 
 
 class Expected:
-    """Modality ids of tokens to come, taken in pieces as they come."""
+    """Modality ids of tokens to come, taken in pieces as they come.
+
+    Attributes:
+        packed: whether attention "oscar" runs the coming forward pass.
+    """
 
     def __init__(self) -> None:
+        self.packed = False
         self._ids: np.ndarray | None = None
+        self._padding: np.ndarray | None = None
 
     def announce(
         self, modalities: torch.Tensor | None, attention_mask: torch.Tensor | None
@@ -39,8 +47,27 @@ class Expected:
             ids[attention_mask.to("cpu").numpy() == 0] = PADDING
         self._ids = ids
 
-    def take(self, batch: int, tokens: int) -> np.ndarray | None:
-        """(batch, tokens) int8 of the next tokens; None if nothing was announced."""
+    def attention(self, *, packed: bool, padding: torch.Tensor | None = None) -> None:
+        """Of the coming forward pass; ``padding``: (batch, tokens), False or 0 for padding."""
+        self.packed = packed
+        self._padding = None if padding is None else padding.to("cpu").numpy().astype(bool)
+
+    def take(self, batch: int, tokens: int) -> np.ndarray:
+        """(batch, tokens) int8 modality ids of the coming forward pass; -1 for padding."""
+        ids = self._announced(batch, tokens)
+        if ids is None:
+            ids = np.zeros((batch, tokens), dtype=np.int8)
+            if self._padding is None and not self.packed and batch > 1 and tokens > 1:
+                warnings.warn(
+                    "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
+                    "that is stored too. Call cache.expect, or use attention 'oscar'",
+                    stacklevel=4,  # who called OscarCache.update
+                )
+        if self._padding is not None:
+            ids[~self._padding] = PADDING
+        return ids
+
+    def _announced(self, batch: int, tokens: int) -> np.ndarray | None:
         if self._ids is None:
             return None
         rows, known = self._ids.shape

@@ -64,16 +64,8 @@ class FixedTables:
         """Whether layers have asked yet."""
         return bool(self._kinds)
 
-    def refill(self, past: list[Sequence], writes: np.ndarray | None) -> None:
-        """Write the tables of a step that is to come.
-
-        Args:
-            past: sequences before it.
-            writes: (4, n) of ``Step``; None for none.
-        """
-        self._table = np.full((self.rows, 4), -1, dtype=np.int32)
-        if writes is not None:
-            self._table[: writes.shape[1]] = writes.T
+    def refill(self, past: SequenceOf[Sequence]) -> None:
+        """Write the tables of attention of a step that is to come: of sequences before it."""
         for key, kind in self._kinds.items():
             arrays = kind.make(past, kind.longest)
             if arrays[1].shape[1] > kind.longest:
@@ -81,6 +73,12 @@ class FixedTables:
                 self.version += 1
             else:
                 _write(kind.whole, laid_out(arrays))
+
+    def refill_writes(self, writes: np.ndarray | None) -> None:
+        """Write where its tokens go: (4, n) of ``Step``; None for nowhere."""
+        self._table = np.full((self.rows, 4), -1, dtype=np.int32)
+        if writes is not None:
+            self._table[: writes.shape[1]] = writes.T
         for tensor in self._writes.values():
             _write(tensor, self._table)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from oscar_mm.cache.layout import PAGE_TOKENS
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.cache.sequence import Sequence
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.stream import Stream
@@ -19,19 +19,20 @@ from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
-from oscar_mm.ops.unpack import unpack
+from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 from oscar_mm.quant.basis import Basis
+from oscar_mm.ranks import Ranks
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
 
-UNPACK_PAGES = 16
-"""Pages of one stream that are unpacked at a time: 2,048 tokens."""
+_GPU_PAGES = 64
+"""Pages that are unpacked at a time: 8,192 tokens, 32 MB of 8 heads of 128 in 16 bit."""
+_CPU_PAGES = 16
+"""Likewise on a CPU, where parts that stay in its caches are quicker."""
 _MOVED_TOKENS = 2048
 """Tokens in 16 bit that move up at a time when others before them are forgotten."""
-Range = tuple[int, int]
-"""First token of a page that is in use, and the one after the last."""
 
 
 class OscarLayer(CacheLayerMixin):
@@ -112,6 +113,8 @@ class OscarLayer(CacheLayerMixin):
         wanted = self.cache.policy.balance
         if self.sigma_is_final or not self.cache.policy.packs:
             return
+        if module is not None:
+            Ranks.of(module).check(self.cache.policy)
         sigma = self.sigma if wanted in ("weights", "auto") else None
         if sigma is None and wanted in ("weights", "auto") and hasattr(module, "k_norm"):
             sigma = sigma_from_norms(module.q_norm, module.k_norm, self.head_dim)
@@ -167,7 +170,7 @@ class OscarLayer(CacheLayerMixin):
             pack_jobs(
                 *(keys, values, self.blocks.storage, *tables, self.pages[bits].storage),
                 *(self.bad, self.sigma, text_of(self.formats[bits])),
-                *(policy.rotate, policy.fit, policy.norm),
+                *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
 
     def check_stored(self) -> None:
@@ -193,12 +196,31 @@ class OscarLayer(CacheLayerMixin):
         stored = self.blocks.storage[blocks]
         return stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
-    def page_runs(self, stream: Stream) -> Iterator[tuple[torch.Tensor, list[Range]]]:
-        """Page bytes of a stream, a bounded number of entries at a time, and their tokens."""
-        for start in range(0, len(stream.pages), UNPACK_PAGES):
-            run = slice(start, start + UNPACK_PAGES)
-            ranges = list(zip(stream.starts[run], stream.stops[run], strict=True))
-            yield self.pages[stream.bits].storage[stream.pages[run]], ranges
+    def slots(self, stream: Stream) -> torch.Tensor:
+        """(n,) int32 slots of a stream's pages, on the layer's device."""
+        return torch.tensor(stream.pages, dtype=torch.int32, device=self.device)
+
+    def parts(
+        self, stream: Stream, slots: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a stream, (KV heads, n, head_dim) each, a part at a time.
+
+        In the model's coordinates; first those in pages, at ``slots``, then those in 16 bit.
+        """
+        most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
+        for start in range(0, len(stream.pages), most):
+            run = slice(start, start + most)
+            keys, values = unpack_slots(
+                *(self.pages[stream.bits].storage, slots[run], self.sigma),
+                *(text_of(self.formats[stream.bits]), self.basis.rotate, dtype),
+            )
+            used = list(zip(stream.starts[run], stream.stops[run], strict=True))
+            yield _joined(keys, used), _joined(values, used)
+        for start in range(0, stream.tail, most * PAGE_TOKENS):
+            count = min(most * PAGE_TOKENS, stream.tail - start)
+            blocks = stream.blocks[start // BLOCK_TOKENS : -(-(start + count) // BLOCK_TOKENS)]
+            keys, values = self.tail(blocks, count).to(dtype)
+            yield keys, values
 
     def unpacked(
         self, sequences: list[Sequence], length: int, dtype: torch.dtype | None = None
@@ -215,15 +237,9 @@ class OscarLayer(CacheLayerMixin):
             target = both[:, row]
             for code, stream in sequence.streams.items():
                 places = torch.from_numpy(sequence.positions(code)).to(self.device)
-                start = 0
-                for pages, ranges in self.page_runs(stream):
-                    sides = unpack(pages, self.formats[stream.bits], self.basis, dtype)
-                    both_sides = torch.stack([joined(side, ranges) for side in sides])
-                    where = places[start : start + both_sides.shape[2]]
-                    start += len(where)
-                    target[:, :, where] = both_sides
-                where = places[start : start + stream.tail]
-                target[:, :, where] = self.tail(stream.blocks, stream.tail).to(dtype)
+                for keys, values in self.parts(stream, self.slots(stream), dtype):
+                    where, places = places.tensor_split([keys.shape[1]])
+                    target[0][:, where], target[1][:, where] = keys, values
         return both[0], both[1]
 
     def update(
@@ -245,9 +261,9 @@ class OscarLayer(CacheLayerMixin):
         return -1
 
 
-def joined(pages: torch.Tensor, ranges: list[Range]) -> torch.Tensor:
+def _joined(pages: torch.Tensor, used: list[tuple[int, int]]) -> torch.Tensor:
     """(n, KV heads, 128, head_dim) -> (KV heads, tokens in use, head_dim)."""
-    if all(used == (0, PAGE_TOKENS) for used in ranges):
+    if all(tokens == (0, PAGE_TOKENS) for tokens in used):
         return pages.transpose(0, 1).flatten(1, 2)
-    used = [page[:, start:stop] for page, (start, stop) in zip(pages, ranges, strict=True)]
-    return torch.cat(used, dim=1)
+    kept = [page[:, start:stop] for page, (start, stop) in zip(pages, used, strict=True)]
+    return torch.cat(kept, dim=1)

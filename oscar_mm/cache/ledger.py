@@ -25,13 +25,17 @@ _BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
 
 
 class Ledger:
-    """Sequences of a batch and the slots that hold them."""
+    """Sequences of a batch and the slots that hold them.
+
+    Attributes:
+        changes: grows with every change of a sequence. ``PageStore.trim`` counts its own.
+    """
 
     def __init__(self, store: PageStore) -> None:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
         # Always the same list: the store takes its slots back once the ledger is gone.
         self.sequences: list[Sequence] = []
-        self.steps = 0
+        self.steps = self.changes = 0
         self.last = Step()
         store.register(self)
 
@@ -45,6 +49,7 @@ class Ledger:
     def hold(self, sequences: list[Sequence]) -> None:
         """Become an owner of all slots of these sequences, which take the place of those held."""
         old = self.sequences[:]
+        self.changes += 1
         # In this order, so that whatever interrupts it no slot is given back twice.
         self.store.share(sequences)
         self.sequences[:] = sequences
@@ -58,6 +63,7 @@ class Ledger:
     def advance(self, modalities: np.ndarray) -> Step:
         """Take in new tokens: (batch, tokens) modality ids, -1 for padding."""
         self.store.collect()
+        self.changes += 1
         if not self.sequences:
             self.sequences += [Sequence() for _ in range(len(modalities))]
         step = Step(past=[sequence.before() for sequence in self.sequences])
@@ -133,13 +139,15 @@ class Ledger:
         places = stream.tail + np.arange(len(new))
         stream.tail += len(new)
         stream.blocks += blocks.allocate(-(-stream.tail // BLOCK_TOKENS) - len(stream.blocks))
-        targets = np.asarray(stream.blocks)[places // BLOCK_TOKENS]
+        first = int(places[0]) // BLOCK_TOKENS
+        targets = np.asarray(stream.blocks[first:])[places // BLOCK_TOKENS - first]
         writes.append(np.stack([np.full(len(new), row), new, targets, places % BLOCK_TOKENS]))
 
     def crop(self, count: int) -> None:
         """Remove the last ``count`` tokens of every row."""
         if not 0 <= count <= self.length:
             raise ValueError(f"cannot remove {count} tokens from a cache of {self.length}")
+        self.changes += 1
         for sequence in self.sequences if count else ():
             removed = np.frombuffer(bytes(sequence.codes[-count:]), dtype=np.uint8)
             for code, stream in sequence.streams.items():
@@ -171,6 +179,7 @@ class Ledger:
                 f"forget: tokens {start} to {stop} of a cache of {self.length}; "
                 "start <= stop, counted from 0"
             )
+        self.changes += 1
         sequence = self.sequences[row]
         codes = np.frombuffer(bytes(sequence.codes[:stop]), dtype=np.uint8)
         before, gone = codes[:start], codes[start:]

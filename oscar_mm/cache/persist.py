@@ -36,6 +36,8 @@ from oscar_mm.policy import KVPolicy
 
 FORMAT_VERSION = 1
 """Goes up with any change of this file's tensors or of the bytes of a page."""
+_ADDED = {"value_scale": "plain"}
+"""Fields of the policy that older files do not name, as their pages were made."""
 _TEXT = "oscar_mm.cache"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 1024, 1024
@@ -223,10 +225,10 @@ def _check_text(
 def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
     names = {field.name for field in dataclasses.fields(KVPolicy)}
     policy = text.get("policy")
-    if not isinstance(policy, dict) or set(policy) != names:
+    if not isinstance(policy, dict) or set(policy) | _ADDED.keys() != names:
         raise InputError(f"{path}: is damaged: it names no policy")
     try:
-        return KVPolicy(**policy)
+        return KVPolicy(**_ADDED | policy)
     except InputError as error:
         raise InputError(f"{path}: is damaged: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,9 +71,9 @@ class SavedTables:
             blocks = -(-tail // BLOCK_TOKENS)
             modality = Modality(code % SINK)
             bits = 16 if code >= SINK else self.policy.bits_for(modality)
-            pages, starts, stops = self.entries[entry : entry + entries].T.tolist()
+            columns = self.entries[entry : entry + entries].T.tolist()
             held = self.blocks[block : block + blocks].tolist()
-            parts.append((row, Stream(modality, bits, pages, starts, stops, held, tail)))
+            parts.append((row, Stream(modality, bits, *map(tuple, columns), held, tail)))
             entry, block = entry + entries, block + blocks
         return parts
 
@@ -134,7 +135,7 @@ class SavedTables:
         """The sequences over these slots: number i is the i-th of its kind."""
         made = [Sequence(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
-            stream.pages = [slots[stream.bits][page] for page in stream.pages]
+            stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
             stream.blocks = [slots[16][block] for block in stream.blocks]
             made[row].streams[code] = stream
             made[row].stored += stream.tokens
@@ -145,7 +146,7 @@ def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[int, list[int]]]:
     """Tables of a ledger with slots numbered from 0, and the slots under these numbers."""
     numbers: dict[int, dict[int, int]] = {bits: {} for bits in ledger.allocators}
 
-    def number(bits: int, slots: list[int]) -> list[int]:
+    def number(bits: int, slots: Iterable[int]) -> list[int]:
         return [numbers[bits].setdefault(slot, len(numbers[bits])) for slot in slots]
 
     streams, entries, blocks = [], [np.empty((0, 3), np.int32)], []
@@ -153,7 +154,7 @@ def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[int, list[int]]]:
     for row, sequence in enumerate(rows):
         for code, stream in sequence.streams.items():
             streams.append((row, code, len(stream.pages), stream.tail))
-            columns = (number(stream.bits, stream.pages), stream.starts, stream.stops)
+            columns = number(stream.bits, stream.pages), stream.starts, stream.stops
             entries.append(np.array(columns, dtype=np.int32).T)
             blocks += number(16, stream.blocks)
     codes = b"".join(bytes(sequence.codes) for sequence in rows)

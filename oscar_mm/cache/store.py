@@ -16,6 +16,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.memory import StoreReport, measure_store
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
+from oscar_mm.ranks import Ranks
 
 if TYPE_CHECKING:
     from oscar_mm.cache.ledger import Ledger
@@ -73,20 +74,27 @@ class PageStore:
     Args:
         policy: of all its caches: a KVPolicy or a preset's name.
         lock: by default one of its own.
+        ranks: the processes of which each stores other heads; by default one.
 
     Attributes:
         allocators: bit width -> slots of that kind, the same ids in every layer.
         layers: layer index -> its pools, made by the first cache that reaches the layer.
         lock: see above.
+        trims: how often slots have got other ids.
     """
 
     def __init__(
-        self, policy: str | KVPolicy = "compact", lock: threading.RLock | None = None
+        self,
+        policy: str | KVPolicy = "compact",
+        lock: threading.RLock | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy = KVPolicy.of(policy)
         self.allocators = {bits: SlotAllocator() for bits in sorted({*self.policy.bits, 16})}
         self.layers: dict[int, LayerPools] = {}
         self.lock = threading.RLock() if lock is None else lock
+        self.ranks = Ranks() if ranks is None else ranks
+        self.trims = 0
         self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._dropped: deque[list[Sequence]] = deque()
 
@@ -152,6 +160,7 @@ class PageStore:
         One layer's pool at a time is copied, so that much memory is needed on the way.
         """
         self.collect()
+        self.trims += 1
         for bits, slots in self.allocators.items():
             if not slots.free:
                 continue
@@ -167,7 +176,12 @@ class PageStore:
                     if bits == 16:
                         stream.blocks = [new_ids[block] for block in stream.blocks]
                     elif stream.bits == bits:
-                        stream.pages = [new_ids[page] for page in stream.pages]
+                        stream.pages = tuple(new_ids[page] for page in stream.pages)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The same as long as no pool needs to grow or has been trimmed."""
+        return self.trims, *(slots.capacity for slots in self.allocators.values())
 
     def bytes_by_modality(self) -> dict[str, int]:
         """Bytes of the slots in use by modality, each once, whoever holds them."""

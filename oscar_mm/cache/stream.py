@@ -18,6 +18,9 @@ class Stream:
     tokens that are in use: all of them at first, fewer after a crop; a page out of whose middle
     tokens were forgotten has two entries, one after the other.
 
+    Copies share what they have of pages: a long stream is copied at every step, and gets a page at
+    one of 128.
+
     Attributes:
         modality: of all its tokens.
         bits: 2 or 4 where full pages are packed; 16 where all tokens stay in blocks.
@@ -30,11 +33,14 @@ class Stream:
 
     modality: Modality
     bits: int
-    pages: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
+    pages: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
     blocks: list[int] = field(default_factory=list)
     tail: int = 0
+    _known: tuple[tuple[tuple[int, ...], ...], np.ndarray] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def packed(self) -> int:
@@ -46,23 +52,33 @@ class Stream:
         """All tokens of the stream."""
         return self.packed + self.tail
 
+    def entries(self) -> np.ndarray:
+        """(entries, 3) int32: pages, starts and stops."""
+        columns = self.pages, self.starts, self.stops
+        if self._known is None or any(
+            mine is not known for mine, known in zip(columns, self._known[0], strict=True)
+        ):
+            self._known = columns, np.array(columns, dtype=np.int32).T
+        return self._known[1]
+
     def copy(self) -> Stream:
         """A second stream over the same slots; the caller adds the owners."""
         return Stream(
             self.modality,
             self.bits,
-            self.pages.copy(),
-            self.starts.copy(),
-            self.stops.copy(),
+            self.pages,
+            self.starts,
+            self.stops,
             self.blocks.copy(),
             self.tail,
+            self._known,
         )
 
     def add_pages(self, pages: list[int]) -> None:
         """Full pages after those that there are."""
-        self.pages += pages
-        self.starts += [0] * len(pages)
-        self.stops += [PAGE_TOKENS] * len(pages)
+        self.pages += tuple(pages)
+        self.starts += (0,) * len(pages)
+        self.stops += (PAGE_TOKENS,) * len(pages)
 
     def drop_last(self, count: int) -> tuple[list[int], list[int]]:
         """Forget the last ``count`` tokens; returns the ids of pages and blocks given up.
@@ -74,16 +90,15 @@ class Stream:
         count -= from_tail
         kept_blocks = -(-self.tail // BLOCK_TOKENS)
         blocks, self.blocks = self.blocks[kept_blocks:], self.blocks[:kept_blocks]
-        pages = []
-        while count:
-            cut = min(count, self.stops[-1] - self.starts[-1])
-            self.stops[-1] -= cut
-            count -= cut
-            if self.starts[-1] == self.stops[-1]:
-                self.starts.pop()
-                self.stops.pop()
-                pages.append(self.pages.pop())
-        return pages, blocks
+        left = len(self.pages)
+        while count and count >= (last := self.stops[left - 1] - self.starts[left - 1]):
+            left -= 1
+            count -= last
+        pages, self.pages = self.pages[left:], self.pages[:left]
+        self.starts, self.stops = self.starts[:left], self.stops[:left]
+        if count:
+            self.stops = (*self.stops[:-1], self.stops[-1] - count)
+        return list(pages), blocks
 
     def cut_pages(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Take the packed tokens start to stop - 1 of the stream out.
@@ -106,8 +121,10 @@ class Stream:
             )
             if begin < end
         ]
-        cut = slice(first, last + 1)
-        before = self.pages[cut]
+        before = self.pages[first : last + 1]
         columns = tuple(zip(*left, strict=True)) or ((), (), ())
-        self.pages[cut], self.starts[cut], self.stops[cut] = columns
-        return before, list(columns[0])
+        self.pages, self.starts, self.stops = (
+            (*old[:first], *new, *old[last + 1 :])
+            for old, new in zip((self.pages, self.starts, self.stops), columns, strict=True)
+        )
+        return list(before), list(columns[0])

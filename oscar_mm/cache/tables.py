@@ -123,8 +123,9 @@ def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarr
         halves.append(np.stack([2 * blocks + places % 2, filled], axis=1))
         if stream.pages:
             flag = SECOND if stream.bits == bits[1] else 0
-            used = np.multiply(stream.starts, START) + stream.stops + flag
-            pages.append(np.stack([stream.pages, used], axis=1))
+            entries = stream.entries()
+            used = entries[:, 1] * START + entries[:, 2] + flag
+            pages.append(np.stack([entries[:, 0], used], axis=1))
     return np.concatenate(halves), np.concatenate(pages)
 
 

@@ -12,9 +12,10 @@ from oscar_mm.compare.divergence import Scores
 from oscar_mm.compare.forced import Forced, Recorder, answer_logits, as_recorded
 from oscar_mm.compare.methods import Method, StoredPast, bits_per_value
 from oscar_mm.compare.paged import Paged
-from oscar_mm.decoding import Prompt, decode
+from oscar_mm.decoding.loop import decode
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.policy import KVPolicy
-from oscar_mm.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline

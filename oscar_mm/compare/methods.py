@@ -60,12 +60,17 @@ class Named(Protocol):
 
 N = TypeVar("N", bound=Named)
 REFERENCE, DEFAULT, PUBLISHED = "16 bit", "compact", "OScaR, published"
-FINE, MIDDLE = "compact, groups 32", "compact, key group 64"
+FINE = "compact, groups 32"
 _COMPACT = KVPolicy.preset("compact")
 _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
 """All methods keep the same tokens in 16 bit, so that methods are compared and not windows."""
 _FINE = {"key_group": 32, "value_group": 32}
-_NAIVE = {"fit": "minmax", "norm": "plain", "balance": None, "token_scaling": None}
+_OTHER_GROUP = next(size for size in (64, 128) if size != _COMPACT.key_group)
+"""Tokens of a key group of the rows that differ from the default in this."""
+_WHOLE_HEADS = {"key_axis": "token", "key_group": 128}
+_PLAIN_VALUES = {"value_scale": "plain"}
+_MINMAX = {"fit": "minmax", "value_scale": "plain"}
+_NAIVE = {**_MINMAX, "norm": "plain", "balance": None, "token_scaling": None}
 
 
 def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
@@ -92,11 +97,11 @@ def main_methods() -> list[Method]:
     return [
         Paged(REFERENCE, KVPolicy.preset("bf16")),
         # Whole heads of keys and values, as they are.
-        Paged("INT2 per token", _compact(key_axis="token", rotate=False, **_NAIVE)),
+        Paged("INT2 per token", _compact(**_WHOLE_HEADS, rotate=False, **_NAIVE)),
         Paged("KIVI", plain["kivi"]),  # arXiv:2402.02750
         Paged("QuaRot", plain["quarot"]),  # arXiv:2404.00456
         # Rotated, balanced keys fitted per token: format S of the design.
-        Paged("per token, least squares", _compact(key_axis="token")),
+        Paged("per token, least squares", _compact(**_WHOLE_HEADS)),
         Paged(PUBLISHED, plain["oscar"]),
         Paged(DEFAULT, _COMPACT),
         Paged("compact, balance None", _compact(balance=None)),
@@ -104,7 +109,7 @@ def main_methods() -> list[Method]:
         Paged("compact, balance prompt", _compact(balance="prompt")),
         Paged("compact, norm plain", _compact(norm="plain")),
         Paged("compact, norm refit", _compact(norm="refit")),
-        Paged(MIDDLE, _compact(key_group=64)),
+        Paged(f"compact, key group {_OTHER_GROUP}", _compact(key_group=_OTHER_GROUP)),
         Paged(FINE, _compact(**_FINE)),
         Paged("groups 32, balance None", _compact(**_FINE, balance=None)),
         Paged("groups 32, norm plain", _compact(**_FINE, norm="plain")),
@@ -120,16 +125,19 @@ def main_methods() -> list[Method]:
 
 def ablation_methods() -> list[Paged]:
     """The default with one thing changed; what the main table has is not repeated."""
+    other = f"key group {_OTHER_GROUP}"
     changes: dict[str, dict[str, object]] = {
         "rotate False": {"rotate": False},
         "token scaling None": {"token_scaling": None},
         "token scaling shared": {"token_scaling": "shared"},
-        "fit minmax": {"fit": "minmax"},
-        "fit minmax, norm plain": {"fit": "minmax", "norm": "plain"},
+        "fit minmax": _MINMAX,
+        "fit minmax, norm plain": {**_MINMAX, "norm": "plain"},
+        "value scale plain": _PLAIN_VALUES,
+        f"{other}, value scale plain": {"key_group": _OTHER_GROUP, **_PLAIN_VALUES},
         "key group 32": {"key_group": 32},
         "value group 32": {"value_group": 32},
         "value group 64": {"value_group": 64},
-        "groups 64": {"key_group": 64, "value_group": 64},
+        f"{other}, value group 64": {"key_group": _OTHER_GROUP, "value_group": 64},
         "window 0": {"window": 0},
         "window 128": {"window": 128},
         "sinks 0": {"sinks": 0},
@@ -137,6 +145,7 @@ def ablation_methods() -> list[Paged]:
     }
     return [
         *(Paged(f"compact, {name}", _compact(**change)) for name, change in changes.items()),
+        Paged("groups 32, value scale plain", _compact(**_FINE, **_PLAIN_VALUES)),
         Paged("compact, mixed pages", _COMPACT, mixed=True),
         Paged("groups 32, mixed pages", _compact(**_FINE), mixed=True),
         Paged("OScaR, published, mixed pages", KVPolicy.preset("oscar", **_RECENT), mixed=True),

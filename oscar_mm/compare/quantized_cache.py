@@ -46,12 +46,7 @@ class QuantizedCacheMethod:
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
         """See ``Paged.missing``."""
-        package = BACKENDS[self.backend][0]
-        try:
-            found = find_spec(package) is not None
-        except ModuleNotFoundError:  # of the package around it
-            found = False
-        return None if found else f"{package} is not installed"
+        return not_installed(self.backend)
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
         """See ``Paged.restored``."""
@@ -67,7 +62,7 @@ class QuantizedCacheMethod:
         stored = (layer._quantized_keys, layer._quantized_values)
         for side, one in zip((keys, values), stored, strict=True):
             side[:, :, where] = layer._dequantize(one)
-        return Restored(keys, values, sum(map(_nbytes, stored)), 2 * sides[0].numel())
+        return Restored(keys, values, sum(map(stored_bytes, stored)), 2 * sides[0].numel())
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
         """None: it has no report."""
@@ -79,8 +74,18 @@ def quantized_cache_methods(like: Paged) -> list[QuantizedCacheMethod]:
     return [QuantizedCacheMethod(name, bits, like) for name in BACKENDS for bits in (2, 4)]
 
 
-def _nbytes(stored: Any) -> int:
-    """Codes, scales and zeros of a quantized tensor."""
+def not_installed(backend: str) -> str | None:
+    """Which package a backend lacks, as a sentence; None where it runs."""
+    package = BACKENDS[backend][0]
+    try:
+        found = find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        found = False
+    return None if found else f"{package} is not installed"
+
+
+def stored_bytes(stored: Any) -> int:
+    """Codes, scales and zeros of a tensor that such a layer has quantized."""
     if isinstance(stored, tuple):  # hqq
         codes, about = stored
         return sum(part.nbytes for part in (codes, about["scale"], about["zero"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.inspect.errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.inspect.norms import Norms, channel_outliers, measure_norms

@@ -87,7 +87,7 @@ def has_sound(path: Path, label: str) -> bool:
     Raises:
         InputError: the file cannot be read.
     """
-    with _opened(path, label) as container:
+    with opened(path, label) as container:
         return bool(container.streams.audio)
 
 
@@ -174,7 +174,12 @@ def _check_riff(source: Path | bytes, label: str) -> None:
 
 
 @contextmanager
-def _opened(source: Path | bytes, label: str) -> Iterator[Any]:
+def opened(source: Path | bytes, label: str) -> Iterator[Any]:
+    """A PyAV container of a recording, or of a video for its sound.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     # "file:" keeps a colon in the name from being read as a protocol.
     where = io.BytesIO(source) if isinstance(source, bytes) else f"file:{source.absolute()}"
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
@@ -189,7 +194,7 @@ def _opened(source: Path | bytes, label: str) -> Iterator[Any]:
 
 
 def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
-    with _opened(source, label) as container:
+    with opened(source, label) as container:
         if not container.streams.audio:
             raise InputError(f"{label}: has no audio track; pass a recording")
         stream = container.streams.audio[0]

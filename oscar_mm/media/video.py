@@ -1,7 +1,8 @@
 """A clip to sampled RGB frames with their times, in bounded memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,17 @@ def _video(
 
 
 def _from_file(path: Path, fps: float, limits: MediaLimits, label: str) -> Video:
+    with opened_video(path, label) as (container, stream):
+        return _sample(container, stream, fps, limits, label)
+
+
+@contextmanager
+def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
+    """A PyAV container and its stream of pictures.
+
+    Raises:
+        InputError: it cannot be read, also later on, or has no such stream.
+    """
     # "file:" keeps a colon in the name from being read as a protocol.
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
@@ -169,12 +181,18 @@ def _from_file(path: Path, fps: float, limits: MediaLimits, label: str) -> Video
             ]
             if not streams:
                 raise InputError(f"{label}: has no video stream; is it a sound file?")
-            return _sample(container, streams[0], fps, limits, label)
+            yield container, streams[0]
     except av.FFmpegError as error:
         raise InputError(
             f"{label}: is not a video that can be read, or is damaged; convert it to MP4 "
             f"({error.strerror})"
         ) from error
+
+
+def promised_seconds(container: Any, stream: Any) -> float:
+    """Length by the header; 0 if that says nothing."""
+    seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+    return seconds or (container.duration or 0) / 1e6
 
 
 def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label: str) -> Video:
@@ -185,8 +203,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     """
     stream.thread_type = "AUTO"
     rate = float(stream.average_rate or stream.guessed_rate or 24)
-    seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
-    seconds = seconds or (container.duration or 0) / 1e6
+    seconds = promised_seconds(container, stream)
     limits.check_video(stream.width, stream.height, seconds, label)
 
     step, capacity = kept_frames(seconds, fps, limits)

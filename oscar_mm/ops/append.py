@@ -139,7 +139,8 @@ def _by_kernel(
     )
     threads = min(_MAX_THREADS, -(-2 * kv_heads * row_bytes // 16 // 32) * 32)
     stream = torch.cuda.current_stream(keys.device).cuda_stream
-    kernel.launch((len(writes), 1, 1), (max(threads, 32), 1, 1), 0, params, stream)
+    block = (max(threads, 32), 1, 1)
+    kernel.launch((len(writes), 1, 1), block, 0, params, stream, dependent=True)
 
 
 def _make(specialization: tuple[torch.dtype, int], device: torch.device) -> Kernel:

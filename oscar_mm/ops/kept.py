@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+
+from oscar_mm.whole_file import whole_file
 
 
 def cache_folder() -> Path | None:
@@ -52,16 +53,11 @@ def load(path: Path, key: str) -> bytes | None:
 
 def keep(path: Path, key: str, content: bytes) -> None:
     """Write a file in one step: another process sees all of it or nothing."""
-    written = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete=False) as file:
-            written = file.name
-            file.write(_checksum(key, content) + b"\n" + content)
-        os.replace(written, path)
+        with whole_file(path, private=True) as part:
+            part.write_bytes(_checksum(key, content) + b"\n" + content)
     except OSError as error:
-        if written is not None:
-            Path(written).unlink(missing_ok=True)
         _warn_not_kept(path.parent, error.strerror)
 
 

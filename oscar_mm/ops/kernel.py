@@ -130,6 +130,7 @@ class Kernel:
         self.name, self.report, self.key = name, report, key
         self.device = torch.device("cuda", index)
         self._driver = driver
+        self._overlaps = torch.cuda.get_device_capability(self.device) >= (9, 0)
         # The runtime, and so torch, works in the device's primary context. It stays retained: the
         # kernel lives as long as the process.
         handle = self._checked("finding the device", driver.cuDeviceGet(index))
@@ -154,6 +155,7 @@ class Kernel:
         shared_bytes: int,
         params: ctypes.Structure,
         stream: int,
+        dependent: bool = False,
     ) -> None:
         """Launch without waiting.
 
@@ -163,6 +165,8 @@ class Kernel:
             shared_bytes: dynamic shared memory of a thread block.
             params: the kernel's structure; copied, so that it may be changed afterwards.
             stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
+            dependent: begin before what was launched last has ended. The kernel must wait for it
+                itself (csrc/overlap.cuh). Without effect before sm_90.
 
         Raises:
             KernelError: the structure or the shared memory does not fit, or the driver refuses.
@@ -182,11 +186,12 @@ class Kernel:
         # The default stream has the same handle on every device, so the context tells which. A
         # thread that has not used CUDA yet has none.
         current = self._checked("launching", self._driver.cuCtxGetCurrent())
+        launch = self._launch_dependent if dependent and self._overlaps else self._launch
         if int(current) == self._context_address:
-            self._launch(grid, block, shared_bytes, pointer, stream)
+            launch(grid, block, shared_bytes, pointer, stream)
         else:
             with self._in_context():
-                self._launch(grid, block, shared_bytes, pointer, stream)
+                launch(grid, block, shared_bytes, pointer, stream)
 
     def capture_on(self, stream: int) -> int | None:
         """Which capture of a CUDA graph a stream is in; None if in none."""
@@ -211,6 +216,28 @@ class Kernel:
             self._driver.cuLaunchKernel(
                 self._function, *grid, *block, shared_bytes, stream, address, 0
             ),
+        )
+
+    def _launch_dependent(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        pointer: ctypes.c_void_p,
+        stream: int,
+    ) -> None:
+        driver = self._driver
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        config.attrs, config.numAttrs = [early], 1
+        self._checked(
+            "launching",
+            driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0),
         )
 
     def _allow_shared(self, handle: Any) -> int:

@@ -2,7 +2,7 @@
 
     pack(Tensor keys, Tensor values, Tensor blocks, Tensor source, Tensor rows, Tensor slots,
          Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit,
-         str norm) -> ()
+         str norm, str value_scale) -> ()
 
     keys, values  (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16
                   or float32; any strides with contiguous channels
@@ -20,7 +20,7 @@
     sigma         (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
               numbers (the kernel rounds others); None for none
     format        of the pages (``oscar_mm.ops.formats``)
-    rotate, fit, norm   as in ``KVPolicy``
+    rotate, fit, norm, value_scale   as in ``KVPolicy``
 
 What the blocks hold may be given up as soon as this returns: later work of the same stream comes
 after it.
@@ -42,6 +42,7 @@ from oscar_mm.quant.basis import Basis
 NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
 _FITS = ("minmax", "lsq")
 _NORMS = ("plain", "refit", "unbiased")
+_VALUE_SCALES = ("plain", "unbiased")
 _arguments = Arguments("pack")
 
 
@@ -59,7 +60,7 @@ def pack(
             stride.
         values: the same shape and dtype.
         page_format: layout of the pages.
-        policy: fit, norm and token scaling.
+        policy: fit, norm, token scaling and scale of values.
         basis: balancing and rotation of the layer.
 
     Returns:
@@ -83,7 +84,7 @@ def pack(
     pack_jobs(
         *(keys, values, keys.new_empty(0, 2, expected[0], BLOCK_TOKENS, expected[2])),
         *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, bad, basis.sigma),
-        *(text_of(page_format), basis.rotate, policy.fit, policy.norm),
+        *(text_of(page_format), basis.rotate, policy.fit, policy.norm, policy.value_scale),
     )
     if bool(bad):
         raise FloatingPointError(NOT_STORABLE)
@@ -104,6 +105,7 @@ def _check(
     rotate: bool,
     fit: str,
     norm: str,
+    value_scale: str,
 ) -> None:
     page_format, device = format_of(format), keys.device
     heads, head_dim, count = page_format.kv_heads, page_format.head_dim, source.shape[0]
@@ -121,6 +123,8 @@ def _check(
         _arguments.refuse("fit", repr(fit), f"one of {_FITS}")
     if norm not in _NORMS:
         _arguments.refuse("norm", repr(norm), f"one of {_NORMS}")
+    if value_scale not in _VALUE_SCALES:
+        _arguments.refuse("value_scale", repr(value_scale), f"one of {_VALUE_SCALES}")
 
 
 def _pack(
@@ -137,12 +141,13 @@ def _pack(
     rotate: bool,
     fit: str,
     norm: str,
+    value_scale: str,
 ) -> None:
     tensors = (keys, values, blocks, source, rows, slots, pages, bad, sigma)
-    _check(*tensors, format, rotate, fit, norm)
+    _check(*tensors, format, rotate, fit, norm, value_scale)
     if not len(source):
         return
-    recipe = Recipe(format_of(format), rotate, fit, norm)
+    recipe = Recipe(format_of(format), rotate, fit, norm, value_scale)
     kernel = pack_kernel.kernel_for(recipe, keys.dtype, keys.device)
     if kernel is None:
         pack_by_torch(*tensors, recipe)
@@ -152,8 +157,8 @@ def _pack(
 
 pack_jobs = define(
     "pack(Tensor keys, Tensor values, Tensor blocks, Tensor source, Tensor rows, Tensor slots,"
-    " Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit, str norm)"
-    " -> ()",
+    " Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit, str norm,"
+    " str value_scale) -> ()",
     _pack,
     _check,
 )

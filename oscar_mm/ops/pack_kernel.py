@@ -32,6 +32,7 @@ _PER_PROCESSOR = 2
 """Thread blocks that a multiprocessor runs at a time."""
 _FITS = {"minmax": 0, "lsq": 1}
 _NORMS = {"plain": 0, "refit": 1, "unbiased": 2}
+_VALUE_SCALES = {"plain": 0, "unbiased": 1}
 _WORST_SHARE = 0.01
 """Bytes in which a kernel that is right may differ from PyTorch operations."""
 Specialization = tuple[Recipe, torch.dtype]
@@ -97,6 +98,7 @@ def macros(
         "VALUE_START": f"{first_range(page_format.bits, page_format.value_group)}f",
         "LSQ_ROUNDS": LSQ_ROUNDS,
         "NORM_FIT": _NORMS[policy.norm],
+        "VALUE_SCALE": _VALUE_SCALES[policy.value_scale],
     }
 
 

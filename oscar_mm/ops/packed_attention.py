@@ -141,12 +141,13 @@ class Specialization:
         return _aligned(size, 128)
 
     def shape(self, limit: int) -> tuple[int, int] | None:
-        """Warps and buffers for a limit of shared memory; None where not even 8 and 8 fit.
+        """Warps and buffers for a limit of shared memory; None where not even 8 and 4 fit.
 
-        A buffer a warp and some on the way; more than 20 gain nothing (measured on an H200).
+        A buffer a warp and some on the way; more than 20 gain nothing (measured on an H200). With
+        fewer buffers than warps, which small GPUs need for larger pages, some warps wait.
         """
-        for warps in (12, 8):
-            for buffers in range(20, warps - 1, -1):
+        for warps, fewest in ((12, 12), (8, 4)):
+            for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:
                     return warps, buffers
         return None
@@ -214,9 +215,8 @@ class PackedAttention:
             0 if sigma is None else len(sigma),
             scaling,
         )
-        self._kernel.launch(
-            (len(assignments), 1, 1), (self.warps * 32, 1, 1), self._shared_bytes, params, stream
-        )
+        grid, block = (len(assignments), 1, 1), (self.warps * 32, 1, 1)
+        self._kernel.launch(grid, block, self._shared_bytes, params, stream, dependent=True)
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
         """Counters that a launch leaves at zero; of each stream its own, as launches overlap.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from oscar_mm.cache.layout import PageFormat
+from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.fit import KEY_RUN, VALUE_RUN, assign_codes, fit_group
+from oscar_mm.quant.fit import KEY_RUN, VALUE_RUN, assign_codes, fit_group, unbiased_scale
 from oscar_mm.quant.scaling import divide_by_norm, fitted_norm, token_rms
 
 _CHUNK_ELEMENTS = 1 << 22
@@ -24,6 +25,13 @@ class Recipe:
     rotate: bool
     fit: str
     norm: str
+    value_scale: str
+
+    @classmethod
+    def of(cls, page_format: PageFormat, policy: KVPolicy) -> Recipe:
+        """The recipe that a policy gives pages of a format."""
+        how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+        return cls(page_format, *how)
 
 
 def quantize(
@@ -87,8 +95,11 @@ def _packed_values(values: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tens
     page_format = recipe.page_format
     grouped = values.unflatten(3, (-1, page_format.value_group))
     scale, zero = fit_group(grouped, page_format.bits, recipe.fit, 4, VALUE_RUN)
+    codes = assign_codes(grouped, scale, zero, page_format.bits)
+    if recipe.value_scale == "unbiased":
+        scale, zero = unbiased_scale(grouped, codes, scale, zero, 4)
     return {
-        "value_codes": assign_codes(grouped, scale, zero, page_format.bits).view_as(values),
+        "value_codes": codes.view_as(values),
         "value_scales": scale.squeeze(4),
         "value_zeros": zero.squeeze(4),
     }

@@ -2,7 +2,9 @@
 
 A value x of a group is stored as code = round((x - zero) / scale) in 0 .. 2^bits - 1 and read as
 scale * code + zero. Scales and zeros are float16 in a page; they are rounded before the codes are
-assigned, so a code is the nearest one to what will be read back.
+assigned, so a code is the nearest one to what will be read back. Of values the scale and zero may
+then be replaced by others, with which they do not shrink (``unbiased_scale``); of keys not, as
+their stored norm sees to that (``oscar_mm.quant.scaling``).
 """
 
 from __future__ import annotations
@@ -78,6 +80,35 @@ def _regress(
     covariance = (spread * (values - mean_value)).mean(dim, keepdim=True)
     scale = torch.where(variance > 0, covariance / variance.clamp(min=1e-12), scale)
     return scale, mean_value - scale * mean_code
+
+
+def unbiased_scale(
+    values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero to store with codes that are known: <v^ - mean, v - mean> = |v - mean|^2.
+
+    A least-squares fit shrinks a group towards its mean. Attention averages the errors of many
+    tokens, but not what all of them lack. With the scale var(values) / cov(codes, values) nothing
+    is lacking on average, and the mean of what is read is that of the values.
+
+    Args:
+        values: float32, finite.
+        codes: of ``assign_codes`` with this scale and zero.
+        scale, zero: of ``fit_group``; kept where the codes say nothing about the values. The new
+            scale is within a factor 2 of the old one.
+        dim: the dimension of the group.
+
+    Returns:
+        the shapes of scale and zero: float32 of float16 values.
+    """
+    mean_code, mean = codes.mean(dim, keepdim=True), values.mean(dim, keepdim=True)
+    apart = values - mean
+    covariance = ((codes - mean_code) * apart).mean(dim, keepdim=True) * scale
+    factor = (apart.square().mean(dim, keepdim=True) / covariance).clamp(0.5, 2)
+    whole = scale * factor
+    stored, centred = whole.half().float(), (mean - whole * mean_code).half().float()
+    fits = (covariance > 0) & stored.isfinite() & centred.isfinite()
+    return torch.where(fits, stored, scale), torch.where(fits, centred, zero)
 
 
 def assign_codes(

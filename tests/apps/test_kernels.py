@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from oscar_mm import KVPolicy
 from oscar_mm.apps import doctor, kernels
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import app
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.trust import Verdict
@@ -15,11 +17,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("operation", kernels.OPERATIONS)
 def test_calls_that_are_timed(operation: str) -> None:
-    """They run, do something, and move what their page format says: 2.31 bits a value."""
+    """They run, do something, and move what their page format says."""
     job = kernels.job(operation, CPU, pages=16)
     returned = job.call()
     in_16_bit = 2 * 16 * 128 * 8 * 128 * 2
-    packed = in_16_bit * 2.3125 / 16
+    packed = 16 * PageFormat.of(KVPolicy.preset("compact"), 2, 8, 128).page_bytes
     assert (
         job.moved
         == {

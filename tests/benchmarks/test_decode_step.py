@@ -1,12 +1,23 @@
 """The benchmark of decode steps, in small on a CPU."""
 
-from benchmarks import decode_step
+import pytest
+
+from benchmarks import decode_step, sweep
+from benchmarks.cell import STEPS, WARM_UP
+from benchmarks.decoder import Decoder
 from benchmarks.record import Record
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+WAYS = ["dynamic", "bf16-eager", "bf16-graph", "compact-eager", "compact-graph"]
 
-def test_every_way_of_stepping_is_measured(tmp_path, capsys) -> None:
+
+def test_every_way_of_stepping_is_measured(
+    tmp_path, mixture: Decoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "Decoder", lambda name, device, *, tiny: mixture)
     arguments = ["--tiny", "--models", "qwen3-vl-30b-a3b", "--batches", "2"]
-    assert decode_step.main([*arguments, "--out", str(tmp_path)]) == 0
+    arguments += ["--ways", ",".join(WAYS), "--kernels", "--out", str(tmp_path)]
+    assert decode_step.main(arguments) == 0
     [path] = tmp_path.iterdir()
     rows = Record.load(path).rows
     assert [row["way"] for row in rows] == [
@@ -17,20 +28,48 @@ def test_every_way_of_stepping_is_measured(tmp_path, capsys) -> None:
         "compact, graph",
     ]
     assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
+    assert [row["captures"] for row in rows] == [0, 0, 1, 0, 1]
     held = {row["way"]: row["kv_bytes"] for row in rows}
-    # 2 rows, 2 layers, keys and values of 300 tokens and 24 steps, 1 KV head of 128 in bfloat16.
-    assert held["DynamicCache"] == 2 * 2 * 2 * 300 * 128 * 2
+    # 2 rows, 2 layers, keys and values of all tokens, 1 KV head of 128 in bfloat16.
+    assert held["DynamicCache"] == 2 * 2 * 2 * (300 + WARM_UP + STEPS) * 128 * 2
     assert held["compact, graph"] < held["bf16, graph"]
-    assert "compact, graph" in capsys.readouterr().out
+    assert all(row["kernels"]["launches"] > 100 for row in rows)
+    said = capsys.readouterr().out
+    assert "compact, graph" in said and "aten::mm" in said
 
 
-def test_weights_that_a_step_reads() -> None:
-    """Of 8 experts, of which a token takes 2, four tokens are expected to read 68%."""
-    model = decode_step.Model("qwen3-vl-30b-a3b", decode_step.torch.device("cpu"), tiny=True)
-    parts = dict(model.model.named_parameters())
-    experts = sum(weight.nbytes for name, weight in parts.items() if ".experts." in name)
-    known = ("visual", "embed_tokens")
-    dense = sum(x.nbytes for n, x in parts.items() if not any(part in n for part in known))
-    dense -= experts
-    assert model.weights(1) == dense + experts / 4
-    assert abs(model.weights(4) - dense - experts * (1 - 0.75**4)) < 1
+def test_the_compiled_peer_once_unless_chosen(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cells(ways: list[str] | None) -> list[tuple[str, int]]:
+        found = decode_step.rows_of(decoder, 1.0, (2048, 32768), (1,), ways)
+        return [cell for cell in found if "compiled" in cell[0]]
+
+    monkeypatch.setattr(
+        decode_step, "measure", lambda _, way, rows, context, __, **___: (way.title, context)
+    )
+    assert cells(None) == [("StaticCache, compiled", 32768)]
+    assert len(cells(["static-compiled"])) == 2
+    assert cells(["dynamic"]) == []
+
+
+def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "model": "m",
+        "way": "compact, graph",
+        "batch": 1,
+        "context": 2048,
+        "kv_bytes": 10**9,
+        "ms": 5.0,
+        "tokens_per_s": 200.0,
+        "floor_ms": 4.0,
+        "ours": True,
+        "memory": {"report": 100e9, "peak": 100.5e9},
+    }
+    slow = row | {"context": 32768, "ms": 5.3, "memory": {"report": 100e9, "peak": 102e9}}
+    decode_step.report([row, slow, row | {"context": 4096, "ms": 9.0}])
+    said = capsys.readouterr().out.splitlines()
+    assert "m, compact, graph, 1 x 2,048 tokens: 1.25 floors, at most 1.3: met" in said
+    assert "m, compact, graph, 1 x 32,768 tokens: 1.32 floors, at most 1.3: NOT met" in said
+    assert sum("met" in line for line in said) == 3
+    assert "m, compact, graph, 1 x 32,768 tokens: peak 102.00 GB, report 100.00 GB" in said[-1]

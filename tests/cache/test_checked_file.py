@@ -111,7 +111,9 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["folder"]
 
 
-@pytest.mark.parametrize("step", ["save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize(
+    "step", ["oscar_mm.cache.checked_file.save_file", "os.fsync", "os.replace"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_old_file_survives_a_failed_write(
     saved: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
@@ -121,7 +123,7 @@ def test_an_old_file_survives_a_failed_write(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"oscar_mm.cache.checked_file.{step}", fail)
+    monkeypatch.setattr(step, fail)
     expected = InputError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         write_checked(saved, {"c": torch.ones(3)}, {})

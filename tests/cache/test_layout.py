@@ -122,9 +122,11 @@ def test_place_of_a_code_for_the_kernels(bits: int, head_dim: int) -> None:
 
 
 def test_sizes_that_the_design_names() -> None:
-    compact = PageFormat.of(KVPolicy(), 2, 8, 128)
-    assert compact.head_bytes == 9472 and compact.page_bytes == 8 * 9472
-    assert compact.bits_per_value == 2.3125
+    for key_group, head_bytes, bits in ((128, 9472, 2.3125), (64, 9984, 2.4375)):
+        compact = PageFormat.of(KVPolicy(key_group=key_group), 2, 8, 128)
+        assert compact.head_bytes == head_bytes and compact.page_bytes == 8 * head_bytes
+        assert compact.bits_per_value == bits
+    assert PageFormat.of(KVPolicy(), 2, 8, 128).bits_per_value < 2.45
     assert PageFormat.of(KVPolicy.preset("oscar"), 2, 8, 128).bits_per_value <= 3.03
 
 

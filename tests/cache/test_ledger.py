@@ -116,7 +116,7 @@ def test_past_of_a_step_is_the_state_before_it() -> None:
     ledger.advance(np.zeros((1, 100), dtype=np.int8))
     step = ledger.advance(np.zeros((1, 60), dtype=np.int8))
     [past], [now] = step.past, ledger.sequences
-    assert (past.streams[0].tail, past.streams[0].pages) == (100, [])
+    assert (past.streams[0].tail, past.streams[0].pages) == (100, ())
     assert (now.streams[0].tail, len(now.streams[0].pages)) == (32, 1)
     assert past.stored == 100 and now.stored == 160
 
@@ -128,7 +128,7 @@ def test_forget_frees_pages_at_once_and_splits_one() -> None:
     assert (slots[2].used, stream.tail) == (8, 104)
     numbers.forget(0, 100, 800)
     # Of the 700 tokens five pages and 60 tokens of a sixth.
-    assert slots[2].used == 3 and stream.starts == [60, 0]
+    assert slots[2].used == 3 and stream.starts == (60, 0)
     numbers.forget(0, 950, 960)
     assert slots[2].used == 3 and stream.pages[0] == stream.pages[1]
     assert list(zip(stream.starts, stream.stops, strict=True)) == [(60, 110), (120, 128), (0, 128)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.checked_file import write_checked
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
@@ -179,17 +182,22 @@ def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
         cache, path, fingerprint="f", metadata={"ids": torch.zeros(16600, dtype=torch.int32)}
     )
     assert cache.memory().bf16_bytes == 16600 * 2 * 8 * 128 * 2
-    assert path.stat().st_size <= cache.memory().bf16_bytes / 6
-    assert load_cache(path, fingerprint="f")[0].memory().ratio >= 6
+    of_pages = 16 / PageFormat.of(cache.policy, 2, 8, 128).bits_per_value
+    assert path.stat().st_size <= cache.memory().bf16_bytes / (0.9 * of_pages)
+    assert load_cache(path, fingerprint="f")[0].memory().ratio >= 0.89 * of_pages > 5.8
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"fingerprint": "model-2"}, r"another model \(fingerprint model-1, here model-2\)"),
-        ({"policy": "oscar"}, r"another policy: key_group=128, here 32; .*sinks=4, here 0"),
+        ({"policy": "oscar"}, r"another policy: key_group=\d+, here 32; .*sinks=4, here 0"),
         ({"policy": KVPolicy(window=64)}, r"another policy: window=32, here 64$"),
         ({"store": PageStore("kivi")}, "another policy"),
+        (
+            {"policy": KVPolicy(value_scale="plain")},
+            r"another policy: value_scale='unbiased', here 'plain'$",
+        ),
     ],
 )
 def test_refuses_what_does_not_fit(saved: Path, arguments: dict[str, Any], message: str) -> None:
@@ -207,6 +215,26 @@ def test_refuses_a_store_of_another_shape(saved: Path, shape: dict[str, int]) ->
         load_cache(saved, fingerprint="model-1", store=store)
     assert store.memory() == used
     attend_oscar(first, chunk(1, 10, **shape))
+
+
+def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
+    """It does not name the field, and its pages are plain."""
+    cache, path = history(KVPolicy(value_scale="plain")), tmp_path / "old"
+    save_cache(cache, path, fingerprint="f")
+    with safe_open(path, "pt") as file:
+        text = json.loads(file.metadata()["oscar_mm.cache"])
+    del text["policy"]["value_scale"]
+    write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
+    for policy in (None, KVPolicy(value_scale="plain")):
+        loaded, _ = load_cache(path, fingerprint="f", policy=policy)
+        assert loaded.policy == cache.policy
+    same(loaded, cache)
+    with pytest.raises(InputError, match=r"old: .*: value_scale='plain', here 'unb"):
+        load_cache(path, fingerprint="f", policy="compact")
+    del text["policy"]["norm"]
+    write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
+    with pytest.raises(InputError, match="names no policy"):
+        load_cache(path, fingerprint="f")
 
 
 def test_altered_and_truncated(saved: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Methods are chosen by their names, and keep the same tokens in 16 bit."""
 
+from dataclasses import replace
+
 from oscar_mm.compare.methods import (
     DEFAULT,
     FINE,
@@ -37,3 +39,5 @@ def test_the_ablation_changes_what_it_says() -> None:
     assert len({one.policy for one in pure}) == len(pure)
     assert main.isdisjoint(one.policy for one in pure)
     assert {one.policy for one in ablation_methods() if one.mixed} <= main
+    plain = [one.name for one in pure if one.policy == replace(one.policy, value_scale="plain")]
+    assert {"compact, value scale plain", "groups 32, value scale plain"} < set(plain)

@@ -77,7 +77,7 @@ BYTES_OF_A_HEAD = {
     "QuaRot": 2 * 4096 + 2 * 128 * 2 * 2,
     "KIVI": 2 * 4096 + 2 * 4 * 128 * 2 * 2,
     "OScaR, published": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 128,  # norms shared by two heads
-    "compact": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
+    "compact": 2 * 4096 + (128 // KVPolicy().key_group + 1) * 128 * 2 * 2 + 256,
     "per token, least squares": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
     "compact, groups 32": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 256,
 }

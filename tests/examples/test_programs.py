@@ -51,6 +51,17 @@ def test_go_on_later(tmp_path, monkeypatch, capsys) -> None:
         assert answer == "T6ZPAE" and said.startswith(f"{segments} segments")
 
 
+def test_several_gpus(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    # As it is without torchrun; tests/pipelines/test_divided.py starts it with torchrun.
+    run(
+        "several_gpus.py",
+        ["pocket-vl", *map(str, sorted(MEDIA.glob("cards/*.png"))[:3])],
+        monkeypatch,
+    )
+    assert capsys.readouterr().out.startswith("93015\n")
+
+
 def test_generate(monkeypatch, capsys) -> None:
     run("generate.py", [], monkeypatch)
     assert capsys.readouterr().out == "7KQ2\n"

@@ -7,7 +7,7 @@ from tests.inspect.synthetic import inspection
 
 
 def test_keys_of_unequal_length_need_token_scaling() -> None:
-    found = inspection(long=8.0)
+    found = inspection(long=4.0)
     verdict, *others = findings(found)
     assert "needs token scaling: without it, attention weights are off by " in verdict
     assert any("over 3 times its median are most frequent in layer" in one for one in others)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.models import BUNDLED, bundled
-from oscar_mm.pipelines.loading import reader
+from oscar_mm.pipelines import pipeline_for
 
 MB = 10**6
 CLASSES = {
@@ -60,7 +60,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_loaded_by_name(name: str, no_network) -> None:
     kind = KINDS[name]
-    assert reader(name) == kind.name
+    assert pipeline_for(name) is kind
     pipe = kind(name, device="cpu")
     whole = getattr(pipe.family, "whole", pipe.model)
     assert type(whole).__name__ == CLASSES[name]
@@ -77,9 +77,9 @@ def test_a_folder_of_the_same_name(
     """The name is the bundled model; "./name" and a Path are the folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pocket-omni").symlink_to(qwen3_vl_folder, target_is_directory=True)
-    assert reader("pocket-omni") == "OscarOmniPipeline"
+    assert pipeline_for("pocket-omni") is OscarOmniPipeline
     for folder in ("./pocket-omni", Path("pocket-omni")):
-        assert reader(folder) == "OscarVLPipeline"
+        assert pipeline_for(folder) is OscarVLPipeline
         pipe = OscarVLPipeline(folder, device="cpu")
         assert pipe.model.config.model_type == "qwen3_vl"
 

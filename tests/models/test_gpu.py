@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from oscar_mm import OscarOmniPipeline, OscarVLPipeline, decode_steps
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.decoding import steps
 from tests.models.test_answers import CARDS
 
 PIPELINES = {
@@ -29,12 +30,12 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
 
     def record(function):
         captures.append(function)
-        return decode_steps.record_cuda_graph(function)
+        return steps.record_cuda_graph(function)
 
     answers = {}
     for how in ("eager", "graph"):
         recorder = record if how == "graph" else None
-        monkeypatch.setattr(decode_steps, "_recorder", lambda *_, chosen=recorder: chosen)
+        monkeypatch.setattr(steps, "_recorder", lambda *_, chosen=recorder: chosen)
         with caplog.at_level(logging.WARNING, "oscar_mm"):
             answers[how] = [
                 pipe(**media, prompt=question, max_new_tokens=200).text

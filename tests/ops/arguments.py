@@ -56,7 +56,7 @@ def pack_arguments(device: str, dtype: torch.dtype) -> tuple:
         zeros(JOB_SLOTS, made.page_bytes, dtype=torch.uint8, device=device),
         zeros(1, dtype=torch.int32, device=device),
         *(random_basis(made, True, torch.device(device)).sigma, text_of(made)),
-        *(True, POLICY.fit, POLICY.norm),
+        *(True, POLICY.fit, POLICY.norm, POLICY.value_scale),
     )
 
 

@@ -87,7 +87,19 @@ def test_every_specialization(
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
-def test_pages_too_large_for_a_small_gpu(compiled: Callable[..., Report | None]) -> None:
-    """Eight warps need eight buffers; 4-bit pages of a head of 128 do not fit 99 KiB so."""
-    assert compiled("sm_89", POLICIES["4 bit"], 128) is None
-    assert compiled("sm_89", POLICIES["4 bit"], 64) is not None
+@pytest.mark.parametrize(
+    ("policy", "buffers"), [(KVPolicy(key_group=64), 7), (POLICIES["4 bit"], 4)]
+)
+def test_small_gpus_have_fewer_buffers_than_warps(
+    compiled: Callable[..., Report | None], policy: KVPolicy, buffers: int
+) -> None:
+    limit = SHARED_LIMITS["sm_89"] * 1024
+    assert specialization(policy, 128).shape(limit) == (8, buffers)
+    report = compiled("sm_89", policy, 128)
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+def test_pages_too_large_for_a_small_gpu() -> None:
+    large = specialization(KVPolicy(bits=4, key_group=32, value_group=32), 128)
+    assert large.shape(SHARED_LIMITS["sm_89"] * 1024) is None
+    assert large.shape(SHARED_LIMITS["sm_80"] * 1024) is not None

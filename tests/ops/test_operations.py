@@ -79,6 +79,7 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
         ("unpack", "pages", torch.zeros(4, 7, dtype=torch.uint8), r"pages is of shape \(4, 7\)"),
         ("pack", "fit", "best", "fit is 'best', must be one of"),
         ("pack", "norm", "best", "norm is 'best', must be one of"),
+        ("pack", "value_scale", "best", "value_scale is 'best', must be one of"),
         ("pack", "rows", torch.zeros(4, dtype=torch.int32), r"rows is of shape \(4,\).*\(5\)"),
         ("append", "writes", torch.zeros(4, 3, dtype=torch.int32), r"must be of shape \(n, 4\)"),
         ("decode", "queries", torch.zeros(2, 8, 17, 64), "queries is of 17 tokens, must be of 1"),

@@ -1,5 +1,7 @@
 """pack: pages of real keys and values, from new tokens and from blocks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,25 @@ def test_pages_do_not_depend_on_each_other(name: str, monkeypatch: pytest.Monkey
     assert pack(keys[:0], values[:0], page, policy, basis).shape == (0, page.page_bytes)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_unbiased_values_have_the_same_codes(bits: int) -> None:
+    """Only their scales and zeros differ, by which they are as long as they were, on average."""
+    keys, values, page, policy, basis = pages_of("compact", bits=bits)
+    found = {
+        name: pack(keys, values, page, replace(policy, value_scale=name), basis)
+        for name in ("plain", "unbiased")
+    }
+    changed = {"value_scales", "value_zeros"}
+    for field in page.fields:
+        plain, unbiased = (page.read(packed, field) for packed in found.values())
+        assert torch.equal(plain, unbiased) == (field not in changed)
+    shares = []
+    for packed in found.values():
+        read = unpack(packed, page, basis, torch.float32)[1]
+        shares.append(float((read * values).sum() / values.square().sum()))
+    assert shares[0] < (0.95 if bits == 2 else 0.998) < 0.999 < shares[1] < 1.001
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_strides_and_dtypes(name: str) -> None:
     keys, values, page, policy, basis = pages_of(name)
@@ -118,7 +139,7 @@ def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> t
     """Pages, 255 where nothing is written, and the flag."""
     pages = torch.full((JOB_SLOTS, page.page_bytes), 255, dtype=torch.uint8)
     bad = torch.zeros(1, dtype=torch.int32)
-    recipe = (text_of(page), policy.rotate, policy.fit, policy.norm)
+    recipe = (text_of(page), policy.rotate, policy.fit, policy.norm, policy.value_scale)
     pack_jobs(*jobs, pages, bad, basis.sigma, *recipe)
     return pages, bad
 

@@ -34,7 +34,27 @@ POLICIES = {
     "kivi": KVPolicy.preset("kivi"),
     "4 bit": KVPolicy(bits=4),
     "groups of 64": KVPolicy(key_group=64, value_group=64, norm="refit"),
+    "groups of 32": KVPolicy(key_group=32, value_group=32),
+    "values plain": KVPolicy(value_scale="plain"),
+    "not rotated": KVPolicy(rotate=False),
 }
+
+
+@pytest.mark.parametrize(
+    ("policy", "head_dim"),
+    [
+        (KVPolicy(), 64),
+        (KVPolicy(value_scale="plain"), 128),
+        (KVPolicy(key_group=64), 64),
+        (KVPolicy(key_group=64), 128),
+    ],
+)
+def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    made = macros(PageFormat.of(policy, 2, 8, head_dim), policy, True, torch.float16)
+    text = (csrc_folder() / "pack.cu").read_text()
+    report = compile_text("pack.cu", text, "sm_90a", made).reports["pack"]
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
@@ -77,18 +97,25 @@ def states(pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[t
 
 
 def both(
-    policy: KVPolicy, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    policy: KVPolicy,
+    head_dim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    mean: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, PageFormat]:
-    """Pages by the kernel and by PyTorch operations."""
+    """Pages by the kernel and by PyTorch operations; ``mean``: of the values of each group."""
     keys, values = states(40, 3, head_dim, dtype)
+    offset = torch.full((head_dim,), mean, device="cuda")
+    values = values + Basis(head_dim, policy.rotate).values_out(offset).to(dtype)
     bits = policy.bits.text
     page_format = PageFormat.of(policy, bits, 3, head_dim)
     # Balancing has reciprocals of few bits (quant/balance.py).
-    balanced = 1 / (torch.rand(3, head_dim, device="cuda") + 0.5).bfloat16().float()
+    generator = torch.Generator("cuda").manual_seed(0)
+    random = torch.rand(3, head_dim, generator=generator, device="cuda")
+    balanced = 1 / (random + 0.5).bfloat16().float()
     sigma = balanced if policy.balance else None
     basis = Basis(head_dim, policy.rotate, sigma)
-    recipe = Recipe(page_format, policy.rotate, policy.fit, policy.norm)
-    assert kernel_for(recipe, dtype, keys.device) is not None
+    assert kernel_for(Recipe.of(page_format, policy), dtype, keys.device) is not None
     found = pack(keys, values, page_format, policy, basis)
     monkeypatch.setenv(SWITCH, "off")
     return found, pack(keys, values, page_format, policy, basis), page_format
@@ -110,7 +137,39 @@ def test_equals_torch(
             assert (ours - theirs).abs().max() <= 1
         else:
             far = (ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-6
-            assert far.float().mean() < (2e-3 if POLICIES[name].fit == "lsq" else 1e-5)
+            # An unbiased scale follows every single code of its group.
+            policy = POLICIES[name]
+            most = 2e-2 if policy.value_scale == "unbiased" else 2e-3
+            assert far.float().mean() < (most if policy.fit == "lsq" else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("rotate", "head_dim"), list(product((True, False), (64, 128))))
+def test_values_do_not_shrink(
+    rotate: bool, head_dim: int, bits: int, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes stay as they are; stored scales and zeros are those of PyTorch operations."""
+    found = {}
+    for name in ("plain", "unbiased"):
+        monkeypatch.setenv(SWITCH, "auto")
+        policy = KVPolicy(bits=bits, rotate=rotate, value_scale=name)
+        found[name], expected, made = both(policy, head_dim, torch.float16, monkeypatch, mean)
+        pages = (found[name], expected)
+        ours, theirs = (made.read(x, "value_codes") for x in pages)
+        same = (ours == theirs).unflatten(3, (-1, made.value_group)).all(4)
+        # Far from zero, sums of float32 decide less surely about codes, and about a plain scale.
+        assert same.float().mean() > (0.7 if mean else 0.99)
+        most = 0.2 if mean and name == "plain" else 1e-3
+        ours, step = (made.read(x, "value_scales")[same] for x in pages)
+        assert ((ours - step).abs() > 2e-3 * step).float().mean() < most
+        ours, theirs = (made.read(x, "value_zeros")[same] for x in pages)
+        assert ((ours - theirs).abs() > 2e-3 * (step + theirs.abs())).float().mean() < most
+    for field in made.fields:
+        plain, unbiased = (made.read(x, field) for x in found.values())
+        differ = (plain != unbiased).float().mean()
+        assert differ > 0.2 if field in ("value_scales", "value_zeros") else differ < 1e-5
 
 
 @pytest.mark.gpu
@@ -132,13 +191,13 @@ def test_jobs_equal_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     policy, place = POLICIES[name], torch.device("cuda", 0)
     page_format = PageFormat.of(policy, policy.bits.text, 5, 128)
     jobs, basis = random_jobs(page_format, dtype, place), random_basis(page_format, True, place)
-    recipe = (text_of(page_format), policy.rotate, policy.fit, policy.norm)
+    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
     both = []
     for switch in ("auto", "off"):
         monkeypatch.setenv(SWITCH, switch)
         pages = torch.full((JOB_SLOTS, page_format.page_bytes), 255, dtype=torch.uint8).to(place)
         bad = torch.zeros(1, dtype=torch.int32, device=place)
-        pack_jobs(*jobs, pages, bad, basis.sigma, *recipe)
+        pack_jobs(*jobs, pages, bad, basis.sigma, text_of(page_format), *how)
         assert not bool(bad)
         both.append(pages)
     untouched = sorted(set(range(JOB_SLOTS)) - set(jobs[5].tolist()))

@@ -42,7 +42,7 @@ def attention(
     layer, batch, tokens = cache.layers[0], keys.shape[0], keys.shape[2]
     stored = cache.unpacked(0, torch.float32)
     announce(cache, batch, tokens, None)
-    step = cache.ledger.advance(cache._modalities(batch, tokens))
+    step = cache.ledger.advance(cache._expected.take(batch, tokens))
     output = attend_stored(layer, queries, keys, values, queries.shape[-1] ** -0.5, step)
     everything = (
         torch.cat([past, x], dim=2).cpu() for past, x in zip(stored, new[1:], strict=True)
@@ -105,6 +105,24 @@ def test_lengths(tokens: int) -> None:
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize("switch", ["auto", "no-bulk"])
+@pytest.mark.parametrize(("policy", "buffers"), [(KVPolicy(key_group=64), 7), (MIXED, 4)])
+def test_fewer_buffers_than_warps(
+    policy: KVPolicy, buffers: int, switch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on GPUs with 99 KiB of shared memory; every warp has several pages."""
+    monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
+    monkeypatch.setattr(host.Specialization, "shape", lambda self, limit: (8, buffers))
+    fresh = Trusted("decode", PackedAttention, host._disagreement, host._WORST_ERROR)
+    monkeypatch.setattr(host, "TRUSTED", fresh)
+    shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
+    cache = filled(policy, images_and_text(70_000), **shape)
+    output, expected = attention(cache, on_gpu(1, **shape))
+    assert kernel_of(cache) is not None
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
 def test_unequal_rows_and_padding() -> None:
     ids = torch.zeros(5, 900, dtype=torch.int64)
     for row, pads in enumerate((0, 899, 500, 33, 800)):
@@ -120,7 +138,7 @@ def test_a_row_that_has_ended_is_zero() -> None:
     cache = filled("compact", torch.zeros(2, 300, dtype=torch.int64), **shape)
     queries, keys, values = on_gpu(1, **shape)
     cache.expect(torch.tensor([[PADDING], [0]]))
-    step = cache.ledger.advance(cache._modalities(2, 1))
+    step = cache.ledger.advance(cache._expected.take(2, 1))
     output = attend_stored(cache.layers[0], queries, keys, values, 0.1, step)
     assert not output[0].any() and output[1].abs().sum() > 0
 
@@ -155,7 +173,7 @@ def test_deterministic_on_any_stream_and_in_a_graph() -> None:
     shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
     cache = filled("compact", images_and_text(9000), **shape)
     layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
-    step = cache.ledger.advance(cache._modalities(1, 1))
+    step = cache.ledger.advance(cache._expected.take(1, 1))
 
     def run() -> torch.Tensor:
         return attend_stored(layer, queries, keys, values, 0.1, step)
@@ -222,7 +240,7 @@ def test_later_turn_with_padding() -> None:
     new[1, :30] = PADDING
     stored, (queries, keys, values) = cache.unpacked(0, torch.float32), on_gpu(40, **shape)
     cache.expect(new)
-    step = cache.ledger.advance(cache._modalities(3, 40))
+    step = cache.ledger.advance(cache._expected.take(3, 40))
     output = attend_stored(cache.layers[0], queries, keys, values, 128**-0.5, step)
     whole = (torch.cat([x, y], dim=2).cpu() for x, y in zip(stored, (keys, values), strict=True))
     real = torch.cat([ids, new], dim=1) != PADDING

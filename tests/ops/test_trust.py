@@ -255,7 +255,7 @@ def test_pack_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.Monkey
         fault(arguments[6])
 
     monkeypatch.setattr(pack_kernel, "launch", launch)
-    recipe = Recipe(page_format(), True, POLICY.fit, POLICY.norm)
+    recipe = Recipe.of(page_format(), POLICY)
     check(pack_kernel.TRUSTED, (recipe, torch.bfloat16), Code(), agrees)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.pipelines import pipeline as pipeline_module
 from oscar_mm.pipelines.padding import left_padded
 from oscar_mm.pipelines.pipeline import Pipeline

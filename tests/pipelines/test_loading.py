@@ -184,7 +184,9 @@ def test_hub_id_of_local_files_only(monkeypatch) -> None:
         ("model_kwargs", {"of_tomorrow": 1}, ["of_tomorrow"]),
         ("model_kwargs", "revision", ["model_kwargs", "dict", "str"]),
         ("model_kwargs", ["revision"], ["model_kwargs", "dict", "list"]),
-        ("model_kwargs", {"device_map": "nowhere"}, ["nowhere"]),
+        ("device_map", "nowhere", ["nowhere"]),
+        ("model_kwargs", {"device_map": "auto"}, ["device_map", "pipeline"]),
+        ("model_kwargs", {"tp_plan": "auto"}, ["tp_plan", "pipeline"]),
         ("model_kwargs", {"attn_implementation": "sdpa"}, ["attn_implementation", "pipeline"]),
         ("model_kwargs", {"dtype": "float16"}, ["dtype=", "pipeline"]),
         ("model_kwargs", {"torch_dtype": "float16"}, ["torch_dtype", "dtype=", "pipeline"]),
@@ -203,10 +205,9 @@ def test_missing_packages_are_told(qwen3_vl_folder, monkeypatch) -> None:
 
 
 def test_device_and_device_map(qwen3_vl_folder, expected) -> None:
-    placed = {"device_map": "cpu"}
-    refused(qwen3_vl_folder, "device", "device_map", device="cpu", model_kwargs=placed)
-    assert answers(OscarVLPipeline(qwen3_vl_folder, model_kwargs=placed), expected)
-    assert answers(OscarVLPipeline(qwen3_vl_folder, model_kwargs={"device_map": None}), expected)
+    refused(qwen3_vl_folder, "device and device_map", device="cpu", device_map="auto")
+    assert answers(OscarVLPipeline(qwen3_vl_folder, device_map="cpu", dtype="auto"), expected)
+    assert answers(OscarVLPipeline(qwen3_vl_folder, device_map={"": "cpu"}), expected)
 
 
 def test_model_kwargs_go_through(qwen3_vl_folder, expected) -> None:
@@ -219,7 +220,7 @@ def test_dtypes(qwen3_vl_folder) -> None:
     for dtype, chosen in {"bfloat16": torch.bfloat16, torch.float16: torch.float16}.items():
         pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype=dtype)
         assert pipe.model.dtype == chosen
-    auto = OscarVLPipeline(qwen3_vl_folder, dtype="auto", model_kwargs={"device_map": "cpu"})
+    auto = OscarVLPipeline(qwen3_vl_folder, dtype="auto", device_map="cpu")
     assert auto.model.dtype == torch.float32
 
 

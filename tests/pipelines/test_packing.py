@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from oscar_mm import InputError
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.pipelines.packing import Batching, Prepared
-from oscar_mm.sampling import Sampling
 
 
 def lengths(batching: Batching, tokens: list[int], answers: dict[int, int]) -> list[list[int]]:

@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from oscar_mm import InputError, OscarVLPipeline
-from oscar_mm.decoding import Prompt
+from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.media import Media
 from tests.prompts import REQUESTS, Reference, Request, clip, noise

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from oscar_mm import InputError
-from oscar_mm.decoding import read
+from oscar_mm.decoding.loop import read
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.pipelines.batch import answers
 from oscar_mm.pipelines.choosing import choose
 from oscar_mm.pipelines.reading import Reading
-from oscar_mm.sampling import Sampling
 from tests.prompts import clip, noise, tone
 
 QUESTIONS = ["What is it?", "How many people are in the video, and what do they do?", "Why?"]

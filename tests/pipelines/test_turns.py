@@ -8,13 +8,14 @@ import torch
 from transformers import AutoProcessor
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding import Prompt, decode
+from oscar_mm.decoding.loop import decode
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.sampling import Sampling
 from tests.prompts import clip, noise, tone
 
 TURNS: dict[str, dict[str, list[Any]]] = {

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm.quant.fit import assign_codes, fit_group
+from oscar_mm.quant.fit import assign_codes, fit_group, unbiased_scale
 
 HALF = 2.0**-11
 
@@ -17,6 +17,17 @@ def decoded(values: torch.Tensor, bits: int, fit: str, dim: int = -1) -> torch.T
 
 def groups(seed: int, shape: tuple[int, ...] = (50, 64)) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shaped(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """Normal groups made into others."""
+    if kind == "uniform":
+        return torch.special.ndtr(values)
+    if kind == "laplace":
+        return values * values.abs()
+    if kind == "outlier":
+        values[:, 3] += 20
+    return values.exp() if kind == "skewed" else values
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -34,15 +45,7 @@ def test_minmax_reproduces_the_extremes(bits: int) -> None:
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "outlier", "skewed"])
 def test_lsq_beats_minmax(bits: int, size: int, kind: str) -> None:
-    values = groups(1, (200, size))
-    if kind == "uniform":
-        values = torch.special.ndtr(values)
-    elif kind == "laplace":
-        values = values * values.abs()
-    elif kind == "outlier":
-        values[:, 3] += 20
-    elif kind == "skewed":
-        values = values.exp()
+    values = shaped(groups(1, (200, size)), kind)
     errors = {
         fit: (decoded(values, bits, fit) - values).square().sum() for fit in ("minmax", "lsq")
     }
@@ -90,6 +93,71 @@ def test_any_dimension(dim: int) -> None:
     expected = decoded(moved, 2, "lsq").movedim(-1, dim)
     assert torch.allclose(decoded(values, 2, "lsq", dim), expected, atol=1e-6)
     assert fit_group(values, 2, "lsq", dim)[0].shape[dim] == 1
+
+
+def read_back(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a least-squares fit and its codes make them, and with the scale that does not shrink."""
+    scale, zero = fit_group(values, bits, "lsq", -1)
+    codes = assign_codes(values, scale, zero, bits)
+    changed = unbiased_scale(values, codes, scale, zero, -1)
+    assert all(torch.equal(x, x.half().float()) for x in changed)
+    return codes * scale + zero, codes * changed[0] + changed[1]
+
+
+def bias(found: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """<v^ - mean, v - mean> / |v - mean|^2 - 1 of each group, in float64."""
+    mean = values.double().mean(-1, keepdim=True)
+    apart = values.double() - mean
+    return ((found.double() - mean) * apart).sum(-1) / apart.square().sum(-1) - 1
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "skewed"])
+def test_unbiased_values_do_not_shrink(bits: int, size: int, kind: str) -> None:
+    values = shaped(groups(4, (500, size)), kind)
+    plain, unbiased = read_back(values, bits)
+    assert bias(plain, values).mean() < (-0.05 if bits == 2 else -0.003)
+    # Up to float16; heavy tails may need more than a factor 2.
+    assert bias(unbiased, values).abs().median() < 5e-4
+    assert bias(unbiased, values).mean().abs() < 2e-3
+    rounding = 4 * HALF * values.abs().amax(-1)
+    assert ((unbiased.mean(-1) - values.mean(-1)).abs() < rounding).all()
+    # What that costs each value alone.
+    squares = [(x - values).square().sum() for x in (plain, unbiased)]
+    assert squares[1] < 1.4 * squares[0]
+
+
+@pytest.mark.parametrize("mean", [300.0, -2000.0])
+def test_unbiased_values_far_from_zero(mean: float) -> None:
+    """Of values that are far larger than their differences, nothing is lost by cancellation."""
+    values = groups(5, (200, 128)) + mean
+    scale, zero = fit_group(values, 2, "lsq", -1)
+    codes = assign_codes(values, scale, zero, 2)
+    found = unbiased_scale(values, codes, scale, zero, -1)[0]
+    apart, spread = (x.double() - x.double().mean(-1, keepdim=True) for x in (values, codes))
+    expected = apart.square().mean(-1, keepdim=True) / (apart * spread).mean(-1, keepdim=True)
+    assert torch.allclose(found.double(), expected, rtol=HALF * 1.1)
+
+
+def test_the_fit_stays_where_codes_say_nothing() -> None:
+    constant, two = torch.full((1, 32), 3.3), torch.tensor([[0.5, -7.0] * 16])
+    for values in (constant, two):
+        plain, unbiased = read_back(values, 2)
+        assert torch.allclose(plain, unbiased, rtol=HALF, atol=0)
+    codes = torch.tensor([[0.0, 1, 2, 3]])
+    zero = torch.full((1, 1), 0.0)
+    # Codes that go the other way, all alike, NaN, or a scale beyond float16.
+    for values, said, one in (
+        (-codes, codes, 1.0),
+        (codes, 0 * codes, 1.0),
+        (codes * torch.nan, codes, 1.0),
+        (codes, codes, 0.0),
+        (1e5 * codes, codes, 4e4),
+    ):
+        scale = torch.full((1, 1), one)
+        assert unbiased_scale(values, said, scale, zero, -1) == (scale, zero)
+    assert unbiased_scale(10 * codes, codes, zero + 1, zero, -1) == (2, 12)
 
 
 def test_unknown_fit() -> None:

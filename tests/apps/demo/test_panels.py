@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm.answer import Timings
 from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.charts import Line, chart
 from oscar_mm.apps.demo.curve import Curve
@@ -20,6 +19,7 @@ from oscar_mm.apps.demo.thumbnails import thumbnails
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.apps.demo.why import why
 from oscar_mm.capacity import ModelShape
+from oscar_mm.decoding.answer import Timings
 from oscar_mm.errors import InputError
 from oscar_mm.gpus import GPUS
 from oscar_mm.memory import MemoryReport

@@ -8,7 +8,7 @@ from oscar_mm.apps.demo.exchange import Exchange
 from oscar_mm.apps.demo.segments import segment_table
 from oscar_mm.apps.demo.thumbnails import Shown
 from oscar_mm.apps.demo.transcript import history, live
-from oscar_mm.conversation import Segment
+from oscar_mm.chat.conversation import Segment
 from oscar_mm.modality import Modality
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'

@@ -66,7 +66,7 @@ def test_a_conversation_goes_on_from_its_cache(omni, client) -> None:
 
 
 def test_an_unknown_past_is_read(omni, client) -> None:
-    from oscar_mm.given_turn import tell
+    from oscar_mm.chat.given_turn import tell
 
     past = [SHOWN, {"role": "assistant", "content": "Two dogs."}, user("Which colour?")]
     more = [{"role": "assistant", "content": [text("brown")]}, user("Sure?")]
@@ -171,6 +171,20 @@ def test_bad_requests(messages: list, options: dict, expected: str, client) -> N
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, *messages, **options)
     assert expected in refused.value.message
+    assert refused.value.code == ("context_length_exceeded" if "context" in expected else None)
+
+
+def test_a_conversation_that_is_too_long(omni, monkeypatch) -> None:
+    monkeypatch.setattr(omni, "max_context", 80)
+    first = [user(image(png()), text("What?")), {"role": "assistant", "content": "A dog."}]
+    with served(omni, max_new_tokens=6) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        assert ask(client, first[0]).choices
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="over the context, where 80") as found:
+                ask(client, *first, user(sound(wav(4.0)), text("And?")), stream=stream)
+            assert found.value.code == "context_length_exceeded"
+        assert ask(client, first[0]).choices, "nothing was lost"
 
 
 def test_limits_and_key(omni, address, client) -> None:

@@ -1,0 +1,179 @@
+"""One model on several GPUs: its tokens, times and memory beside those on one.
+
+python -m benchmarks.several_gpus [--model qwen3-vl-8b] [--context 32768] [--gpus 2] [--tiny]
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from benchmarks.cell import release
+from benchmarks.random_model import NEVER, build
+from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.released import RELEASED, Released
+from oscar_mm.pipelines import pipeline_for
+from oscar_mm.pipelines.placement import device_of
+
+NOTES = [
+    "Random weights of the released shapes in bfloat16, written to a checkpoint and loaded from it "
+    "in each way. one: on one GPU. layers: device_map='auto', whole layers on each GPU. heads: "
+    "tp_plan='auto', a part of each layer on each GPU, started by torchrun.",
+    "Pictures of noise and a question, policy compact; of two such requests the second is timed. "
+    "ms: median of the time from token to token. GB: the most that the allocator had handed out, "
+    "and the KV cache as reported, GPU by GPU.",
+    "same: tokens of the answer before the first that one GPU does not give. Of heads, sums of "
+    "parts are rounded otherwise than whole sums, and random weights prefer no token by much.",
+]
+PIXELS_A_SIDE = 32
+"""Of a token of a picture."""
+
+
+def asked(
+    folder: Path, placement: dict[str, Any], pictures: tuple[int, int], answer: int
+) -> dict[str, Any]:
+    """What this process finds with a checkpoint.
+
+    Args:
+        placement: an argument of the pipeline.
+        pictures: how many, and their tokens.
+        answer: tokens.
+    """
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    start = perf_counter()
+    pipe = pipeline_for(folder)(folder, dtype="bfloat16", **placement)
+    loaded = perf_counter() - start
+    pipe.model.generation_config.eos_token_id = NEVER
+    count, tokens = pictures
+    side = PIXELS_A_SIDE * round(tokens**0.5)
+    noise = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    for _ in range(2):
+        stream = pipe.stream(images=list(noise), prompt="What is it?", max_new_tokens=answer)
+        times = [perf_counter() for _ in stream]
+    result = stream.result
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    peaks = {str(device): torch.cuda.max_memory_allocated(device) for device in devices}
+    return {
+        "load_s": loaded,
+        "prompt_tokens": result.prompt_tokens,
+        "prefill_s": result.timings.prefill_s,
+        # The last piece is the end of the text, which comes with the last token.
+        "ms": 1e3 * median(steps[:-1]),
+        "token_ids": result.token_ids,
+        "kv": {name: n for name, n in result.memory.by_device.items() if name != "cpu"},
+        "peak": {name: peak for name, peak in peaks.items() if peak},
+    }
+
+
+def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) -> dict[str, Any]:
+    """The same of processes that torchrun starts, as rank 0 finds it; bytes of all of them."""
+    run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--module")
+    numbers = map(str, (*pictures, answer))
+    subprocess.run(
+        [sys.executable, "-m", *run, "benchmarks.several_gpus", "--rank-of", str(folder), *numbers],
+        check=True,
+    )
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(gpus)]
+    sums = {kind: {k: v for one in found for k, v in one[kind].items()} for kind in ("kv", "peak")}
+    return (
+        found[0]
+        | sums
+        | {"ranks_agree": all(x["token_ids"] == found[0]["token_ids"] for x in found)}
+    )
+
+
+def as_rank(folder: Path, *numbers: int) -> None:
+    """One of those processes."""
+    found = asked(folder, {"tp_plan": "auto"}, numbers[:2], numbers[2])
+    path = folder / f"rank-{distributed.get_rank()}.json"
+    path.write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def measure(
+    released: Released, gpus: int, pictures: tuple[int, int], answer: int
+) -> list[dict[str, Any]]:
+    """A row for each way."""
+    device, rows = device_of(None), []
+    with TemporaryDirectory(prefix="oscar-mm-") as name:
+        folder = Path(name)
+        model, processor = build(released, device, torch.bfloat16)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        del model
+        for way, placement in {"one": {"device": device}, "layers": {"device_map": "auto"}}.items():
+            release(device)
+            rows.append({"way": way} | asked(folder, placement, pictures, answer))
+        release(device)
+        rows.append({"way": "heads"} | by_ranks(folder, gpus, pictures, answer))
+    expected = rows[0]["token_ids"]
+    for row in rows:
+        pairs = zip(row.pop("token_ids"), expected, strict=True)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(expected))
+        row["same"] = f"{same} of {len(expected)}"
+    return rows
+
+
+def _with_two_kv_heads(released: Released) -> Released:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return replace(released, text=released.text | heads)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and record; 1 if ranks answered differently."""
+    if arguments[:1] == ["--rank-of"]:
+        as_rank(Path(arguments[1]), *map(int, arguments[2:]))
+        return 0
+    options = parser("benchmarks.several_gpus", __doc__)
+    options.add_argument("--model", choices=RELEASED, default="qwen3-vl-8b")
+    options.add_argument("--context", type=int, default=32768, help="tokens of pictures")
+    options.add_argument("--gpus", type=int, default=2)
+    options.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
+    chosen = options.parse_args(arguments)
+    released = RELEASED[chosen.model].with_positions(chosen.context + 8192)
+    pictures, answer = (max(1, chosen.context // 1024), 1024), 128
+    if chosen.tiny:
+        released, pictures, answer = _with_two_kv_heads(released.tiny()), (3, 16), 6
+    rows = [
+        {"model": chosen.model} | row for row in measure(released, chosen.gpus, pictures, answer)
+    ]
+    show(
+        f"{chosen.model} on {chosen.gpus} GPUs",
+        ("way", "tokens", "load s", "prefill s", "ms", "same", "GB", "KV GB"),
+        (
+            (
+                *(row["way"], f"{row['prompt_tokens']:,}", f"{row['load_s']:.1f}"),
+                *(f"{row['prefill_s']:.2f}", f"{row['ms']:.2f}", row["same"]),
+                *(
+                    " + ".join(f"{n / 1e9:.2f}" for n in row[kind].values())
+                    for kind in ("peak", "kv")
+                ),
+            )
+            for row in rows
+        ),
+    )
+    device = device_name(device_of(None).type)
+    finish(
+        Record("several_gpus", command("benchmarks.several_gpus", arguments), device, rows, NOTES),
+        chosen.out,
+    )
+    return int(not rows[-1]["ranks_agree"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

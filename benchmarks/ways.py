@@ -1,0 +1,255 @@
+"""Ways to keep the past of a decode step: transformers' caches and ours, filled at random."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, StaticCache
+
+from benchmarks.decoder import Decoder
+from benchmarks.feed import text_and_images
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.store import PageStore
+from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_bytes
+from oscar_mm.decoding.steps import DecodeSteps, record_cuda_graph
+from oscar_mm.modality import Modality
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits after one more token of each row; arguments as of ``DecodeSteps``."""
+_SEED = 0
+_ROUND = 512
+"""Tokens that a piece for an OscarCache is a multiple of; of one row they settle the balancing."""
+
+
+@dataclass
+class Run:
+    """A filled cache and the step on it.
+
+    Attributes:
+        kv_bytes: what the cache says that it holds.
+        captures: graphs that were captured for it.
+    """
+
+    step: Step
+    kv_bytes: Callable[[], int]
+    captures: list[str] = field(default_factory=list)
+
+
+class Way(ABC):
+    """A cache and a way to run a decode step.
+
+    Attributes:
+        title: in tables.
+        attention: implementation in the decoder.
+        inference: whether it runs in inference mode, else without gradients only.
+    """
+
+    title: str
+    attention = "sdpa"
+    inference = True
+
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        return None
+
+    @abstractmethod
+    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+        """A cache that holds so many random tokens in each row, with room for so many steps."""
+
+    def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
+        """Of one row at the end of all steps."""
+        return decoder.token_bytes * (tokens + steps)
+
+    def finish(self) -> None:  # noqa: B027 - most have nothing to give up
+        """Give up what outlives a run."""
+
+
+class Dynamic(Way):
+    """transformers' DynamicCache."""
+
+    title = "DynamicCache"
+
+    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+        """See ``Way``."""
+        cache = DynamicCache(config=decoder.config)
+        first = _states(decoder, rows, tokens)
+        for index, layer in enumerate(cache.layers):
+            layer.lazy_initialization(*(side[:, :, :0] for side in first))
+            # Not by update(), which would hold a second copy on the way.
+            layer.keys, layer.values = (side.clone() if index else side for side in first)
+        return Run(by_cache(decoder, cache, decoder.model), lambda: _plain_bytes(cache))
+
+
+class Static(Way):
+    """transformers' StaticCache and its compiled model, as ``generate`` runs it."""
+
+    title = "StaticCache, compiled"
+    inference = False
+
+    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+        """See ``Way``."""
+        cache = StaticCache(config=decoder.config, max_cache_len=tokens + steps)
+        states = _states(decoder, rows, tokens)
+        for layer in cache.layers:
+            layer.lazy_initialization(*states)
+            for side, values in zip((layer.keys, layer.values), states, strict=True):
+                side[:, :, :tokens] = values
+            layer.cumulative_length.fill_(tokens)
+        on_gpu = decoder.device.type == "cuda"
+        # A rehearsal is to do without a C++ compiler.
+        config = CompileConfig() if on_gpu else CompileConfig(backend="eager", mode=None)
+        call = decoder.model.get_compiled_call(config)
+        return Run(by_cache(decoder, cache, call), lambda: _plain_bytes(cache))
+
+    def finish(self) -> None:
+        """Its graphs hold memory."""
+        torch.compiler.reset()
+
+
+class Quantized(Way):
+    """transformers' QuantizedCache.
+
+    Args:
+        backend: "hqq" or "quanto".
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend, self.title = backend, f"QuantizedCache, {backend} 2 bit"
+
+    def missing(self) -> str | None:
+        """See ``Way``."""
+        return not_installed(self.backend)
+
+    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+        """See ``Way``."""
+        axis = BACKENDS[self.backend][2]
+        cache = QuantizedCache(
+            self.backend, decoder.config, nbits=2, axis_key=axis, axis_value=axis
+        )
+        states = _states(decoder, rows, tokens)
+        for layer in cache.layers:
+            layer.update(*states)
+
+        def held() -> int:
+            packed = (
+                x for one in cache.layers for x in (one._quantized_keys, one._quantized_values)
+            )
+            return sum(map(stored_bytes, packed)) + _plain_bytes(cache)
+
+        return Run(by_cache(decoder, cache, decoder.model), held)
+
+
+class Oscar(Way):
+    """Our cache.
+
+    Args:
+        policy: a preset's name.
+        graph: whether steps are captured; on a CPU a graph is the same function again.
+    """
+
+    attention = IMPLEMENTATION
+
+    def __init__(self, policy: str, *, graph: bool) -> None:
+        self.policy, self.graph = policy, graph
+        self.title = f"{policy}, {'graph' if graph else 'eager'}"
+
+    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+        """See ``Way``."""
+        cache = OscarCache(self.policy)
+        for bits, count in self.slots(tokens, steps).items():
+            # Pools that are as large as needed from the start are never copied.
+            slots = cache.store.allocators[bits]
+            slots.release(reversed(slots.allocate(rows * count)))
+        self._fill(cache, decoder, rows, tokens)
+        captures: list[str] = []
+
+        def record(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            on_gpu = decoder.device.type == "cuda"
+            replay = record_cuda_graph(function) if on_gpu else function
+            captures.append("graph" if on_gpu else "the same function again")
+            return replay
+
+        how = record if self.graph else None
+        step = DecodeSteps(decoder.model, cache, decoder.axes, decoder.device, how)
+        return Run(step, lambda: cache.memory().kv_bytes, captures)
+
+    def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
+        """See ``Way``."""
+        config, policy = decoder.config, KVPolicy.of(self.policy)
+        shape = (config.num_key_value_heads, config.head_dim)
+        sizes = {16: 2 * shape[0] * BLOCK_TOKENS * shape[1] * 2}
+        for bits in set(policy.bits) - {16}:
+            sizes[bits] = PageFormat.of(policy, bits, *shape).page_bytes
+        row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
+        return config.num_hidden_layers * row
+
+    def slots(self, tokens: int, steps: int) -> dict[int, int]:
+        """Bit width -> slots that a row needs for a prompt and an answer, found by a rehearsal."""
+        ledger = Ledger(PageStore(self.policy))
+        prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
+        starts = range(0, tokens, _ROUND)
+        chunks = [prompt[:, start : start + _ROUND] for start in starts]
+        chunks += [np.full((1, 1), int(Modality.TEXT), dtype=np.int8)] * steps
+        most = dict.fromkeys(ledger.allocators, 0)
+        for chunk in chunks:
+            ledger.advance(chunk)
+            most = {bits: max(most[bits], slots.used) for bits, slots in ledger.allocators.items()}
+        return most
+
+    def _fill(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
+        generator = torch.Generator(decoder.device).manual_seed(_SEED)
+        modalities = text_and_images(tokens)
+        for start, stop in decoder.pieces(rows, tokens, _ROUND):
+            cache.expect(modalities[start:stop].expand(rows, -1))
+            cache.attend_packed(None)
+            keys, values = (decoder.states(rows, stop - start, generator) for _ in range(2))
+            some = keys[:1, :, :_ROUND]
+            heads = decoder.config.num_attention_heads
+            queries = None if start else decoder.states(1, some.shape[2], generator, heads)
+            for index, attention in enumerate(decoder.attentions):
+                cache.update(keys, values, index)
+                layer = cache.layers[index]
+                if queries is not None:
+                    layer.settle_basis(some, queries, attention)
+                layer.append(keys, values, cache.ledger.last)
+
+
+WAYS: dict[str, Way] = {
+    "dynamic": Dynamic(),
+    "static-compiled": Static(),
+    "quantized-hqq": Quantized("hqq"),
+    "quantized-quanto": Quantized("quanto"),
+    "bf16-eager": Oscar("bf16", graph=False),
+    "bf16-graph": Oscar("bf16", graph=True),
+    "compact-eager": Oscar("compact", graph=False),
+    "compact-graph": Oscar("compact", graph=True),
+}
+
+
+def by_cache(decoder: Decoder, cache: Cache, call: Callable) -> Step:
+    """A step of transformers with one of its caches."""
+    axes = decoder.axes
+
+    def step(tokens: torch.Tensor, position: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        positions = position.view(*[1] * len(axes), -1, 1).expand(*axes, -1, 1)
+        inputs = {"input_ids": tokens[:, None], "position_ids": positions}
+        return call(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+
+    return step
+
+
+def _states(decoder: Decoder, rows: int, tokens: int) -> list[torch.Tensor]:
+    """Random keys and values, the same for all layers."""
+    generator = torch.Generator(decoder.device).manual_seed(_SEED)
+    return [decoder.states(rows, tokens, generator) for _ in range(2)]
+
+
+def _plain_bytes(cache: Cache) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

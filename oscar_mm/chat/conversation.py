@@ -1,0 +1,206 @@
+"""Conversation: what a chat holds between two turns; Turn and Segment: what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.memory import token_bytes
+from oscar_mm.modality import MediumSpan, Modality
+
+_LABEL = 40
+"""Characters of a prompt that name its segment."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a chat: a medium, or the text of one turn.
+
+    Attributes:
+        index: for ``Chat.forget``; stays when others are forgotten.
+        modality: TEXT for what was asked and answered in a turn.
+        tokens: in the cache; a video's include the text of its timestamps, and its sound.
+        bytes: their part of pages and 16-bit blocks. Tables and free slots are in
+            ``Chat.memory`` only.
+        label: the medium's name, or how the turn's prompt begins.
+        turn: index in ``Chat.turns``.
+        forgotten: whether its tokens were taken out.
+    """
+
+    index: int
+    modality: Modality
+    tokens: int
+    bytes: int
+    label: str
+    turn: int
+    forgotten: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question and its answer.
+
+    Attributes:
+        prompt: what was asked.
+        answer: what was answered, as far as it was read.
+        finish_reason: "stop", "length", or "interrupted" where the reader left.
+        media: where its images, videos and recordings are among the chat's tokens.
+        forgotten: for each of them, whether it was forgotten.
+        start: index of its first token.
+        stop: index after its last token in the cache.
+        position: RoPE position that it began at.
+        pending: ids at its beginning that end the answer before.
+    """
+
+    prompt: str
+    answer: str
+    finish_reason: str
+    media: tuple[MediumSpan, ...]
+    forgotten: tuple[bool, ...]
+    start: int
+    stop: int
+    position: float
+    pending: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """Everything that the next turn goes on from; never changed, a turn makes a new one.
+
+    Attributes:
+        cache: keys and values of all turns; None while they are on disk.
+        token_ids: (1, tokens) int64 on the CPU, of what the cache holds.
+        next_position: (1,) RoPE position of the next token.
+        pending: ids at the end of the last answer that are not in the cache.
+        turns: from the first.
+    """
+
+    cache: OscarCache | None
+    token_ids: torch.Tensor
+    next_position: torch.Tensor
+    pending: tuple[int, ...] = ()
+    turns: tuple[Turn, ...] = ()
+
+    @classmethod
+    def empty(cls, cache: OscarCache) -> Conversation:
+        """Nothing was said yet."""
+        return cls(cache, torch.empty(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+
+    @property
+    def tokens(self) -> int:
+        """Indices that are taken, forgotten tokens included."""
+        return self.token_ids.shape[1]
+
+    @property
+    def stored(self) -> int:
+        """Tokens that are not forgotten."""
+        gone = [
+            span.tokens
+            for turn in self.turns
+            for span, forgotten in zip(turn.media, turn.forgotten, strict=True)
+            if forgotten
+        ]
+        return self.tokens - sum(gone)
+
+    def answered(
+        self, cache: OscarCache, prompt: Prompt, asked: str, answer: str, ids: list[int], ended: str
+    ) -> Conversation:
+        """With one more turn.
+
+        Args:
+            cache: with prompt and answer, perhaps without the answer's last tokens.
+            prompt: of the turn.
+            asked: the question's text.
+            answer: its text.
+            ids: its tokens.
+            ended: finish reason.
+        """
+        stop = cache.get_seq_length()
+        held = stop - self.tokens - prompt.tokens
+        turn = Turn(
+            prompt=asked,
+            answer=answer,
+            finish_reason=ended,
+            media=tuple(span.shifted(self.tokens) for span in prompt.media),
+            forgotten=(False,) * len(prompt.media),
+            start=self.tokens,
+            stop=stop,
+            position=self.next_position.item(),
+            pending=self.pending,
+        )
+        new = [prompt.inputs["input_ids"].cpu(), torch.tensor([ids[:held]], dtype=torch.long)]
+        return Conversation(
+            cache=cache,
+            token_ids=torch.cat([self.token_ids, *new], dim=1),
+            next_position=prompt.next_position.cpu() + held,
+            pending=tuple(ids[held:]),
+            turns=(*self.turns, turn),
+        )
+
+    def without_last_turn(self, cache: OscarCache) -> Conversation:
+        """As it was before the last turn; ``cache`` without it."""
+        last = self.turns[-1]
+        return Conversation(
+            cache=cache,
+            token_ids=self.token_ids[:, : last.start],
+            next_position=torch.full_like(self.next_position, last.position),
+            pending=last.pending,
+            turns=self.turns[:-1],
+        )
+
+    def without_medium(self, cache: OscarCache, turn: int, medium: int) -> Conversation:
+        """One medium of a turn forgotten; ``cache`` without it."""
+        old = self.turns[turn]
+        flags = list(old.forgotten)
+        flags[medium] = True
+        turns = list(self.turns)
+        turns[turn] = replace(old, forgotten=tuple(flags))
+        return replace(self, cache=cache, turns=tuple(turns))
+
+    def places(self) -> list[tuple[int, int | None]]:
+        """For each segment its turn, and which medium of the turn it is, None for the text."""
+        return [
+            (index, medium)
+            for index, turn in enumerate(self.turns)
+            for medium in [None, *range(len(turn.media))]
+        ]
+
+    def segments(self) -> list[Segment]:
+        """Turn by turn: its text, then its media."""
+        found: list[Segment] = []
+        for number, turn in enumerate(self.turns):
+            media = [
+                Segment(
+                    index=len(found) + 1 + place,
+                    modality=span.modality,
+                    tokens=0 if forgotten else span.tokens,
+                    bytes=self._bytes(span.start, span.stop),
+                    label=span.label,
+                    turn=number,
+                    forgotten=forgotten,
+                )
+                for place, (span, forgotten) in enumerate(
+                    zip(turn.media, turn.forgotten, strict=True)
+                )
+            ]
+            text = Segment(
+                index=len(found),
+                modality=Modality.TEXT,
+                tokens=turn.stop - turn.start - sum(span.tokens for span in turn.media),
+                bytes=self._bytes(turn.start, turn.stop) - sum(one.bytes for one in media),
+                label=_shortened(turn.prompt),
+                turn=number,
+            )
+            found += [text, *media]
+        return found
+
+    def _bytes(self, start: int, stop: int) -> int:
+        return token_bytes(self.cache, start, stop) if self.cache is not None else 0
+
+
+def _shortened(prompt: str) -> str:
+    line = " ".join(prompt.split())
+    return line if len(line) <= _LABEL else line[: _LABEL - 1].rstrip() + "\u2026"

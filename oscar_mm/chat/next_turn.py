@@ -1,0 +1,103 @@
+"""The prompt of a chat's next turn, if there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oscar_mm.chat.conversation import Conversation
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.modality import Modality, token_modalities
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.media import Media
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+
+def next_prompt(
+    pipe: Pipeline,
+    held: Conversation,
+    asked: str,
+    system: str | None,
+    shown: Media,
+    max_new_tokens: int,
+) -> Prompt:
+    """What the model reads next: the first turn, or what is new of a later one.
+
+    Args:
+        asked: the question, checked.
+        system: system prompt of a first turn.
+        shown: media of the turn.
+
+    Raises:
+        InputError: media that the model does not read, or no room in the context.
+    """
+    # Media that were forgotten keep their numbers.
+    earlier = [span.modality for turn in held.turns for span in turn.media]
+    messages = pipe.family.messages(asked, system, shown, earlier)
+    pipe.check_media(shown)
+    if not held.turns:
+        prompt = pipe.family.prompt(messages, shown)
+    else:
+        prompt = pipe.family.continuation(
+            messages, shown, held.tokens, held.next_position, _pending(held, pipe.model.config)
+        )
+        longest = pipe.model.config.get_text_config().max_position_embeddings
+        _check_positions(int(prompt.next_position), max_new_tokens, longest)
+    frees = partial(_frees, held)
+    pipe.check_length(prompt, max_new_tokens, held.cache, held=held.stored, frees=frees)
+    return prompt
+
+
+def check_ahead(
+    pipe: Pipeline,
+    held: Conversation,
+    asked: str,
+    system: str | None,
+    media: Mapping[str, Any],
+    max_new_tokens: int,
+) -> None:
+    """Refuse a turn that has no room by the headers of its media.
+
+    Args:
+        asked: the question, checked.
+        system: system prompt of a first turn.
+        media: of the turn, as ``Pipeline.read_media`` takes them.
+
+    Raises:
+        NoRoom: the numbers, and what to lower.
+    """
+    arguments = {"past": held.cache, "held": held.stored, "frees": partial(_frees, held)}
+    pipe.check_ahead(asked, system, media, max_new_tokens, **arguments)
+
+
+def _pending(held: Conversation, config: object) -> list[int]:
+    """The end of the last answer that is not in the cache yet.
+
+    Without placeholders of media: a model should not write them, but if it does, they must not be
+    taken for media of the next turn.
+    """
+    ids = torch.tensor([held.pending], dtype=torch.long)
+    return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
+
+
+def _frees(held: Conversation) -> list[str]:
+    """What would make room among the tokens that are held."""
+    media = [one for one in held.segments() if one.modality and one.tokens]
+    largest = sorted(media, key=lambda one: -one.tokens)[:3]
+    frees = [f"forget({one.index}) frees {one.tokens:,} ({one.label})" for one in largest]
+    return [*frees, "undo()"]
+
+
+def _check_positions(following: int, answer: int, longest: int) -> None:
+    """Positions go on where media were forgotten, and end where the model's do."""
+    if following + answer > longest:
+        raise InputError(
+            f"the turn would come to position {following} and max_new_tokens is {answer}, but the "
+            f"model ends at {longest}: undo() takes back turns, forget() does not help; else "
+            "begin a new chat"
+        )

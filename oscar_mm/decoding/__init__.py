@@ -1,0 +1,1 @@
+"""Decoding: a prompt through a model, token by token, to an answer."""

@@ -1,0 +1,204 @@
+"""Decode steps: one token of every row through the model, eagerly or as a CUDA graph.
+
+Eagerly a step costs the host ten times what it costs the GPU. A captured step is launched at once;
+what changes from step to step (tokens, positions, where the past is and where the new tokens go)
+lies in tensors that are written over before each replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.fixed import FixedTables
+from oscar_mm.cache.step import Step
+from oscar_mm.decoding.layers import TokenLayers
+from oscar_mm.modality import PADDING, Modality
+from oscar_mm.ops.kernel import switched_off
+
+SWITCH = "OSCAR_MM_CUDA_GRAPHS"
+"""Environment variable: "off" leaves steps eager."""
+EAGER_STEPS = 3
+"""Steps before a capture, which takes as long as a few of them."""
+Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
+"""Makes of a function on fixed tensors one that does the same again, maybe without running it."""
+_log = logging.getLogger("oscar_mm")
+
+
+class DecodeSteps:
+    """The decode steps of one answer.
+
+    Args:
+        model: a model of transformers that generates, with attention "oscar" in its decoder.
+        cache: what a step attends to and adds to.
+        axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
+        device: of the model's inputs.
+        record: how a step is captured; None for eager steps only. By default a CUDA graph where
+            one can be had and ``SWITCH`` asks for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: OscarCache,
+        axes: tuple[int, ...],
+        device: torch.device,
+        record: Record | str | None = "auto",
+    ) -> None:
+        self.model, self.cache, self.axes, self.device = model, cache, axes, device
+        self._record = _recorder(model, cache, device) if record == "auto" else record
+        self._layers = TokenLayers(model) if TokenLayers.can_take(model) else None
+        self._taken = 0
+        self._fixed: FixedTables | None = None
+        self._foreseen: tuple[int, int] | None = None
+        """State of the ledger whose tables are written."""
+        self._replay: Callable[[], torch.Tensor] | None = None
+        self._captured: tuple[int, ...] = ()
+        self._layout: tuple[int, ...] = ()
+
+    def __call__(
+        self, tokens: torch.Tensor, position: torch.Tensor, ended: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits (batch, vocabulary) after one more token of each row; overwritten by a later step.
+
+        Args:
+            tokens: (batch,) ids. position: (batch,) their RoPE positions.
+            ended: (batch,) bool on the CPU: rows that go on as padding, which is not stored.
+        """
+        self._taken += 1
+        ids = tokens[:, None].to(self.device)
+        positions = position.to(self.device).view(*[1] * len(self.axes), -1, 1)
+        if self._record is None or self._taken <= EAGER_STEPS:
+            self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
+            return self._forward(ids, positions)
+        ledger = self.cache.ledger
+        foreseen = self._foreseen == (ledger.changes, ledger.store.trims)
+        step = self.cache.begin(_codes(ended))
+        if step.copies or any(len(job.source) for job in step.packs):
+            return self._forward(ids, positions)
+        if self._fixed is None:
+            self._fixed = FixedTables(len(ids))
+            self._ids, self._positions = ids.clone(), positions.clone()
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
+        if not foreseen:
+            self._fixed.refill(step.past)
+        self._fixed.refill_writes(step.writes)
+        # A row that has ended is computed like the others, and nobody looks at what comes of it.
+        step.fixed, step.real = self._fixed, None
+        logits = self._by_record(step)
+        self._foresee()
+        return logits
+
+    def _foresee(self) -> None:
+        """Write the next step's tables while the device computes: its past is what there is now."""
+        ledger = self.cache.ledger
+        self._fixed.refill(ledger.sequences)
+        self._foreseen = ledger.changes, ledger.store.trims
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self._layers is not None:
+            return self._layers(ids, positions.expand(*self.axes, -1, 1), self.cache)
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions.expand(*self.axes, -1, 1),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def _by_record(self, step: Step) -> torch.Tensor:
+        layout = self._fixed.version, *self.cache.ledger.store.layout
+        if step.packs or layout != self._layout:
+            self._pack_first(step)
+        if not self._fixed.known:
+            return self._repeatable()
+        if layout != self._layout:
+            places = self._places()
+            if places != self._captured and not self._capture():
+                return self._repeatable()
+            self._captured, self._layout = places, layout
+        logits = self._replay()
+        self._mark(self.cache.ledger.steps)
+        return logits
+
+    def _capture(self) -> bool:
+        """Record the step; False if that failed, for good."""
+        self._replay = None  # its memory goes back before the next one takes some
+        try:
+            self._replay = self._record(self._repeatable)
+        except Exception as error:
+            _log.warning("decode steps run eagerly, a CUDA graph could not be made: %s", error)
+            self._record = None
+            self._mark(self.cache.ledger.steps - 1)
+        return self._replay is not None
+
+    def _repeatable(self) -> torch.Tensor:
+        """The step on the fixed tensors."""
+        return self._forward(self._ids, self._positions)
+
+    def _pack_first(self, step: Step) -> None:
+        """Make room for all that the step stores, and pack what leaves the window.
+
+        Otherwise that comes after attention, whose tables still list the 16-bit blocks: they are
+        read, and not written to before the new token is.
+        """
+        for layer in self.cache.layers:
+            layer.reserve()
+            if step.packs:
+                some = layer.blocks.storage[:1, 0, :, :1].expand(len(step.past), -1, -1, -1)
+                layer.pack(some, some, step)
+        step.packed()
+
+    def _places(self) -> tuple[int, ...]:
+        """What a graph has built in: addresses of pools, balancing and tables."""
+        places = [self._fixed.version]
+        for layer in self.cache.layers:
+            tensors = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
+            places += [x.data_ptr() for x in (*tensors, layer.sigma) if x is not None]
+        return tuple(places)
+
+    def _mark(self, steps: int) -> None:
+        """Let layers have carried out so many steps: a replay does not run their code."""
+        for layer in self.cache.layers:
+            layer.steps, layer.waits = steps, False
+
+
+def _codes(ended: torch.Tensor) -> np.ndarray:
+    """(batch, 1) modality ids of a step's tokens, as the ledger takes them."""
+    return np.where(ended.numpy(), np.int8(PADDING), np.int8(Modality.TEXT))[:, None]
+
+
+def record_cuda_graph(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Capture a function's work; what comes back launches it and returns the same tensor again."""
+    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    # Out of this stream again also where the capture fails at its end. Other threads may allocate
+    # meanwhile: they are not part of it.
+    with (
+        torch.cuda.stream(aside),
+        torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
+    ):
+        result = function()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _recorder(model: nn.Module, cache: OscarCache, device: torch.device) -> Record | None:
+    """CUDA graphs, where all layers are on one GPU and attend by our kernels to all tokens."""
+    if device.type != "cuda" or switched_off() or os.environ.get(SWITCH) == "off":
+        return None
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "sliding_window", None) is not None:
+        return None
+    devices = {weight.device for weight in model.parameters()}
+    return record_cuda_graph if devices == {device} else None

@@ -1,0 +1,177 @@
+"""Headers: sizes of media, told before anything is decoded.
+
+Where a header tells nothing, or something is wrong, there is None: whoever decodes the medium says
+what it is. Nothing is fetched from other machines.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image
+
+from oscar_mm.media.audio import opened
+from oscar_mm.media.image import FORMATS
+from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.mono import RATE, Audio
+from oscar_mm.media.source import existing_file, is_address
+from oscar_mm.media.video import Video, kept_frames, kept_size, opened_video, promised_seconds
+
+T = TypeVar("T")
+
+_LYING = 5
+"""EXIF orientations from here on turn a picture by a quarter."""
+_SOURCE_FPS = 30.0
+"""Of a video of which nothing else is known."""
+
+
+class PictureSize(NamedTuple):
+    """Width and height in pixels, where only these count of an image."""
+
+    width: int
+    height: int
+
+
+def _or_none(read: Callable[..., T]) -> Callable[..., T | None]:
+    @wraps(read)
+    def guarded(*args: Any, **kwargs: Any) -> T | None:
+        try:
+            return read(*args, **kwargs)
+        except Exception:  # any error of any parser: the bytes are a stranger's
+            return None
+
+    return guarded
+
+
+@_or_none
+def image_size(source: Any, *, limits: MediaLimits) -> PictureSize | None:
+    """Of an image as ``load_image`` takes it, upright."""
+    size = _image_size(source)
+    limits.check_frame(*size, "")
+    return size
+
+
+def _image_size(source: Any) -> PictureSize:
+    if isinstance(source, np.ndarray):
+        return PictureSize(source.shape[1], source.shape[0])
+    if isinstance(source, Image.Image):
+        return _upright(source)
+    with Image.open(_local(source), formats=[kind for kind in FORMATS if kind in Image.OPEN]) as it:
+        return _upright(it)
+
+
+@_or_none
+def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
+    """A recording of the length of one that ``load_audio`` takes; nobody should listen to it."""
+    seconds = _seconds(source)
+    limits.check_audio(seconds, "")
+    return silence(seconds)
+
+
+def _seconds(source: Any) -> float:
+    import soundfile
+
+    if isinstance(source, tuple):
+        samples, rate = source if isinstance(source[0], np.ndarray) else source[::-1]
+        return max(samples.shape) / rate
+    source = _local(source)
+    try:
+        with soundfile.SoundFile(source) as file:
+            return file.frames / file.samplerate
+    except (soundfile.LibsndfileError, TypeError):
+        return _seconds_of(source)
+
+
+@_or_none
+def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) -> Video | None:
+    """The video that ``load_video`` would make of a source, without its pixels.
+
+    Of a file it may have a frame less.
+    """
+    if isinstance(source, str | Path):
+        path = _local(source)
+        with opened_video(path, "") as (container, stream):
+            seconds, size = promised_seconds(container, stream), (stream.width, stream.height)
+            heard = silence(_seconds_of(path)) if sound and container.streams.audio else None
+        limits.check_video(*size, seconds, "")
+        video = sampled(seconds, size, fps, limits, heard)
+        # Whether the last one is kept depends on the times of the frames.
+        count = max(2, len(video.frames) - 1)
+        return replace(
+            video, frames=video.frames[:count], frame_indices=video.frame_indices[:count]
+        )
+    first = source[0]
+    height, width = first.size[::-1] if isinstance(first, Image.Image) else first.shape[:2]
+    limits.check_video(width, height, len(source) / fps, "")
+    return _frames(len(source), (width, height), 1 / fps, len(source) / fps, None)
+
+
+def sampled(
+    seconds: float, size: tuple[int, int], fps: float, limits: MediaLimits, sound: Audio | None
+) -> Video:
+    """What ``load_video`` keeps of a file: as many frames of that size, on the device meta.
+
+    Args:
+        seconds: its length, above 0.
+        size: width and height of its frames, in pixels.
+        fps: frames per second to keep, if the limits allow it.
+        limits: bounds on frames and pixels.
+        sound: what is heard, if that counts.
+    """
+    step, most = kept_frames(seconds, fps, limits)
+    # Frames are kept at 0, step, 2 step, ... as long as the clip lasts.
+    count = max(2, min(most, math.ceil(seconds / step - 1e-6)))
+    return _frames(count, kept_size(*size, most, limits), step, seconds, sound)
+
+
+def silence(seconds: float) -> Audio:
+    """A recording of so many seconds: one sample, seen as many."""
+    return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
+
+
+def _frames(
+    count: int, size: tuple[int, int], step: float, seconds: float, sound: Audio | None
+) -> Video:
+    # Processors take tensors too, and work on their shapes alone on the device meta.
+    count = max(2, count)
+    return Video(
+        frames=torch.empty((count, *size[::-1], 3), dtype=torch.uint8, device="meta"),
+        seconds=seconds,
+        source_fps=_SOURCE_FPS,
+        source_frames=round(seconds * _SOURCE_FPS),
+        frame_indices=tuple(round(index * step * _SOURCE_FPS) for index in range(count)),
+        sound=sound,
+    )
+
+
+def _local(source: Any) -> Path | io.BytesIO | None:
+    """What a parser can open; None for what would have to be fetched or decoded first."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return io.BytesIO(source)
+    return None if is_address(source) else existing_file(source, "")
+
+
+def _upright(image: Image.Image) -> PictureSize:
+    # Of a PNG whose header has no EXIF data, Pillow would decode the pixels to look for them; the
+    # size of a TIFF is upright already.
+    known = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
+    turned = known and image.getexif().get(ExifTags.Base.Orientation, 1) >= _LYING
+    return PictureSize(*(image.size[::-1] if turned else image.size))
+
+
+def _seconds_of(source: Path | io.BytesIO) -> float:
+    """Of the sound in a container that only FFmpeg knows; 0 where that is not said."""
+    with opened(source if isinstance(source, Path) else source.getvalue(), "") as container:
+        stream = container.streams.audio[0]
+        seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        if not seconds and not container.streams.video:
+            seconds = (container.duration or 0) / 1e6
+        return seconds

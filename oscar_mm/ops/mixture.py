@@ -1,0 +1,216 @@
+"""mixture: a mixture of experts for a few rows, each by the experts that its router chooses.
+
+    residual + sum over the chosen k of share_k * (silu(n Wg_k^T) * (n Wu_k^T)) Wd_k^T,  n = norm(x)
+
+The host side of csrc/experts.cu, which reads the chosen experts' weights where they are: elsewhere
+they are copied next to each other first, or rows are sorted by expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
+
+from oscar_mm.ops.kernel import (
+    ELEMENTS,
+    SWITCH,
+    Kernel,
+    architecture,
+    load_kernel,
+    multiprocessors,
+)
+from oscar_mm.ops.linear import AT_ONCE, MOST_ROWS, PIECE, WARPS, Norm, depth_for, linear
+from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.ops.trust import Trusted
+
+_MOST_CHOSEN, _MOST_EXPERTS = 32, 512
+_WORST_ERROR = 0.02
+
+
+class Experts(NamedTuple):
+    """Weights of a mixture.
+
+    Attributes:
+        router: (experts, width).
+        gate_and_up: (experts, 2 * between, width), the gates' outputs first.
+        down: (experts, width, between).
+        chosen: experts of a row.
+        normalized: whether the shares of a row's experts add up to 1.
+    """
+
+    router: torch.Tensor
+    gate_and_up: torch.Tensor
+    down: torch.Tensor
+    chosen: int
+    normalized: bool
+
+
+class Params(ctypes.Structure):
+    """``Params`` of csrc/experts.cu, field for field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "logits", "weights", "residual")),
+        *((name, ctypes.c_void_p) for name in ("output", "chosen", "shares")),
+        *((name, ctypes.c_int) for name in ("total", "width")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What the two kernels are compiled for."""
+
+    rows: int
+    experts: int
+    chosen: int
+    normalized: bool
+    width: int
+    between: int
+    dtype: torch.dtype
+
+    def macros(self, down: bool, depth: int, bulk: bool) -> dict[str, str | int]:
+        """Macros that csrc/experts.cu is compiled with.
+
+        Args:
+            down: of the second kernel.
+            depth: of pieces of ``PIECE`` elements; of shorter ones as many as take the same bytes.
+            bulk: copies by the bulk copy engine.
+        """
+        piece = min(PIECE, self.between if down else self.width)
+        return {
+            "DOWN": int(down),
+            "CHOSEN": self.chosen,
+            "EXPERTS": self.experts,
+            "NORMALIZE": int(self.normalized),
+            "ROWS": self.rows,
+            "ELEMENT": ELEMENTS[self.dtype],
+            "WARPS": WARPS,
+            "DEPTH": depth * PIECE // piece,
+            "PIECE": piece,
+            "BULK": int(bulk),
+        }
+
+    def shared_bytes(self, macros: dict[str, str | int]) -> int:
+        """Of a thread block: pieces, then rows of x, then the norm's weight."""
+        rows = self.rows * self.between * self.chosen
+        if not macros["DOWN"]:
+            rows = (self.rows + 1) * self.width
+        return 2 * (WARPS * macros["DEPTH"] * macros["PIECE"] + rows)
+
+
+class MixtureKernels:
+    """The two kernels of one specialization on one device, compiled when made.
+
+    Attributes:
+        key: of their code.
+    """
+
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        arch = architecture(device)
+        if arch is None:
+            raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+        bulk = int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        self.specialization, self._blocks = specialization, multiprocessors(device)
+        self._kernels: list[tuple[Kernel, int]] = []
+        for down in (False, True):
+            macros = specialization.macros(down, depth_for(limit), bulk)
+            shared = specialization.shared_bytes(macros)
+            kernel = load_kernel("experts.cu", macros, device)
+            if shared > kernel.shared_limit:
+                raise KernelError(
+                    f"{specialization.rows} rows of {specialization.chosen} experts take {shared} "
+                    f"bytes of shared memory; {device} has {kernel.shared_limit}"
+                )
+            self._kernels.append((kernel, shared))
+        self.key = "".join(kernel.key for kernel, _ in self._kernels)
+
+    def __call__(self, x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
+        """See ``mixture``."""
+        made = self.specialization
+        logits = linear(x, [experts.router], norm=norm)
+        between = x.new_empty(made.rows, made.chosen, made.between)
+        chosen = x.new_empty(made.rows, made.chosen, dtype=torch.int32)
+        shares, output = x.new_empty(chosen.shape, dtype=torch.float32), torch.empty_like(x)
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        route = chosen.data_ptr(), shares.data_ptr()
+        inward = Params(
+            *(x.data_ptr(), norm.weight.data_ptr(), logits.data_ptr()),
+            *(experts.gate_and_up.data_ptr(), None, between.data_ptr(), *route),
+            *(made.between, made.width, norm.epsilon),
+        )
+        outward = Params(
+            *(between.data_ptr(), None, None, experts.down.data_ptr(), x.data_ptr()),
+            *(output.data_ptr(), *route, made.width, made.between, 0.0),
+        )
+        for (kernel, shared), params in zip(self._kernels, (inward, outward), strict=True):
+            grid, block = (self._blocks, 1, 1), (WARPS * 32, 1, 1)
+            kernel.launch(grid, block, shared, params, stream, dependent=True)
+        return output
+
+
+def mixture_kernels(x: torch.Tensor, experts: Experts) -> MixtureKernels | None:
+    """The kernels for (rows, width) x; None where there are none, or for more than a few rows."""
+    rows, width = x.shape
+    count, both, _ = experts.gate_and_up.shape
+    if not x.is_cuda or rows > MOST_ROWS or x.dtype not in ELEMENTS:
+        return None
+    if width % AT_ONCE or both // 2 % AT_ONCE:
+        return None
+    if experts.chosen > _MOST_CHOSEN or count > _MOST_EXPERTS:
+        return None
+    shape = (rows, count, experts.chosen, experts.normalized, width, both // 2, x.dtype)
+    return TRUSTED.kernel(Specialization(*shape), x.device)
+
+
+def mixture_by_torch(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
+    """The same by PyTorch operations, for a few rows: weights are copied."""
+    normed = norm(x)
+    probabilities = torch_linear(normed, experts.router).softmax(-1, dtype=torch.float32)
+    shares, chosen = probabilities.topk(experts.chosen, -1)
+    if experts.normalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    gates, ups = (experts.gate_and_up[chosen] @ normed[:, None, :, None])[..., 0].chunk(2, -1)
+    found = (experts.down[chosen] @ (silu(gates) * ups)[..., None])[..., 0]
+    return x + (found * shares.to(x.dtype)[..., None]).sum(1)
+
+
+def _disagreement(
+    specialization: Specialization, kernels: MixtureKernels, device: torch.device
+) -> float:
+    """Largest relative error of a row that chooses clearly, without the residual stream."""
+    made, dtype = specialization, specialization.dtype
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    x, norm = random(made.rows, made.width), Norm(random(made.width), 1e-5)
+    experts = Experts(
+        random(made.experts, made.width),
+        random(made.experts, 2 * made.between, made.width) / made.width**0.5,
+        random(made.experts, made.width, made.between),
+        *(made.chosen, made.normalized),
+    )
+    # Logits far apart, so that rounding does not change which are the largest.
+    direction = norm(x)[:1].float()
+    steps = torch.randperm(made.experts, generator=generator, device=device).float()
+    experts = experts._replace(
+        router=(steps[:, None] * direction / direction.square().sum() / 2).to(dtype)
+    )
+    x = x[:1].expand(made.rows, -1).contiguous()
+    found, expected = (
+        (compute(x, norm, experts) - x).double() for compute in (kernels, mixture_by_torch)
+    )
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+TRUSTED: Trusted[Specialization, MixtureKernels] = Trusted(
+    "mixture", MixtureKernels, _disagreement, _WORST_ERROR
+)

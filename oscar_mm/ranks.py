@@ -1,0 +1,73 @@
+"""Ranks: the processes among which the heads of a model are divided (tensor parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from oscar_mm.errors import InputError
+from oscar_mm.policy import KVPolicy
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes there are, and which one this is.
+
+    Each holds the keys and values of its own heads. All are given the same requests, in the same
+    order.
+
+    Attributes:
+        count: 1 where a model is not divided.
+        rank: from 0.
+        group: their process group of ``torch.distributed``; None for one process.
+    """
+
+    count: int = 1
+    rank: int = 0
+    group: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """Those of a model, or of a part of it, that transformers has divided."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        from torch.distributed.tensor import DTensor
+
+        for weight in model.parameters():
+            if isinstance(weight, DTensor):
+                mesh = weight.device_mesh
+                return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        return cls()
+
+    def check(self, policy: KVPolicy) -> None:
+        """Refuse what would take keys of other ranks' heads.
+
+        Raises:
+            InputError: one norm for a token's keys of all heads.
+        """
+        if self.count > 1 and policy.token_scaling == "shared":
+            raise InputError(
+                f"policy: token_scaling='shared' is one norm over all heads, which are on "
+                f"{self.count} ranks here: take policy 'compact', or the same policy with "
+                "token_scaling='per_head'"
+            )
+
+    def agree(self, tensor: torch.Tensor) -> None:
+        """Write what rank 0 has into the tensor of every rank."""
+        if self.count > 1:
+            distributed.broadcast(tensor, group=self.group, group_src=0)
+
+    def path(self, path: str | Path) -> Path:
+        """A rank's own file: of ``chat.safetensors`` for example ``chat.0-of-2.safetensors``."""
+        path = Path(path)
+        if self.count == 1:
+            return path
+        return path.with_name(f"{path.stem}.{self.rank}-of-{self.count}{path.suffix}")
+
+    def __str__(self) -> str:
+        """As people count ranks."""
+        return f"rank {self.rank} of {self.count}"

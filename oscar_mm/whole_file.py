@@ -1,0 +1,39 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
+    """An empty file in the same folder, to write to; at the block's end it takes the place.
+
+    By then it is on the disk: whatever happens, ``path`` is the old file or the new one, and after
+    an error in the block the old one, with nothing else left behind.
+
+    Args:
+        path: what to write or replace; its folder exists.
+        private: the owner alone may read it; else who may is up to the process's umask.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.parent / f".{path.name[:50]}.{secrets.token_hex(8)}.part"
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666))
+    try:
+        yield part
+        with part.open("r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    with suppress(OSError):  # a folder cannot be opened everywhere
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)

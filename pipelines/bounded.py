@@ -1,0 +1,268 @@
+"""Bounded: refuses requests that have no room, with the numbers, before any tower runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from oscar_mm.asked import Asked
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.foresight import Growth, bytes_over_time, foreseen, pool_bytes
+from oscar_mm.capacity import ModelShape
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.device_memory import activation_bytes, free_bytes
+from oscar_mm.errors import InputError
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.counting import medium_tokens, text_tokens
+from oscar_mm.pipelines.media import Media, outlined_media
+from oscar_mm.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from oscar_mm.chat.holding import Holding
+
+_DOUBT = 0.05
+"""Share of a recording or a video by which its header may be wrong."""
+
+
+class Bounded:
+    """The part of a ``Pipeline`` that knows what a request takes.
+
+    A request is told twice whether it has room: by the headers of its media before they are
+    decoded, and exactly by its prompt before any tower runs. Nothing is changed by a refusal.
+    """
+
+    def check_ahead(
+        self,
+        prompt: str,
+        system: str | None,
+        media: Mapping[str, Any],
+        answer: int,
+        *,
+        past: OscarCache | None = None,
+        held: int = 0,
+        frees: Callable[[], list[str]] = list,
+    ) -> None:
+        """Refuse what is too much by the headers of its media, of which nothing is decoded.
+
+        Args:
+            prompt: the question, checked.
+            system: system prompt of a first turn.
+            media: "images", "videos", "audio" and "sound" as ``read_media`` takes them.
+            answer: max_new_tokens.
+            past: what the request goes on from.
+            held: tokens that count of it.
+            frees: tells what would make room among those.
+
+        Raises:
+            NoRoom: the numbers, and what to lower.
+            InputError: media that the model does not read.
+        """
+        known = {"images": None, "videos": None, "audio": None, "sound": False} | dict(media)
+        shown = outlined_media(**known, limits=self.limits, video_fps=self.video_fps)
+        with self.lock:
+            tokens = dict.fromkeys((modality.label for modality in Modality), 0)
+            tokens["text"] = text_tokens(self.family, shown, prompt, system)
+            if held:  # The template writes less between turns.
+                tokens["text"] = self.family.tokenize(prompt).shape[1]
+            named: dict[Modality, list[tuple[str, int]]] = {}
+            for medium in shown:
+                found = medium_tokens(self.family, medium)
+                named.setdefault(medium.modality, []).append((medium.label, sum(found.values())))
+                for name, count in found.items():
+                    tokens[name] += count
+            asked = Asked(tokens, answer, named, held, frees, at_least=True)
+            doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
+            self._check_context(asked, doubt)
+            # Text at the end, so that media are in full pages as far as can be.
+            row = [np.full(tokens[one.label], int(one), np.int8) for one in reversed(Modality)]
+            self._check_bytes(asked, np.concatenate(row)[doubt:], past)
+
+    def check_media(self, media: Media) -> None:
+        """Refuse decoded media that are over the context by themselves, before processing.
+
+        Raises:
+            NoRoom: the numbers, and what to lower.
+        """
+        tokens = dict.fromkeys((modality.label for modality in Modality), 0)
+        named: dict[Modality, list[tuple[str, int]]] = {}
+        for medium in media:
+            least = self.family.least_tokens(medium)
+            tokens[medium.modality.label] += least
+            named.setdefault(medium.modality, []).append((medium.label, least))
+        self._check_context(Asked(tokens, 0, named, at_least=True))
+
+    def check_length(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        past: OscarCache | None = None,
+        *,
+        held: int | None = None,
+        frees: Callable[[], list[str]] = list,
+    ) -> None:
+        """Refuse a prompt that leaves no room for its answer in context, budget or memory.
+
+        Args:
+            prompt: of a single row.
+            max_new_tokens: of the answer.
+            past: what the prompt goes on from.
+            held: tokens that count of it; by default all.
+            frees: tells what would make room among those.
+
+        Raises:
+            NoRoom: the numbers, and what to lower.
+        """
+        if held is None:
+            held = 0 if past is None else past.get_seq_length()
+        asked = Asked.of(prompt, max_new_tokens, held, frees)
+        self._check_context(asked)
+        with self.lock:
+            self._check_bytes(asked, prompt.modalities[0].numpy(), past)
+
+    def growth(self, prompt: Prompt, max_new_tokens: int, past: OscarCache | None = None) -> Growth:
+        """Slots that a prompt of a single row and its answer will take."""
+        return self._growth(prompt.modalities[0].numpy(), max_new_tokens, past)
+
+    def growth_bytes(self, growth: Growth) -> int:
+        """Most bytes that it adds at any time."""
+        return int(bytes_over_time(growth.added, self._slot_bytes()).max())
+
+    def make_room(self, growth: Growth, tokens: int, chat: Holding | None = None) -> None:
+        """Before the model reads: what it will take is free in the budget and on its devices.
+
+        Args:
+            growth: of all rows.
+            tokens: that are read, in all rows.
+            chat: that stays; also stays who is answering.
+
+        Raises:
+            InputError: there is no room just now; nothing has changed.
+        """
+        for device, needed, room in self._short_devices(growth, tokens):
+            raise InputError(
+                f"{format_bytes(room)} are free on {device}, and this needs about "
+                f"{format_bytes(needed)}: close() chats, or ask for less at once"
+            )
+        if self.budget is not None:
+            self.budget.make_room(self.growth_bytes(growth), chat)
+
+    def _growth(self, new: np.ndarray, answer: int, past: OscarCache | None) -> Growth:
+        rows = [] if past is None else past.ledger.sequences
+        # An answer's last token is not stored.
+        return foreseen(self.policy, new, max(0, answer - 1), rows[0] if rows else None)
+
+    def _check_context(self, asked: Asked, doubt: int = 0) -> None:
+        if asked.total - doubt > self.max_context:
+            raise asked.refusal(self.max_context, "the context")
+
+    def _check_bytes(self, asked: Asked, new: np.ndarray, past: OscarCache | None) -> None:
+        """Refuse what no budget and no device could hold; waits for nobody else to give way."""
+        whole = self._growth(new, asked.answer, past)
+        if self.budget is not None:
+            sizes, limit = self._slot_bytes(), self.budget.limit
+            before = 0 if past is None else self._bytes_held(past)
+
+            def in_budget(growth: Growth, _: int) -> float:
+                return before + bytes_over_time(growth.added, sizes).max()
+
+            if (needed := in_budget(whole, 0)) > limit:
+                fits = self._fitting(asked, new, past, in_budget, limit)
+                raise asked.refusal(
+                    fits,
+                    f"kv_budget ({format_bytes(needed)} of {format_bytes(limit)})",
+                    "raise kv_budget",
+                )
+        for device, needed, room in self._short_devices(whole, len(new)):
+            fits = self._fitting(asked, new, past, partial(self._device_bytes, device), room)
+            activations = format_bytes(self._activation_bytes(len(new)))
+            raise asked.refusal(
+                fits,
+                f"the free memory of {device} ({format_bytes(needed)} of {format_bytes(room)}, "
+                f"{activations} of it while they are read)",
+                "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
+            )
+
+    def _short_devices(
+        self, growth: Growth, tokens: int
+    ) -> Iterator[tuple[torch.device, int, int]]:
+        """GPUs that have too little memory, with the bytes needed and those that are free."""
+        for device in self._slot_bytes_by_device():
+            if (free := free_bytes(device)) is None:
+                continue
+            # Ranks must all refuse, or none.
+            agreed = torch.tensor(free, device=device)
+            self.store.ranks.agree(agreed)
+            room = int(agreed) + self._free_slots(device)
+            if (needed := self._device_bytes(device, growth, tokens)) > room:
+                yield device, needed, room
+
+    def _device_bytes(self, device: torch.device, growth: Growth, tokens: int) -> int:
+        stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
+        return stored + self._activation_bytes(tokens)
+
+    def _fitting(
+        self,
+        asked: Asked,
+        new: np.ndarray,
+        past: OscarCache | None,
+        cost: Callable[[Growth, int], float],
+        room: float,
+    ) -> int:
+        """How many of the tokens that are asked have room."""
+        fits, over = 0, len(new) + asked.answer
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            growth = self._growth(new[:middle], middle - len(new), past)
+            if cost(growth, min(middle, len(new))) <= room:
+                fits = middle
+            else:
+                over = middle
+        return asked.held + fits
+
+    def _activation_bytes(self, tokens: int) -> int:
+        read = min(tokens, self.prefill_chunk or tokens)
+        weight = self.model.get_input_embeddings().weight
+        return activation_bytes(read, weight.shape[1], weight.element_size())
+
+    def _slot_bytes(self) -> dict[int, int]:
+        """Of one slot of each bit width, in all layers."""
+        found: dict[int, int] = {}
+        for sizes in self._slot_bytes_by_device().values():
+            for bits, size in sizes.items():
+                found[bits] = found.get(bits, 0) + size
+        return found
+
+    def _slot_bytes_by_device(self) -> dict[torch.device, dict[int, int]]:
+        itemsize = self.model.get_input_embeddings().weight.element_size()
+        shape = ModelShape.of(self.model.config, 0)
+        own = replace(shape, kv_heads=max(1, shape.kv_heads // self.store.ranks.count))
+        foretold = own.slot_bytes(self.policy, itemsize)
+        found: dict[torch.device, dict[int, int]] = {}
+        for index, device in self.layer_devices.items():
+            pools = self.store.layers.get(index)
+            sums = found.setdefault(device, dict.fromkeys(foretold, 0))
+            for bits in sums:
+                # A pool knows the size of its slots from its first one on.
+                there = 0 if pools is None else pools.by_bits[bits].slot_bytes
+                sums[bits] += there or foretold[bits]
+        return found
+
+    def _bytes_held(self, cache: OscarCache) -> int:
+        sizes = self._slot_bytes()
+        blocks = {block for stream in cache.ledger.streams() for block in stream.blocks}
+        pages = {(x.bits, page) for x in cache.ledger.streams() for page in x.pages}
+        return len(blocks) * sizes[16] + sum(sizes[bits] for bits, _ in pages)
+
+    def _free_slots(self, device: torch.device) -> int:
+        """Bytes of the store's pools on a device that are used again before they grow."""
+        return sum(
+            self.store.allocators[bits].free * pool.slot_bytes
+            for pools in self.store.layers.values()
+            if pools.device == device
+            for bits, pool in pools.by_bits.items()
+        )

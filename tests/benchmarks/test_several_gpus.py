@@ -1,0 +1,17 @@
+"""The benchmark of several GPUs, rehearsed on a CPU."""
+
+import pytest
+
+from benchmarks import several_gpus
+from benchmarks.record import Record
+
+
+@pytest.mark.slow
+def test_a_rehearsal(tmp_path, capsys) -> None:
+    assert several_gpus.main(["--tiny", "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.glob("several_gpus-*.json")
+    rows = {row["way"]: row for row in Record.load(path).rows}
+    assert list(rows) == ["one", "layers", "heads"]
+    assert all(row["ms"] > 0 and row["same"].endswith("of 6") for row in rows.values())
+    assert rows["layers"]["same"] == "6 of 6" and rows["heads"]["ranks_agree"]
+    assert "heads" in capsys.readouterr().out

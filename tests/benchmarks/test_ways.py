@@ -1,0 +1,91 @@
+"""Caches that are filled at random hold what they are said to hold, and steps attend to it."""
+
+import pytest
+import torch
+
+from benchmarks.decoder import Decoder
+from benchmarks.ways import WAYS, Run
+from oscar_mm import KVPolicy
+from oscar_mm.compare.quantized_cache import not_installed
+
+ROWS, TOKENS, STEPS = 2, 300, 6
+
+
+def begin(decoder: Decoder, name: str) -> Run:
+    way = WAYS[name]
+    decoder.model.set_attn_implementation({"text_config": way.attention})
+    return way.begin(decoder, ROWS, TOKENS, STEPS)
+
+
+def logits(decoder: Decoder, run: Run) -> torch.Tensor:
+    """Of all steps, (STEPS, rows, vocabulary)."""
+    found = []
+    for step in range(STEPS):
+        position = torch.full((ROWS,), TOKENS + step)
+        tokens = torch.arange(ROWS) + step
+        found.append(run.step(tokens, position, torch.zeros(ROWS, dtype=torch.bool)).float())
+    return torch.stack(found)
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: Decoder) -> torch.Tensor:
+    with torch.inference_mode():
+        return logits(decoder, begin(decoder, "dynamic"))
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", ["bf16-eager", "bf16-graph"])
+def test_ours_in_16_bit_steps_as_dynamic_cache(
+    decoder: Decoder, expected: torch.Tensor, name: str
+) -> None:
+    with torch.inference_mode():
+        run = begin(decoder, name)
+        assert error(logits(decoder, run), expected) < 0.01
+    assert bool(run.captures) == WAYS[name].graph
+
+
+def test_static_cache_compiled(decoder: Decoder, expected: torch.Tensor) -> None:
+    with torch.no_grad():
+        run = begin(decoder, "static-compiled")
+        assert error(logits(decoder, run), expected) < 0.01
+    assert run.kv_bytes() == ROWS * (TOKENS + STEPS) * decoder.token_bytes
+    WAYS["static-compiled"].finish()
+
+
+@pytest.mark.parametrize("backend", ["hqq", "quanto"])
+def test_quantized_cache(decoder: Decoder, expected: torch.Tensor, backend: str) -> None:
+    way = WAYS[f"quantized-{backend}"]
+    assert way.missing() == not_installed(backend)
+    if way.missing():
+        pytest.skip(way.missing())
+    with torch.inference_mode():
+        run = begin(decoder, f"quantized-{backend}")
+        assert run.kv_bytes() < ROWS * TOKENS * decoder.token_bytes / 4
+        assert error(logits(decoder, run), expected) < 0.5
+    assert run.kv_bytes() > ROWS * STEPS * decoder.token_bytes
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_our_pools_are_as_large_as_needed_from_the_start(decoder: Decoder, policy: str) -> None:
+    way = WAYS[f"{policy}-eager"]
+    with torch.inference_mode():
+        run = begin(decoder, f"{policy}-eager")
+        before = run.kv_bytes()
+        logits(decoder, run)
+    # Tables grow by a token's modality for each row and step.
+    assert run.kv_bytes() - before < 200
+    tables = 20 * ROWS * TOKENS
+    expected = ROWS * way.row_bytes(decoder, TOKENS, STEPS)
+    assert expected <= run.kv_bytes() < expected + tables
+
+
+def test_slots_of_a_row() -> None:
+    """Of 1,100 tokens 192 are text, 4 of them sinks; 32 are in the window. So 1 page is full of
+    text and 7 of image tokens. After 1,024 tokens 4 + 124 + 128 were in blocks of 32."""
+    policy = KVPolicy.preset("compact")
+    assert (policy.sinks, policy.window) == (4, 32)
+    assert WAYS["compact-graph"].slots(1100, 20) == {2: 1 + 7, 16: 1 + 4 + 4}
+    assert WAYS["bf16-graph"].slots(1100, 20) == {16: -(-(192 + 20) // 32) + -(-908 // 32)}

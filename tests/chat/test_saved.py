@@ -1,0 +1,167 @@
+"""A saved chat goes on as if it had never been away, and only where it belongs."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.persist import save_cache
+from oscar_mm.chat.saved import save_chat
+from oscar_mm.fingerprint import model_fingerprint
+from tests.checkpoints import build
+from tests.pipelines.conftest import NEVER
+from tests.prompts import clip, noise, tone
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = {
+    "llava": (OscarVLPipeline, "llava_next_folder", {"images": [noise(90, 130)]}),
+    "qwen": (OscarVLPipeline, "qwen3_vl_folder", {"images": [noise(300, 300)], "videos": clip(6)}),
+    "omni": (OscarOmniPipeline, "qwen3_omni_folder", {"audio": [tone(12)], "videos": clip(4)}),
+}
+FORGED = {
+    "pending": (10**9,),
+    "token_ids": torch.zeros(1, 3, dtype=torch.long),
+    "next_position": torch.tensor([float("nan")]),
+    "turns": (),
+    "media": None,
+}
+GO_ON = """
+import sys
+from oscar_mm import OscarVLPipeline
+from tests.prompts import noise
+
+pipe = OscarVLPipeline(sys.argv[1], device="cpu")
+pipe.model.generation_config.eos_token_id = 1 << 20
+chat = pipe.load_chat(sys.argv[2])
+print(chat.ask("And this?", images=[noise(64, 96, 7)], max_new_tokens=6).token_ids)
+"""
+
+
+def loaded(kind: Any, folder: Path, **options: Any) -> Any:
+    pipe = kind(folder, device="cpu", **options)
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def qwen(qwen3_vl_folder) -> OscarVLPipeline:
+    return loaded(OscarVLPipeline, qwen3_vl_folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_goes_on_where_it_was(name, tmp_path, request) -> None:
+    kind, fixture, media = FAMILIES[name]
+    folder, path = request.getfixturevalue(fixture), tmp_path / "chat.safetensors"
+    pipe = loaded(kind, folder)
+    chat = pipe.chat("Be brief.")
+    chat.ask("What?", **media, max_new_tokens=4)
+    chat.ask("And this?", images=[noise(64, 64, 5)], max_new_tokens=4)
+    chat.forget(1)
+    next(chat.stream("Go on."))
+    chat.save(path)
+    other = loaded(kind, folder).load_chat(path)
+    assert other.turns == chat.turns and other.system == "Be brief."
+    assert other.segments == chat.segments
+    again = {"prompt": "And this?", "images": [noise(64, 96, 7)], "max_new_tokens": 6}
+    assert other.ask(**again).token_ids == chat.ask(**again).token_ids
+    other.undo()
+    other.undo()
+    chat.undo()
+    chat.undo()
+    assert other.ask(**again).token_ids == chat.ask(**again).token_ids
+
+
+def test_goes_on_in_another_process(qwen, qwen3_vl_folder, tmp_path) -> None:
+    path = tmp_path / "chat.safetensors"
+    chat = qwen.chat()
+    chat.ask("What?", images=[noise(400, 400)], max_new_tokens=4)
+    chat.save(path)
+    chat.save(path)
+    expected = chat.ask("And this?", images=[noise(64, 96, 7)], max_new_tokens=6).token_ids
+    done = subprocess.run(
+        [sys.executable, "-c", GO_ON, str(qwen3_vl_folder), str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == f"{expected}\n", done.stderr
+    assert list(tmp_path.iterdir()) == [path]
+    with safe_open(path, "pt") as file:
+        names = set(file.keys())
+    assert {"given.token_ids", "given.next_position", "layer.0.pages.2"} <= names
+
+
+def test_an_empty_chat(qwen, tmp_path) -> None:
+    path = tmp_path / "chat.safetensors"
+    qwen.chat("Be kind.").save(path)
+    chat = qwen.load_chat(path)
+    assert chat.turns == () and chat.system == "Be kind."
+    fresh = qwen.chat("Be kind.").ask("What?", max_new_tokens=4)
+    assert chat.ask("What?", max_new_tokens=4).token_ids == fresh.token_ids
+
+
+def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
+    path = tmp_path / "chat.safetensors"
+    chat = qwen.chat()
+    chat.ask("What?", images=[noise(64, 64)], max_new_tokens=2)
+    chat.save(path)
+    used = qwen.store.memory().used_bytes
+    other = OscarVLPipeline(build("qwen3_vl", tmp_path / "other", seed=1), device="cpu")
+    with pytest.raises(InputError, match="was saved with another model"):
+        other.load_chat(path)
+    half = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype="bfloat16")
+    with pytest.raises(InputError, match=r"qwen3_vl float32 .*, here qwen3_vl bfloat16 "):
+        half.load_chat(path)
+    plain = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="oscar")
+    with pytest.raises(InputError, match=r"another policy: key_group=\d+, here 32"):
+        plain.load_chat(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    with pytest.raises(InputError, match="is truncated"):
+        qwen.load_chat(path)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(InputError, match="was altered"):
+        qwen.load_chat(path)
+    save_cache(OscarCache("compact"), path, fingerprint=qwen.fingerprint)
+    with pytest.raises(InputError, match="holds no chat of version 1"):
+        qwen.load_chat(path)
+    given = {"chat": 1, "system": None, "turns": [{"prompt": "What?"}], "pending": []}
+    tensors = {"token_ids": torch.zeros(1, 0), "next_position": torch.zeros(1)}
+    save_cache(OscarCache("compact"), path, fingerprint=qwen.fingerprint, metadata=given | tensors)
+    with pytest.raises(InputError, match="is no chat that can be read"):
+        qwen.load_chat(path)
+    for field, forged in FORGED.items():
+        held = chat._held.now
+        if field == "media":
+            spans = (dataclasses.replace(held.turns[0].media[0], stop=10**9),)
+            forged, field = (dataclasses.replace(held.turns[0], media=spans),), "turns"
+        save_chat(path, dataclasses.replace(held, **{field: forged}), None, qwen.fingerprint)
+        with pytest.raises(InputError, match="is no chat that can be read"):
+            qwen.load_chat(path)
+    with pytest.raises(InputError, match=r"gone.*cannot be read"):
+        qwen.load_chat(tmp_path / "gone")
+    with pytest.raises(InputError, match="cannot be written"):
+        chat.save(tmp_path / "no such folder" / "chat")
+    assert qwen.store.memory().used_bytes == used
+    assert chat.ask("And?", max_new_tokens=2).token_ids
+
+
+def test_fingerprint_notices_a_changed_weight(qwen3_vl_folder) -> None:
+    model = OscarVLPipeline(qwen3_vl_folder, device="cpu").model
+    before = model_fingerprint(model)
+    assert model_fingerprint(model) == before
+    layer = model.get_decoder().layers[1].self_attn.q_proj.weight
+    with torch.no_grad():
+        layer[0, 0] += 1e-3
+    assert model_fingerprint(model) != before
+    with torch.no_grad():
+        layer[0, 0] -= 1e-3
+    model.config.get_text_config().rope_parameters["rope_theta"] += 1
+    assert model_fingerprint(model) != before

@@ -1,0 +1,91 @@
+"""One token through a decoder: ``TokenLayers`` against transformers' own modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.decoding.layers import TokenLayers
+from oscar_mm.modality import Modality
+
+PIPELINES = {
+    "pocket-vl": OscarVLPipeline,
+    "pocket-llava": OscarVLPipeline,
+    "pocket-omni": OscarOmniPipeline,
+}
+ROWS, PAST = 3, 40
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def model(request) -> nn.Module:
+    name = request.param
+    return PIPELINES[name](name, device="cpu", dtype="float32").model
+
+
+def axes(model: nn.Module) -> tuple[int, ...]:
+    rope = model.config.get_text_config(decoder=True).rope_parameters
+    return (4,) if "mrope_section" in rope else ()
+
+
+def filled(model: nn.Module, policy: str) -> OscarCache:
+    """A cache of random tokens, rows of unequal length."""
+    cache = OscarCache(policy)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(20, 60, (ROWS, PAST), generator=generator)
+    modalities = torch.full((ROWS, PAST), int(Modality.TEXT))
+    modalities[1, :7] = -1
+    cache.expect(modalities)
+    positions = torch.arange(PAST).expand(*axes(model), ROWS, PAST)
+    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    return cache
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@torch.inference_mode()
+def test_logits_are_those_of_the_modules(model, policy: str) -> None:
+    assert TokenLayers.can_take(model)
+    layers, steps = TokenLayers(model), 4
+    caches = [filled(model, policy) for _ in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        ids = torch.randint(20, 60, (ROWS, 1), generator=generator)
+        # A picture's positions differ from axis to axis.
+        positions = torch.full((*axes(model), ROWS, 1), PAST + step)
+        if positions.ndim == 3:
+            positions[1:] += torch.arange(3)[:, None, None]
+        for cache in caches:
+            cache.expect(torch.zeros(ROWS, 1, dtype=torch.long))
+        expected = model(
+            input_ids=ids, position_ids=positions, past_key_values=caches[0], use_cache=True
+        ).logits[:, -1]
+        found = layers(ids, positions, caches[1])
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    keys = [cache.layers[-1].unpacked(cache.ledger.sequences, PAST + steps)[0] for cache in caches]
+    assert (keys[0] - keys[1]).abs().max() < 1e-4 * keys[0].abs().max()
+
+
+def test_a_changed_model_is_left_to_its_modules(model) -> None:
+    def watched(copied: nn.Module) -> None:
+        copied.register_forward_hook(lambda *_: None)
+
+    def hooked(copied: nn.Module) -> None:
+        copied.get_decoder().layers[1].self_attn.register_forward_hook(lambda *_: None)
+
+    def replaced(copied: nn.Module) -> None:
+        copied.get_decoder().norm.forward = lambda x: x
+
+    def adapted(copied: nn.Module) -> None:
+        attention = copied.get_decoder().layers[0].self_attn
+        attention.q_proj = type("Adapted", (nn.Linear,), {})(256, 512, bias=False)
+
+    def unknown(copied: nn.Module) -> None:
+        copied.get_decoder().layers[2].__class__ = type("OtherLayer", (nn.Module,), {})
+
+    for change in (watched, hooked, replaced, adapted, unknown):
+        changed = copy.deepcopy(model)
+        change(changed)
+        assert not TokenLayers.can_take(changed), change.__name__

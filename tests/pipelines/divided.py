@@ -1,0 +1,134 @@
+"""What one process and each of several is asked, for their answers to be compared.
+
+torchrun --nproc-per-node 2 -m tests.pipelines.divided FOLDER DTYPE NAME=MODEL...
+"""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.pipelines.twin import with_policy
+from tests.models.test_answers import CARDS, CLIPS
+
+ROOT = Path(__file__).parents[2]
+CARDS_OF = {
+    "pocket-vl": 8,
+    "pocket-llava": 3,
+    "pocket-omni": 8,
+    "vl with experts": 1,
+    "omni with a talker": 1,
+}
+"""How many cards each is shown: of the pocket models so many that pages are packed."""
+QUESTION = "What is the code in picture 5?"
+
+
+def pipeline(
+    name: str, model: str, dtype: str = "float32", **arguments: Any
+) -> OscarVLPipeline | OscarOmniPipeline:
+    kind = OscarOmniPipeline if "omni" in name else OscarVLPipeline
+    return kind(model, dtype=dtype, **arguments)
+
+
+def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """What each of two processes found, and what the example printed."""
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module"]
+    pairs = [f"{name}={model}" for name, model in models.items()]
+    process = subprocess.run(
+        [sys.executable, "-m", *command, "tests.pipelines.divided", str(folder), dtype, *pairs],
+        cwd=ROOT,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(2)]
+    return found, process.stdout
+
+
+def asked(pipe: OscarVLPipeline | OscarOmniPipeline, cards: int) -> dict[str, Any]:
+    """Token ids of two turns, and what the first one held."""
+    with pipe.chat() as chat:
+        first = chat.ask("Write all codes.", images=CARDS[:cards], max_new_tokens=10)
+        second = chat.ask(QUESTION, max_new_tokens=6)
+    return {
+        "turns": [first.token_ids, second.token_ids],
+        "memory": first.memory.to_dict(),
+        "printed": str(first.memory),
+    }
+
+
+def asked_more(pipe: OscarVLPipeline, saved: Path) -> dict[str, Any]:
+    """Token ids of what goes on from a fork and from a file, after a medium was forgotten; of a
+    batch of unequal length; and of what is sampled without a seed."""
+    with pipe.chat() as chat:
+        chat.ask("What is the code in picture 2?", images=CARDS[:8], max_new_tokens=6)
+        chat.forget(2)
+        chat.save(saved)
+        with chat.fork() as fork:
+            forked = fork.ask(QUESTION, max_new_tokens=6).token_ids
+    with pipe.load_chat(saved) as chat:
+        loaded = chat.ask(QUESTION, max_new_tokens=6).token_ids
+    requests = [
+        {"images": CARDS[:3], "prompt": "What is the code in picture 2?", "max_new_tokens": 8},
+        {"images": CARDS[4:5], "prompt": "What is the code?", "max_new_tokens": 4},
+    ]
+    sampled = {"temperature": 5.0, "repetition_penalty": 1.1, "max_new_tokens": 12}
+    media = {"images": CARDS[:1]}
+    return {
+        "gone on": [forked, loaded],
+        "batch": [result.answer.token_ids for result in pipe.batch(requests)],
+        "sampled": [pipe(prompt="Go on.", **media, **sampled).token_ids for _ in range(2)],
+    }
+
+
+def heard(pipe: OscarOmniPipeline) -> list[int]:
+    return pipe("What was said in clip 2?", audio=CLIPS[:3], max_new_tokens=12).token_ids
+
+
+def refused(pipe: OscarVLPipeline) -> list[str]:
+    """One norm for the heads of all ranks, in a pipeline and in a model's own ``generate``."""
+    found = []
+    for ask in (
+        lambda: with_policy(pipe, "oscar"),
+        lambda: pipe.model.generate(
+            torch.tensor([[1, 2, 3]]), past_key_values=OscarCache("oscar"), max_new_tokens=2
+        ),
+    ):
+        try:
+            ask()
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+def main(folder: Path, dtype: str, models: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, model in models.items():
+        pipe = pipeline(name, model, dtype, tp_plan="auto")
+        results[name] = asked(pipe, CARDS_OF[name])
+        if name == "pocket-vl":
+            results[name] |= asked_more(pipe, folder / "chat.safetensors")
+            results[name]["refused"] = refused(pipe)
+        if name == "pocket-omni":
+            results[name]["heard"] = heard(pipe)
+        if name == "omni with a talker":
+            try:
+                pipe("Who speaks?", images=CARDS[:1], speak=True)
+            except InputError as error:
+                results[name]["refused"] = str(error)
+    (folder / f"rank {distributed.get_rank()}.json").write_text(json.dumps(results))
+    example = ROOT / "examples" / "several_gpus.py"
+    sys.argv = [str(example), "pocket-vl", *map(str, CARDS[:3])]
+    runpy.run_path(str(example), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], dict(pair.split("=", 1) for pair in sys.argv[3:]))

@@ -1,0 +1,114 @@
+"""Models whose heads are divided between two processes answer as one process does."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oscar_mm import InputError
+from oscar_mm.pipelines.placement import Placement
+from tests.pipelines.divided import CARDS_OF, asked, asked_more, heard, pipeline, run
+
+POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
+
+
+@pytest.fixture(scope="module")
+def models(qwen3_vl_moe_folder, qwen3_omni_talker_folder) -> dict[str, str]:
+    tiny = {
+        "vl with experts": str(qwen3_vl_moe_folder),
+        "omni with a talker": str(qwen3_omni_talker_folder),
+    }
+    return dict(zip(POCKET, POCKET, strict=True)) | tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("divided")
+
+
+@pytest.fixture(scope="module")
+def found(models, folder) -> tuple[list[dict[str, Any]], str]:
+    """Two processes are started once."""
+    return run(folder, "float32", models)
+
+
+@pytest.fixture(scope="module")
+def ranks(found) -> list[dict[str, Any]]:
+    return found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CARDS_OF)
+def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
+    alone = pipeline(name, models[name], device="cpu")
+    expected = asked(alone, CARDS_OF[name])
+    for found in ranks:
+        assert found[name]["turns"] == expected["turns"]
+        held, whole = found[name]["memory"], expected["memory"]
+        assert held["ranks"] == 2 and whole["ranks"] == 1
+        assert 2 * held["bf16_bytes"] == whole["bf16_bytes"]
+        for kind in ("codes", "scales", "norms", "tails"):
+            assert 2 * held["by_kind"][kind] == whole["by_kind"][kind]
+        assert "2 ranks hold as much each" in found[name]["printed"]
+    assert whole["by_kind"]["codes"] > 0 or name not in POCKET
+    if name == "pocket-vl":
+        more = asked_more(alone, tmp_path / "chat.safetensors")
+        for found in ranks:
+            assert found[name]["gone on"] == more["gone on"]
+            assert found[name]["batch"] == more["batch"]
+        # By chance, but by one chance.
+        assert ranks[0][name]["sampled"] == ranks[1][name]["sampled"]
+        assert ranks[0][name]["sampled"][0] != ranks[0][name]["sampled"][1]
+    if name == "pocket-omni":
+        assert [found[name]["heard"] for found in ranks] == 2 * [heard(alone)]
+
+
+@pytest.mark.slow
+def test_what_ranks_cannot_do_is_refused(ranks) -> None:
+    for found in ranks:
+        assert len(found["pocket-vl"]["refused"]) == 2
+        for message in found["pocket-vl"]["refused"]:
+            assert "2 ranks" in message and "per_head" in message
+        assert "talker" in found["omni with a talker"]["refused"]
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_own_file_only(ranks, folder) -> None:
+    names = ["chat.0-of-2.safetensors", "chat.1-of-2.safetensors"]
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == names
+    alone = pipeline("pocket-vl", "pocket-vl", device="cpu")
+    with pytest.raises(InputError, match=r"another model.*rank 0 of 2"):
+        alone.load_chat(folder / names[0])
+
+
+@pytest.mark.slow
+def test_one_rank_prints(found) -> None:
+    printed = found[1]
+    assert printed.startswith("93015\n") and printed.count("of one rank; 2 ranks") == 1
+
+
+def test_without_torchrun(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(InputError, match="start the program with torchrun"):
+        pipeline("pocket-vl", "pocket-vl", tp_plan="auto")
+
+
+def test_one_process_has_the_whole_model(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    placement = Placement(tp_plan="auto")
+    assert placement.target is not None and placement.tp_plan is None
+
+
+def test_heads_that_cannot_be_divided(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match=re.escape("2 KV heads") + ".*4 processes: start 1 or 2$"):
+        pipeline("pocket-vl", "pocket-vl", tp_plan="auto")
+
+
+def test_more_processes_than_gpus(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(InputError, match="4 processes were started, but there are 2 GPUs"):
+        Placement(tp_plan="auto")

@@ -1,0 +1,103 @@
+"""The bundled models on two GPUs: whole layers on each, or a part of every layer on each."""
+
+import pytest
+import torch
+
+from benchmarks import several_gpus
+from benchmarks.record import Record
+from oscar_mm import OscarVLPipeline
+from tests.models.test_answers import CARDS
+from tests.pipelines.divided import CARDS_OF, QUESTION, asked, asked_more, heard, pipeline, run
+
+POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
+DECODER = "model.language_model"
+HALVES = {
+    **dict.fromkeys(("model.visual", f"{DECODER}.embed_tokens", f"{DECODER}.rotary_emb"), 0),
+    **{f"{DECODER}.layers.{layer}": layer // 2 for layer in range(4)},
+    f"{DECODER}.norm": 1,
+    "lm_head": 1,
+}
+"""Of pocket-vl: two of its four layers on each GPU."""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
+def test_layers_on_two_gpus(policy, tmp_path) -> None:
+    how = {"dtype": "bfloat16", "policy": policy}
+    one = OscarVLPipeline("pocket-vl", device="cuda:0", **how)
+    two = OscarVLPipeline("pocket-vl", device_map=HALVES, **how)
+    assert set(two.layer_devices.values()) == {torch.device("cuda", index) for index in (0, 1)}
+    expected, found = asked(one, 8), asked(two, 8)
+    assert found["turns"] == expected["turns"]
+    by_device = found["memory"]["by_device"]
+    assert by_device["cuda:0"] == by_device["cuda:1"] > 0
+    assert sum(by_device.values()) == found["memory"]["kv_bytes"]
+    assert expected["memory"]["kv_bytes"] == found["memory"]["kv_bytes"]
+    assert "cuda:0" in found["printed"] and "cuda:1" in found["printed"]
+    more = [asked_more(pipe, tmp_path / "chat.safetensors") for pipe in (one, two)]
+    for kind in ("gone on", "batch"):
+        assert more[0][kind] == more[1][kind]
+
+
+@pytest.mark.parametrize("name", POCKET)
+def test_devices_that_are_found_by_themselves(name) -> None:
+    one = pipeline(name, name, "bfloat16", device="cuda:0")
+    two = pipeline(name, name, "bfloat16", device_map="auto")
+    cards = CARDS_OF[name]
+    assert asked(two, cards)["turns"] == asked(one, cards)["turns"]
+
+
+def test_a_chat_changes_between_one_gpu_and_two(tmp_path) -> None:
+    saved = tmp_path / "chat.safetensors"
+    one = OscarVLPipeline("pocket-vl", device="cuda:1", dtype="bfloat16")
+    two = OscarVLPipeline("pocket-vl", device_map=HALVES, dtype="bfloat16")
+    for here, there in ((one, two), (two, one)):
+        with here.chat() as chat:
+            chat.ask("What is the code in picture 3?", images=CARDS[:8], max_new_tokens=8)
+            chat.save(saved)
+            expected = chat.ask(QUESTION, max_new_tokens=8).token_ids
+        with there.load_chat(saved) as chat:
+            assert chat.ask(QUESTION, max_new_tokens=8).token_ids == expected
+
+
+def test_chats_on_two_gpus_give_way_to_each_other() -> None:
+    how = {"device_map": HALVES, "dtype": "bfloat16"}
+    roomy, narrow = (OscarVLPipeline("pocket-vl", kv_budget=n, **how) for n in ("1GB", "1.5MB"))
+    answers = []
+    for pipe in (roomy, narrow):
+        with pipe.chat() as first, pipe.chat() as second:
+            for chat in (first, second):
+                chat.ask("What is the code in picture 3?", images=CARDS[:12], max_new_tokens=8)
+            spilled = first._held.now.cache is None
+            answers.append([chat.ask(QUESTION, max_new_tokens=8).text for chat in (first, second)])
+    assert spilled
+    assert answers[0] == answers[1]
+    chat = roomy.chat()
+    chat.ask("What is the code in picture 3?", images=CARDS[:12], max_new_tokens=8)
+    before = chat.ask(QUESTION, max_new_tokens=8).text
+    chat.undo()
+    assert chat.ask(QUESTION, max_new_tokens=8).text == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_on_two_gpus(dtype, tmp_path) -> None:
+    found, printed = run(tmp_path, dtype, dict(zip(POCKET, POCKET, strict=True)))
+    assert printed.startswith("93015\n")
+    for name in POCKET:
+        one = pipeline(name, name, dtype, device="cuda:0")
+        turns = asked(one, CARDS_OF[name])["turns"]
+        assert [rank[name]["turns"] for rank in found] == [turns, turns]
+        for rank, told in enumerate(found):
+            assert set(told[name]["memory"]["by_device"]) == {"cpu", f"cuda:{rank}"}
+    assert found[0]["pocket-vl"] != found[1]["pocket-vl"]  # devices
+    assert found[0]["pocket-vl"]["sampled"] == found[1]["pocket-vl"]["sampled"]
+    assert [rank["pocket-omni"]["heard"] for rank in found] == 2 * [heard(one)]
+
+
+def test_benchmark(tmp_path) -> None:
+    assert several_gpus.main(["--tiny", "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.glob("several_gpus-*.json")
+    assert [row["way"] for row in Record.load(path).rows] == ["one", "layers", "heads"]
