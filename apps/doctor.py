@@ -34,8 +34,9 @@ OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
 BY_KERNEL = "CUDA kernels over packed pages"
 NO_KERNELS = (
-    "none run here; on an NVIDIA GPU of capability 8.0 or more, append, decode, pack and unpack "
-    "are compared with PyTorch operations and timed"
+    "none run here; on an NVIDIA GPU of capability 8.0 or more, those of pages (append, decode, "
+    "pack, unpack) and of decode steps (linear, mixture, rope) are compared with PyTorch "
+    "operations and timed"
 )
 SHAPE = (1, 4, 512, 128)
 CLIP_FRAMES = 8

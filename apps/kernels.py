@@ -12,25 +12,34 @@ import torch
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
 from oscar_mm.cache.tables import assign
 from oscar_mm.ops import append as append_module
+from oscar_mm.ops import linear as linear_module
+from oscar_mm.ops import mixture as mixture_module
 from oscar_mm.ops import pack_kernel, packed_attention, unpack_kernel
+from oscar_mm.ops import rope as rope_module
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.kernel import multiprocessors
+from oscar_mm.ops.linear import Norm, linear
+from oscar_mm.ops.mixture import Experts, mixture
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.packed_attention import Specialization
 from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.rope import rope_
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.trust import Verdict
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.policy import KVPolicy
 
-OPERATIONS = ("append", "decode", "pack", "unpack")
+OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "unpack")
 _POLICY = KVPolicy.preset("compact")
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
 """131,072 tokens: 537 MB in 16 bit and 78 MB packed, more than a GPU's cache holds."""
 _ROWS = 8
+_WIDTH, _BETWEEN = 4096, 12288
+"""Of the feed-forward layer that one row passes."""
+_MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
 _COPIED = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 
@@ -55,13 +64,21 @@ def checked(operation: str, device: torch.device) -> Verdict:
     if operation == "decode":
         specialization = Specialization.of((made,), _HEAD_DIM, _POLICY.rotate, _DTYPE)
         return packed_attention.TRUSTED.check(specialization, device)
+    if operation == "linear":
+        return linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
+    if operation == "mixture":
+        return mixture_module.TRUSTED.check(_MIXTURE, device)
     if operation == "pack":
         return pack_kernel.TRUSTED.check((Recipe.of(made, _POLICY), _DTYPE), device)
+    if operation == "rope":
+        return rope_module.TRUSTED.check((_HEAD_DIM, _DTYPE), device)
     return unpack_kernel.TRUSTED.check((made, _POLICY.rotate, _DTYPE), device)
 
 
 def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:
     """A call on one layer of 8 KV heads and a prompt of so many pages of tokens."""
+    if operation in _OF_ONE_TOKEN:
+        return _OF_ONE_TOKEN[operation](device)
     made = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
     pool = random_pages(1, made, device).repeat(pages, 1)
     slots = torch.arange(pages, dtype=torch.int32, device=device)
@@ -71,9 +88,7 @@ def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:
         return Job(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
     if operation == "pack":
         return _pack(pool, slots, made)
-    if operation == "decode":
-        return _decode(pool, slots, made)
-    return _append(device)
+    return _decode(pool, slots, made)
 
 
 def _states(device: torch.device, *shape: int) -> torch.Tensor:
@@ -120,6 +135,38 @@ def _append(device: torch.device) -> Job:
     bad = torch.zeros(1, dtype=torch.int32, device=device)
     call = partial(append, keys, values, _blocks(device), writes, bad)
     return Job(call, 2 * (keys.nbytes + values.nbytes))
+
+
+def _linear(device: torch.device) -> Job:
+    """The gate of a feed-forward layer."""
+    x = torch.ones(1, _WIDTH, dtype=_DTYPE, device=device)
+    weights = [x.new_full((_BETWEEN, _WIDTH), 0.01) for _ in range(2)]
+    call = partial(linear, x, weights, norm=Norm(x[0], 1e-6), gated=True)
+    return Job(call, sum(weight.nbytes for weight in weights))
+
+
+def _mixture(device: torch.device) -> Job:
+    made = _MIXTURE
+    x = torch.ones(1, made.width, dtype=_DTYPE, device=device)
+    experts = Experts(
+        x.new_full((made.experts, made.width), 0.01),
+        x.new_full((made.experts, 2 * made.between, made.width), 0.01),
+        x.new_full((made.experts, made.width, made.between), 0.01),
+        *(made.chosen, made.normalized),
+    )
+    read = experts.gate_and_up[: made.chosen].nbytes + experts.down[: made.chosen].nbytes
+    return Job(partial(mixture, x, Norm(x[0], 1e-6), experts), read)
+
+
+def _rope(device: torch.device) -> Job:
+    """Query and key heads of a token of each row."""
+    heads = _states(device, _ROWS, _HEADS * (_GROUP + 1))
+    angles = _states(device, _ROWS)
+    call = partial(rope_, heads, _HEADS * _GROUP, angles, angles)
+    return Job(call, 2 * (heads.nbytes + angles.nbytes))
+
+
+_OF_ONE_TOKEN = {"append": _append, "linear": _linear, "mixture": _mixture, "rope": _rope}
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

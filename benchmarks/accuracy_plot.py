@@ -19,6 +19,7 @@ SHOWN = {
     "compact": "o",
     "compact, balance None": "<",
     "compact, norm plain": ">",
+    "compact, key group 64": "h",
     "compact, groups 32": "P",
     "compact, 4 bit": "*",
 }

@@ -19,6 +19,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from examples.train_pocket.curriculum import FINDING
+
 SMOOTH = 9  # lines of a curve, of 20 steps each, in a mean of copying
 
 
@@ -56,6 +58,11 @@ def draw(curves: dict[str, list[dict[str, Any]]], out: Path) -> None:
         means = [tuple(map(mean, zip(*window, strict=True))) for window in windows]
         if means:
             panel.plot(*zip(*means, strict=True), "k:", label="copying out, any number")
+        for kind, noun in (("finding", "pictures"), ("finding_clips", "clips")):
+            stages = [(x["seconds"], x[kind][0] / len(FINDING)) for x in lines if kind in x]
+            if stages:
+                label = f"finding among {noun}: stages reached"
+                panel.step(*zip(*stages, strict=True), label=label, linewidth=1, where="post")
         panel.set(title=name, xlabel="seconds of training", ylim=(0, 1.02))
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))

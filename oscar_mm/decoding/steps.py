@@ -21,6 +21,7 @@ from oscar_mm.cache.step import Step
 from oscar_mm.decoding.layers import TokenLayers
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.kernel import switched_off
+from oscar_mm.ranks import Ranks
 
 SWITCH = "OSCAR_MM_CUDA_GRAPHS"
 """Environment variable: "off" leaves steps eager."""
@@ -194,9 +195,11 @@ def record_cuda_graph(function: Callable[[], torch.Tensor]) -> Callable[[], torc
 
 
 def _recorder(model: nn.Module, cache: OscarCache, device: torch.device) -> Record | None:
-    """CUDA graphs, where all layers are on one GPU and attend by our kernels to all tokens."""
+    """CUDA graphs, where whole layers are on one GPU and attend by our kernels to all tokens."""
     if device.type != "cuda" or switched_off() or os.environ.get(SWITCH) == "off":
         return None
+    if Ranks.of(model).count > 1:
+        return None  # their communication in a graph was never tried
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "sliding_window", None) is not None:
         return None

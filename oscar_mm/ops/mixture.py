@@ -169,6 +169,21 @@ def mixture_kernels(x: torch.Tensor, experts: Experts) -> MixtureKernels | None:
     return TRUSTED.kernel(Specialization(*shape), x.device)
 
 
+def mixture(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
+    """A layer's mixture of experts with its norm and the residual stream.
+
+    Args:
+        x: (rows, width), a few rows.
+
+    Returns:
+        (rows, width).
+    """
+    kernels = mixture_kernels(x, experts)
+    if kernels is not None:
+        return kernels(x, norm, experts)
+    return mixture_by_torch(x, norm, experts)
+
+
 def mixture_by_torch(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
     """The same by PyTorch operations, for a few rows: weights are copied."""
     normed = norm(x)

@@ -27,7 +27,10 @@ def test_calls_that_are_timed(operation: str) -> None:
         == {
             "append": 2 * 8 * 2 * 8 * 128 * 2,
             "decode": packed,
+            "linear": 2 * 12288 * 4096 * 2,
+            "mixture": 8 * 3 * 768 * 2048 * 2,
             "pack": in_16_bit + packed,
+            "rope": 2 * 8 * (32 + 8 + 1) * 128 * 2,
             "unpack": in_16_bit + packed,
         }[operation]
     )
@@ -45,6 +48,7 @@ def test_there_is_no_kernel_on_a_cpu(operation: str) -> None:
 
 def test_a_kernel_that_disagrees_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"append": (0.0, 0.0), "decode": (0.5, 0.02), "pack": (float("nan"), 0.01)}
+    monkeypatch.setattr(kernels, "OPERATIONS", (*verdicts, "unpack"))
 
     def checked(operation: str, device: torch.device) -> Verdict:
         if operation == "unpack":
@@ -70,7 +74,7 @@ def test_doctor_says_what_a_gpu_would_do(capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     app(["doctor"], standalone_mode=False)
-    assert "append, decode, pack and unpack are compared" in capsys.readouterr().out
+    assert "(linear, mixture, rope) are compared with PyTorch operations" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
