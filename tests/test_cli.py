@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,7 +254,12 @@ def test_an_answer_cannot_command_a_terminal(
     assert capsys.readouterr().out == shown
 
 
-def test_interrupt_and_closed_pipe_are_quiet(model, picture) -> None:
+def test_interrupt_and_closed_pipe_are_quiet(model, picture, tmp_path) -> None:
+    # A model that never ends its answer: no token has this id.
+    endless = Path(shutil.copytree(model, tmp_path / "endless"))
+    settings = endless / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 10**6}))
+    model = str(endless)
     arguments = [*COMMAND, *request(picture, model, "--max-new-tokens", "4000")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}
     with subprocess.Popen(arguments, **pipes) as interrupted:
