@@ -41,7 +41,7 @@ class DecodeSteps:
         axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
         device: of the model's inputs.
         record: how a step is captured; None for eager steps only. By default a CUDA graph where
-            one can be had and ``SWITCH`` asks for it.
+            one can be had, unless ``SWITCH`` is "off".
     """
 
     def __init__(

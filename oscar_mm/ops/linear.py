@@ -165,6 +165,11 @@ def depth_for(shared_bytes: int) -> int:
     return 4 if shared_bytes >= 200 << 10 else 2
 
 
+def in_rows(*tensors: torch.Tensor) -> bool:
+    """Whether these are contiguous and begin where they can be copied 16 bytes at a time."""
+    return all(x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 for x in tensors)
+
+
 def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -189,7 +194,8 @@ def linear(
     """
     biases = tuple(biases) or (None,) * len(weights)
     kernel = _kernel_for(x, weights, gated, norm is not None)
-    if kernel is not None:
+    # The kernel's gate has no biases.
+    if kernel is not None and not (gated and any(bias is not None for bias in biases)):
         return kernel(x, weights, biases, norm, residual)
     return _by_torch(x, weights, biases, norm, residual, gated)
 
@@ -215,8 +221,9 @@ def _kernel_for(
     if not x.is_cuda or rows > MOST_ROWS or x.dtype not in ELEMENTS or width % AT_ONCE:
         return None
     kernel = TRUSTED.kernel(Specialization(rows, gated, x.dtype), x.device)
-    aligned = all(one.data_ptr() % _ALIGNMENT == 0 for one in (x, *weights))
-    return kernel if kernel is not None and aligned and kernel.takes(width, norm) else None
+    if kernel is None or not kernel.takes(width, norm) or not in_rows(x, *weights):
+        return None
+    return kernel
 
 
 def _disagreement(

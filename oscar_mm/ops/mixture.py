@@ -25,7 +25,16 @@ from oscar_mm.ops.kernel import (
     load_kernel,
     multiprocessors,
 )
-from oscar_mm.ops.linear import AT_ONCE, MOST_ROWS, PIECE, WARPS, Norm, depth_for, linear
+from oscar_mm.ops.linear import (
+    AT_ONCE,
+    MOST_ROWS,
+    PIECE,
+    WARPS,
+    Norm,
+    depth_for,
+    in_rows,
+    linear,
+)
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.trust import Trusted
 
@@ -164,6 +173,8 @@ def mixture_kernels(x: torch.Tensor, experts: Experts) -> MixtureKernels | None:
     if width % AT_ONCE or both // 2 % AT_ONCE:
         return None
     if experts.chosen > _MOST_CHOSEN or count > _MOST_EXPERTS:
+        return None
+    if not in_rows(x, experts.gate_and_up, experts.down):
         return None
     shape = (rows, count, experts.chosen, experts.normalized, width, both // 2, x.dtype)
     return TRUSTED.kernel(Specialization(*shape), x.device)

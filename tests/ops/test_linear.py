@@ -44,6 +44,22 @@ def test_gate() -> None:
     assert torch.allclose(linear(x, [gate, up], gated=True), expected, atol=1e-5)
 
 
+def test_rows_that_can_be_copied() -> None:
+    whole = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert module.in_rows(whole, whole[2:])
+    assert not module.in_rows(whole, whole.t())
+    assert not module.in_rows(whole.flatten()[1:])
+
+
+@pytest.mark.gpu
+def test_a_gate_with_biases_is_left_to_torch() -> None:
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weights = random(1, 256, **how), [random(64, 256, **how), random(64, 256, **how)]
+    biases = [random(64, **how), random(64, **how)]
+    expected = module._by_torch(x, weights, biases, None, None, True)
+    assert torch.equal(linear(x, weights, biases, gated=True), expected)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiles(arch: str, gated: bool) -> None:
