@@ -137,9 +137,12 @@ def test_equals_torch(
             assert (ours - theirs).abs().max() <= 1
         else:
             far = (ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-6
-            # An unbiased scale follows every single code of its group.
+            # An unbiased scale follows every single code of its group. Values that are not rotated
+            # are few-digit numbers: those that are equal change their code together.
             policy = POLICIES[name]
-            most = 2e-2 if policy.value_scale == "unbiased" else 2e-3
+            most = 2e-3
+            if policy.value_scale == "unbiased":
+                most = 2e-2 if policy.rotate else 0.1
             assert far.float().mean() < (most if policy.fit == "lsq" else 1e-5)
 
 
