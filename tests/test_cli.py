@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -262,7 +263,9 @@ def test_interrupt_and_closed_pipe_are_quiet(model, picture, tmp_path) -> None:
     model = str(endless)
     arguments = [*COMMAND, *request(picture, model, "--max-new-tokens", "4000")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}
-    with subprocess.Popen(arguments, **pipes) as interrupted:
+    # A shell lets what it runs in the background ignore this signal, and so its children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(arguments, preexec_fn=heed, **pipes) as interrupted:
         assert os.read(interrupted.stdout.fileno(), 1)
         interrupted.send_signal(signal.SIGINT)
         assert interrupted.wait(60) == 130

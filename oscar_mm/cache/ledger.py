@@ -71,6 +71,8 @@ class Ledger:
             step.real = [np.flatnonzero(row != PADDING) for row in modalities]
         writes: list[np.ndarray] = []
         for row, (sequence, ids) in enumerate(zip(self.sequences, modalities, strict=True)):
+            if len(ids) == 1 and self._take_token(writes, row, sequence, int(ids[0])):
+                continue
             codes = self._stream_codes(sequence, ids)
             sequence.codes += codes.tobytes()
             for code in np.unique(codes[codes != NOWHERE]).tolist():
@@ -87,6 +89,35 @@ class Ledger:
         self.steps += 1
         self.last = step
         return step
+
+    def _take_token(
+        self, writes: list[np.ndarray], row: int, sequence: Sequence, code: int
+    ) -> bool:
+        """What ``advance`` does, for one token that only goes to the end of its stream.
+
+        A decode step of many rows brings little else. False, and nothing is done, where it may
+        begin a stream, fill a page or meet another owner's block.
+        """
+        stream = sequence.streams.get(code)
+        if stream is None or sequence.stored < self.policy.sinks:
+            return False
+        window = self.policy.window
+        for other, one in sequence.streams.items():
+            total = one.tail + (one is stream)
+            if one.bits < 16 and total >= PAGE_TOKENS:
+                in_window = int((sequence.recent(max(0, window - 1)) == other).sum())
+                if total - in_window - (one is stream and window > 0) >= PAGE_TOKENS:
+                    return False
+        blocks, place = self.allocators[16], stream.tail % BLOCK_TOKENS
+        if place == 0:
+            stream.blocks += blocks.allocate(1)
+        elif blocks.is_shared(stream.blocks[-1]):
+            return False
+        sequence.codes.append(code)
+        sequence.stored += 1
+        stream.tail += 1
+        writes.append(np.array([[row], [0], [stream.blocks[-1]], [place]]))
+        return True
 
     def _stream_codes(self, sequence: Sequence, ids: np.ndarray) -> np.ndarray:
         """Stream code of each new token; counts them as stored."""

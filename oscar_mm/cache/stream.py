@@ -9,6 +9,9 @@ import numpy as np
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.modality import Modality
 
+START = 1 << 8
+"""Unit of the first token in use in a page's entry; below it is the token after the last."""
+
 
 @dataclass
 class Stream:
@@ -53,12 +56,13 @@ class Stream:
         return self.packed + self.tail
 
     def entries(self) -> np.ndarray:
-        """(entries, 3) int32: pages, starts and stops."""
+        """(entries, 2) int32: the page, and stop + ``START`` * start."""
         columns = self.pages, self.starts, self.stops
         if self._known is None or any(
             mine is not known for mine, known in zip(columns, self._known[0], strict=True)
         ):
-            self._known = columns, np.array(columns, dtype=np.int32).T
+            pages, starts, stops = np.array(columns, dtype=np.int32)
+            self._known = columns, np.stack([pages, START * starts + stops], axis=1)
         return self._known[1]
 
     def copy(self) -> Stream:

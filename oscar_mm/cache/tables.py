@@ -14,12 +14,11 @@ import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS
 from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.stream import Stream
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
 _HALF = BLOCK_TOKENS // 2
-START = 1 << 8
-"""Unit of the first token in use in a page's entry; below it is the token after the last."""
 SECOND = 1 << 16
 """Set in a page's entry if the page is of the second bit width."""
 FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
@@ -117,16 +116,25 @@ def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarr
     """Halves and pages of a sequence, (n, 2) each."""
     halves, pages = [np.zeros((0, 2), np.int32)], [np.zeros((0, 2), np.int32)]
     for stream in sequence.streams.values():
-        places = np.arange(-(-stream.tail // _HALF))
-        blocks = np.asarray(stream.blocks, dtype=np.int32)[places // 2]
-        filled = np.minimum(stream.tail - places * _HALF, _HALF)
-        halves.append(np.stack([2 * blocks + places % 2, filled], axis=1))
+        if stream.tail:
+            halves.append(_halves(stream))
         if stream.pages:
-            flag = SECOND if stream.bits == bits[1] else 0
             entries = stream.entries()
-            used = entries[:, 1] * START + entries[:, 2] + flag
-            pages.append(np.stack([entries[:, 0], used], axis=1))
+            second = np.int32([0, SECOND if stream.bits == bits[1] else 0])
+            pages.append(entries + second)
     return np.concatenate(halves), np.concatenate(pages)
+
+
+def _halves(stream: Stream) -> np.ndarray:
+    """(n, 2) int32 of the 16-bit blocks of a stream."""
+    count = -(-stream.tail // _HALF)
+    halves = np.empty((count, 2), dtype=np.int32)
+    blocks = np.asarray(stream.blocks[: -(-count // 2)], dtype=np.int32)
+    halves[::2, 0] = 2 * blocks
+    halves[1::2, 0] = 2 * blocks[: count // 2] + 1
+    halves[:, 1] = _HALF
+    halves[-1, 1] = stream.tail - (count - 1) * _HALF
+    return halves
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
-from oscar_mm.cache.tables import SECOND, START
+from oscar_mm.cache.stream import START
+from oscar_mm.cache.tables import SECOND
 from oscar_mm.ops.dequantize import unpack_stored
 from oscar_mm.ops.running_attention import RunningAttention
 from oscar_mm.quant.basis import Basis

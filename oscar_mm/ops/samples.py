@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
-from oscar_mm.cache.tables import COLUMNS, SECOND, START, assign
+from oscar_mm.cache.stream import START
+from oscar_mm.cache.tables import COLUMNS, SECOND, assign
 from oscar_mm.quant.basis import Basis
 
 CHECKED_HEADS = 3

@@ -192,3 +192,38 @@ def test_impossible_requests() -> None:
     assert len(ledger.sequences) == 2
     with pytest.raises(ValueError):
         ledger.advance(np.zeros((3, 5), dtype=np.int8))
+
+
+@pytest.mark.parametrize("window", [0, 1, 32, 100])
+@pytest.mark.parametrize("bits", [2, {"text": 16, "image": 2}])
+def test_single_tokens_are_planned_as_many_are(bits, window: int, monkeypatch) -> None:
+    """The short way of a decode step against the long one, rows with forks and padding included."""
+    policy = KVPolicy(bits=bits, window=window, sinks=3)
+    ledgers = [Ledger(PageStore(policy)) for _ in range(2)]
+    generator = np.random.default_rng(window)
+    prompt = generator.choice([-1, 0, 0, 1], (3, 150)).astype(np.int8)
+    short, long = ledgers
+    for ledger in ledgers:
+        ledger.advance(prompt)
+    forks = [ledger.fork() for ledger in ledgers]
+    taken = Ledger._take_token
+    quick = 0
+    for _ in range(300):
+        token = generator.choice([-1, 0, 0, 0, 0, 1], (3, 1)).astype(np.int8)
+        monkeypatch.setattr(Ledger, "_take_token", taken)
+        mine = short.advance(token)
+        monkeypatch.setattr(Ledger, "_take_token", lambda *_: False)
+        theirs = long.advance(token)
+        quick += not (mine.packs or mine.copies)
+        assert mine.copies == theirs.copies and mine.past == theirs.past
+        assert [vars(job).keys() for job in mine.packs] == [
+            vars(job).keys() for job in theirs.packs
+        ]
+        assert [job.pages for job in mine.packs] == [job.pages for job in theirs.packs]
+        assert (mine.writes is None) == (theirs.writes is None)
+        if mine.writes is not None:
+            assert np.array_equal(mine.writes, theirs.writes)
+        assert short.sequences == long.sequences
+    assert quick > 200
+    assert short.store.allocators[16].used == long.store.allocators[16].used
+    assert len(forks) == 2

@@ -5,7 +5,8 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
-from oscar_mm.cache.tables import SECOND, START
+from oscar_mm.cache.stream import START
+from oscar_mm.cache.tables import SECOND
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.dequantize import unpack_by_torch
