@@ -216,9 +216,6 @@ def test_single_tokens_are_planned_as_many_are(bits, window: int, monkeypatch) -
         theirs = long.advance(token)
         quick += not (mine.packs or mine.copies)
         assert mine.copies == theirs.copies and mine.past == theirs.past
-        assert [vars(job).keys() for job in mine.packs] == [
-            vars(job).keys() for job in theirs.packs
-        ]
         assert [job.pages for job in mine.packs] == [job.pages for job in theirs.packs]
         assert (mine.writes is None) == (theirs.writes is None)
         if mine.writes is not None:
