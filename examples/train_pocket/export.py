@@ -13,11 +13,21 @@ import torch
 
 from examples.train_pocket.configs import Pocket
 from examples.train_pocket.curriculum import RECIPES
+from examples.train_pocket.language import QUESTIONS
 
 MEDIA = {
     "pocket-vl": "pictures",
     "pocket-llava": "pictures",
     "pocket-omni": "pictures and short spoken clips",
+}
+EXAMPLES = {
+    "label": 17,
+    "label2": 3,
+    "label3": 8,
+    "item": "TEA",
+    "item2": "HAM",
+    "colour": "red",
+    "shape": "circle",
 }
 LEARNT = 0.5  # exact match below which a card says that a task was not learnt
 
@@ -43,6 +53,8 @@ def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
     weak = [cell for cell, row in results.items() if row["training fonts and voices"] < LEARNT]
     if weak:
         lines += ["", "What it did not learn: " + "; ".join(weak) + "."]
+    lines += ["", "The questions that it knows, in these words only:", ""]
+    lines += [f"- {question}" for question in _questions(audio)]
     lines += [
         "",
         "What it cannot do: anything else. It knows no language beyond the questions it was",
@@ -61,6 +73,19 @@ def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
         seen, held = row["training fonts and voices"], row["held out"]
         lines.append(f"| {cell} | {seen:.3f} | {held:.3f} | {row['prompts']} |")
     return "\n".join(lines) + "\n"
+
+
+def _questions(audio: bool) -> list[str]:
+    """All ways of asking, those of a kind in a line, with examples filled in."""
+    kinds = [name for name in QUESTIONS if audio or not name.startswith("hear")]
+    return [
+        " / ".join(f"`{way.format(**EXAMPLES, code=_said(name))}`" for way in QUESTIONS[name])
+        for name in kinds
+    ]
+
+
+def _said(name: str) -> str:
+    return "472" if name.startswith("hear") else "K7Q4"
 
 
 def export(
