@@ -68,6 +68,18 @@ def architecture(device: torch.device) -> str | None:
     return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
 
 
+def copies_in_bulk(device: torch.device) -> bool:
+    """Whether kernels use the bulk copy engine (csrc/copy.cuh): from sm_90 on, unless switched off.
+
+    Raises:
+        KernelError: kernels do not run on the device.
+    """
+    arch = architecture(device)
+    if arch is None:
+        raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+    return int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
+
+
 def load_kernel(
     source: str, macros: Mapping[str, str | int], device: torch.device, name: str | None = None
 ) -> Kernel:
@@ -186,12 +198,12 @@ class Kernel:
         # The default stream has the same handle on every device, so the context tells which. A
         # thread that has not used CUDA yet has none.
         current = self._checked("launching", self._driver.cuCtxGetCurrent())
-        launch = self._launch_dependent if dependent and self._overlaps else self._launch
+        how = grid, block, shared_bytes, pointer, stream, dependent and self._overlaps
         if int(current) == self._context_address:
-            launch(grid, block, shared_bytes, pointer, stream)
+            self._launch(*how)
         else:
             with self._in_context():
-                launch(grid, block, shared_bytes, pointer, stream)
+                self._launch(*how)
 
     def capture_on(self, stream: int) -> int | None:
         """Which capture of a CUDA graph a stream is in; None if in none."""
@@ -209,24 +221,15 @@ class Kernel:
         shared_bytes: int,
         pointer: ctypes.c_void_p,
         stream: int,
+        early_start: bool,
     ) -> None:
-        address = ctypes.addressof(pointer)
-        self._checked(
-            "launching",
-            self._driver.cuLaunchKernel(
+        driver, address = self._driver, ctypes.addressof(pointer)
+        if not early_start:
+            launched = driver.cuLaunchKernel(
                 self._function, *grid, *block, shared_bytes, stream, address, 0
-            ),
-        )
-
-    def _launch_dependent(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        pointer: ctypes.c_void_p,
-        stream: int,
-    ) -> None:
-        driver = self._driver
+            )
+            self._checked("launching", launched)
+            return
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
@@ -235,10 +238,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes, config.hStream = shared_bytes, stream
         config.attrs, config.numAttrs = [early], 1
-        self._checked(
-            "launching",
-            driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0),
-        )
+        self._checked("launching", driver.cuLaunchKernelEx(config, self._function, address, 0))
 
     def _allow_shared(self, handle: Any) -> int:
         """Allow launches what the device has, not only 48 KiB; dynamic bytes of a thread block."""

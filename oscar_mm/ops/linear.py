@@ -10,7 +10,6 @@ rounding of transformers' modules.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,13 +20,11 @@ from torch.nn.functional import rms_norm, silu
 
 from oscar_mm.ops.kernel import (
     ELEMENTS,
-    SWITCH,
     Kernel,
-    architecture,
+    copies_in_bulk,
     load_kernel,
     multiprocessors,
 )
-from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.trust import Trusted
 
 MOST_ROWS = 4
@@ -103,10 +100,7 @@ class LinearKernel:
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
-        arch = architecture(device)
-        if arch is None:
-            raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
-        bulk = int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
+        bulk = copies_in_bulk(device)
         self.specialization = specialization
         self._depth = depth_for(
             torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -9,7 +9,6 @@ they are copied next to each other first, or rows are sorted by expert.
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,9 +18,8 @@ from torch.nn.functional import silu
 
 from oscar_mm.ops.kernel import (
     ELEMENTS,
-    SWITCH,
     Kernel,
-    architecture,
+    copies_in_bulk,
     load_kernel,
     multiprocessors,
 )
@@ -121,10 +119,7 @@ class MixtureKernels:
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
-        arch = architecture(device)
-        if arch is None:
-            raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
-        bulk = int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
+        bulk = copies_in_bulk(device)
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         self.specialization, self._blocks = specialization, multiprocessors(device)
         self._kernels: list[tuple[Kernel, int]] = []

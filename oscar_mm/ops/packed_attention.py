@@ -6,7 +6,6 @@ The host side of ``csrc/decode.cu``: which specialization, its parameters, the l
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,10 +19,9 @@ from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.kernel import (
     ELEMENTS,
     SCALINGS,
-    SWITCH,
     Kernel,
     aligned_rows,
-    architecture,
+    copies_in_bulk,
     load_kernel,
     multiprocessors,
     switched_off,
@@ -161,9 +159,7 @@ class PackedAttention:
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
-        arch = architecture(device)
-        if arch is None:
-            raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+        bulk = copies_in_bulk(device)
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         shape = specialization.shape(limit)
         if shape is None:
@@ -171,7 +167,6 @@ class PackedAttention:
                 f"a thread block has {limit} bytes of shared memory on {device}, too few for "
                 f"pages of {specialization.head_bytes} bytes a head"
             )
-        bulk = int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
         self.specialization = specialization
         self.warps, buffers = shape
         self._shared_bytes = specialization.shared_bytes(self.warps, buffers)
