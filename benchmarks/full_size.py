@@ -6,7 +6,6 @@ python -m benchmarks.full_size [--models qwen3-vl-8b,... [--add]] [--tiny]
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 from benchmarks.conversation import TINY, Bench, Load
 from benchmarks.record import Record, command, device_name, finish, now, parser, show
 from benchmarks.released import RELEASED
+from benchmarks.said import Said
 
 NOTES = [
     "Shapes, RoPE and layer counts of the released config.json, random weights in bfloat16, a "
@@ -142,18 +142,6 @@ def _tables(rows: list[dict[str, Any]]) -> None:
 
 def _gigabytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 1e9:.3f}"
-
-
-class Said(logging.Handler):
-    """Keeps what the library warns of, such as operations that are not done by their kernels."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        logging.getLogger("oscar_mm").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def main(arguments: Sequence[str]) -> int:

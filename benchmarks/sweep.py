@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from benchmarks.cell import release
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record, command, device_name, finish, parser
 from benchmarks.released import RELEASED
+from benchmarks.said import Said
 from benchmarks.timing import copy_bandwidth
 from benchmarks.ways import WAYS
 
@@ -77,7 +77,7 @@ def sweep(
         return 2
     device = torch.device("cuda" if on_gpu else "cpu")
     bandwidth = copy_bandwidth() if on_gpu else _PRETENDED_BANDWIDTH
-    said, failures, seconds = _Said(), {}, {}
+    said, failures, seconds = Said(), {}, {}
     line = command(f"benchmarks.{benchmark}", arguments)
     extra = {"warnings": said.messages, "failures": failures, "seconds": seconds}
     record = Record(benchmark, line, device_name(device.type), [], notes, extra)
@@ -108,22 +108,6 @@ def sweep(
     finish(record, chosen.out)
     broken = any(row.get("out_of_memory") is False for row in new)
     return int(broken or bool(failures))
-
-
-class _Said(logging.Handler):
-    """Keeps what the library warns of, such as operations that are not done by their kernels."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        logging.getLogger("oscar_mm").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def close(self) -> None:
-        logging.getLogger("oscar_mm").removeHandler(self)
-        super().close()
 
 
 def _line(row: dict[str, Any]) -> str:
