@@ -172,7 +172,7 @@ class Oscar(Way):
 
         def record(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             on_gpu = decoder.device.type == "cuda"
-            replay = record_cuda_graph(function) if on_gpu else function
+            replay = record_cuda_graph(function, decoder.device) if on_gpu else function
             captures.append("graph" if on_gpu else "the same function again")
             return replay
 

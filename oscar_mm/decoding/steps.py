@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ EAGER_STEPS = 3
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 """Makes of a function on fixed tensors one that does the same again, maybe without running it."""
 _log = logging.getLogger("oscar_mm")
+_CAPTURES = threading.Lock()
 
 
 class DecodeSteps:
@@ -176,12 +179,22 @@ def _codes(ended: torch.Tensor) -> np.ndarray:
     return np.where(ended.numpy(), np.int8(PADDING), np.int8(Modality.TEXT))[:, None]
 
 
-def record_cuda_graph(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Capture a function's work; what comes back launches it and returns the same tensor again."""
-    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    # Out of this stream again also where the capture fails at its end. Other threads may allocate
-    # meanwhile: they are not part of it.
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one that graphs of a GPU are captured on: cuBLAS keeps 32 MiB for every stream it saw."""
+    return torch.cuda.Stream(device)
+
+
+def record_cuda_graph(
+    function: Callable[[], torch.Tensor], device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Capture a function's work on a GPU; what comes back launches it and returns the same tensor
+    again."""
+    graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
+    # One capture at a time, as they share a stream; out of it again also where the capture fails at
+    # its end. Other threads may allocate meanwhile: they are not part of it.
     with (
+        _CAPTURES,
         torch.cuda.stream(aside),
         torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
     ):
@@ -204,4 +217,4 @@ def _recorder(model: nn.Module, cache: OscarCache, device: torch.device) -> Reco
     if getattr(config, "sliding_window", None) is not None:
         return None
     devices = {weight.device for weight in model.parameters()}
-    return record_cuda_graph if devices == {device} else None
+    return partial(record_cuda_graph, device=device) if devices == {device} else None

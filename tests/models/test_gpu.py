@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
+import torch
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.decoding import steps
@@ -30,7 +32,7 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
 
     def record(function):
         captures.append(function)
-        return steps.record_cuda_graph(function)
+        return steps.record_cuda_graph(function, pipe.device)
 
     answers = {}
     for how in ("eager", "graph"):
@@ -49,6 +51,26 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     assert not caplog.records
     # A capture for each answer, and for pools that grew.
     assert 4 <= len(captures) < 40
+
+
+@pytest.mark.gpu
+def test_answers_leave_no_memory_behind(monkeypatch) -> None:
+    pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16")
+    captures, held = [], []
+
+    def record(function):
+        captures.append(function)
+        return steps.record_cuda_graph(function, pipe.device)
+
+    monkeypatch.setattr(steps, "_recorder", lambda *_: record)
+    for _ in range(4):
+        captures.clear()
+        pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=40)
+        assert captures
+        captures.clear()
+        gc.collect()
+        held.append(torch.cuda.memory_stats()["requested_bytes.all.current"])
+    assert held[3] - held[1] < 1 << 20, held
 
 
 @pytest.mark.gpu

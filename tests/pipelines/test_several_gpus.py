@@ -1,11 +1,14 @@
 """The bundled models on two GPUs: whole layers on each, or a part of every layer on each."""
 
+import logging
+
 import pytest
 import torch
 
 from benchmarks import several_gpus
 from benchmarks.record import Record
 from oscar_mm import OscarVLPipeline
+from oscar_mm.decoding import steps
 from tests.models.test_answers import CARDS
 from tests.pipelines.divided import CARDS_OF, QUESTION, asked, asked_more, heard, pipeline, run
 
@@ -22,6 +25,25 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
+
+
+def test_a_graph_on_the_second_gpu(monkeypatch, caplog) -> None:
+    captures, record = [], steps.record_cuda_graph
+
+    def counted(function, device):
+        captures.append(device)
+        return record(function, device)
+
+    monkeypatch.setattr(steps, "record_cuda_graph", counted)
+    pipes = [OscarVLPipeline("pocket-vl", device=f"cuda:{gpu}", dtype="bfloat16") for gpu in (0, 1)]
+    with caplog.at_level(logging.WARNING, "oscar_mm"):
+        first, second = (
+            pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=80).token_ids
+            for pipe in pipes
+        )
+    assert first == second
+    assert {device.index for device in captures} == {0, 1}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
