@@ -149,9 +149,10 @@ def arguments_of(given: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--tasks", action="append", default=[], help="a name, or part of names")
     made.add_argument("--methods", action="append", default=[], help="likewise")
     made.add_argument("--no-ablation", action="store_true", help="the main table only")
+    made.add_argument("--condition", action="append", choices=CONDITIONS, help="both by default")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seed", type=int, default=SEED)
-    made.add_argument("--add", action="store_true", help="keep the file's other tasks")
+    made.add_argument("--add", action="store_true", help="keep the file's other rows")
     made.add_argument("--report", action="store_true", help="show what was recorded")
     return made.parse_args(given)
 
@@ -187,14 +188,25 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def _added_to(record: Record, folder: Path, tasks: Sequence[str]) -> Record:
-    """A record that begins with the rows of an earlier run, but for those of these tasks."""
+def _added_to(record: Record, folder: Path) -> Record:
+    """A record that begins with the rows of an earlier run."""
     path = record.path(folder)
     if not path.is_file():
         return record
     earlier = Record.load(path)
-    rows = [row for row in earlier.rows if row["task"] not in tasks]
-    return replace(record, command=f"{earlier.command}; {record.command}", rows=rows)
+    extra = record.extra | {"prompts": min(record.extra["prompts"], earlier.extra["prompts"])}
+    line = f"{earlier.command}; {record.command}"
+    return replace(record, command=line, rows=earlier.rows, extra=extra)
+
+
+def _replaced(
+    rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Rows, and instead of those that were measured again the new ones."""
+    again = {(row["task"], row["condition"], row["method"]): row for row in new}
+    cells = [(row["task"], row["condition"], row["method"]) for row in rows]
+    kept = [again.pop(cell, row) for cell, row in zip(cells, rows, strict=True)]
+    return [*kept, *again.values()]
 
 
 def _run(options: argparse.Namespace, line: str) -> int:
@@ -215,15 +227,14 @@ def _run(options: argparse.Namespace, line: str) -> int:
         extra = {"seed": options.seed, "prompts": prompts, "model": name}
         record = Record(f"accuracy-{name}", line, device_name(device.type), [], NOTES, extra)
         if options.add:
-            record = _added_to(record, options.out, [task.name for task in tasks])
+            record = _added_to(record, options.out)
         for task in tasks:
             changed = [] if options.no_ablation else ablation
-            measured = measure(
-                studio, pocket.generator, [task], main_table, changed, prompts, options.seed
-            )
-            record.rows += [{"model": name} | row for row in measured]
+            asked = (prompts, options.seed, options.condition or CONDITIONS)
+            measured = measure(studio, pocket.generator, [task], main_table, changed, *asked)
+            record.rows = _replaced(record.rows, [{"model": name} | row for row in measured])
             record.write(options.out)  # what is done stays, whatever ends the run
-        record.rows += _generated(options, name, studio, tasks, device)
+        record.rows = _replaced(record.rows, _generated(options, name, studio, tasks, device))
         finish(record, options.out)
         done.append(name)
     if not done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
 from statistics import mean
 from typing import Any
 
@@ -24,6 +25,7 @@ class Bound:
         what: in words.
         found, limit: numbers; found must be at most the limit, or, with ``least``, at least it.
         where: the task that is nearest to the limit or beyond it, if it is about single tasks.
+        error: standard error of what was found, from the differences between prompts.
     """
 
     model: str
@@ -32,6 +34,7 @@ class Bound:
     limit: float
     where: str = ""
     least: bool = False
+    error: float | None = None
 
     @property
     def met(self) -> bool:
@@ -43,9 +46,8 @@ class Bound:
         sign = ">=" if self.least else "<="
         where = f" ({self.where})" if self.where else ""
         verdict = "met" if self.met else "NOT met"
-        return (
-            f"{verdict:8} {self.model}: {self.what}: {self.found:.3g} {sign} {self.limit:g}{where}"
-        )
+        found = f"{self.found:.3g}" + ("" if self.error is None else f" ± {self.error:.2g}")
+        return f"{verdict:8} {self.model}: {self.what}: {found} {sign} {self.limit:g}{where}"
 
 
 def verdict(rows: Rows) -> list[Bound]:
@@ -100,26 +102,37 @@ def _divergence(rows: Rows, name: str) -> list[Bound]:
     demands = ((DEFAULT, "plain", 1.0), (DEFAULT, "stress", 0.25), (FINE, "plain", 0.7))
     bounds = []
     for method, condition, limit in demands:
-        ratio = divergence_ratio(rows, method, PUBLISHED, condition)
-        if ratio is not None:
+        found = divergence_ratio(rows, method, PUBLISHED, condition)
+        if found is not None:
             what = f"mean KL of {method} to that of {PUBLISHED}, {condition}"
-            bounds.append(Bound(name, what, ratio, limit))
+            bounds.append(Bound(name, what, found[0], limit, error=found[1]))
     return bounds
 
 
-def divergence_ratio(rows: Rows, method: str, other: str, condition: str) -> float | None:
-    """Mean KL over tasks of one method to that of another; None where one was not measured."""
-    means = []
+def divergence_ratio(
+    rows: Rows, method: str, other: str, condition: str
+) -> tuple[float, float] | None:
+    """Mean KL over tasks of one method to that of another, and its standard error.
+
+    The two are taken as independent, though they answer the same prompts: the error is rather too
+    large. None where one was not measured.
+    """
+    means, errors = [], []
     for one in (method, other):
         of_one = [
-            row["kl"]
+            row
             for row in rows
             if row["method"] == one and row["condition"] == condition and "kl" in row
         ]
         if not of_one:
             return None
-        means.append(mean(of_one))
-    return means[0] / means[1] if means[1] else None
+        means.append(mean(row["kl"] for row in of_one))
+        errors.append(hypot(*(row["kl_error"] for row in of_one)) / len(of_one))
+    if not all(means):
+        return None
+    ratio = means[0] / means[1]
+    relative = (error / own for error, own in zip(errors, means, strict=True))
+    return ratio, ratio * hypot(*relative)
 
 
 def _by_task(rows: Rows, method: str, condition: str = "plain") -> dict[str, dict[str, Any]]:

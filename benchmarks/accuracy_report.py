@@ -59,7 +59,7 @@ def tables(rows: Rows) -> None:
         for measure, (unit, factor, _) in MEASURES.items():
             show(
                 f"{name}, {condition}: {unit}",
-                ("method", "page", "held", "mean", *map(_short, tasks)),
+                ("method", "prompts", "page", "held", "mean", *map(_short, tasks)),
                 (
                     _line(method, [cells.get((method, task)) for task in tasks], measure, factor)
                     for method in methods
@@ -92,6 +92,7 @@ def _line(
     form = MEASURES[measure][2]
     return (
         method,
+        str(min(cell["prompts"] for cell in known)),
         f"{min(cell['page_bits'] for cell in known):.2f}",
         f"{mean(held):.2f}" if held else "",
         f"{factor * mean(cell[measure] for cell in known):{form}}" if complete else "",

@@ -146,6 +146,18 @@ def test_command_line_records_and_reports(
         *("compact, sinks 0", "compact, sinks 64", DEFAULT),
     }
     assert list(tmp_path.glob("accuracy-*.png"))
+    more = ["--methods", PUBLISHED, "--condition", "plain", "--add", "--generate", "0"]
+    assert accuracy.main([*arguments[:7], "--prompts", "5", *more]) == 0
+    again = Record.load(path)
+    assert [(row["method"], row["condition"]) for row in again.rows] == [
+        (row["method"], row["condition"]) for row in record.rows
+    ]
+    asked = {(row["method"], row["condition"]): row["prompts"] for row in again.rows}
+    assert {cell for cell, prompts in asked.items() if prompts >= 5} == {
+        (REFERENCE, "plain"),
+        (PUBLISHED, "plain"),
+    }
+    assert again.extra["prompts"] == 2
     assert accuracy.main(["--report", "--out", str(tmp_path)]) == 0
     assert accuracy_report.main(tmp_path / "nothing", NAMES) == 2
 
@@ -153,7 +165,7 @@ def test_command_line_records_and_reports(
 def row(method: str, condition: str, kl: float, exact: float, task: str = "ask") -> dict:
     names = {"model": "m", "task": task, "family": task, "condition": condition}
     packed = {"prompts": 512, "page_bits": 2.3125, "packed_share": 0.5}
-    return names | packed | {"method": method, "kl": kl, "exact": exact}
+    return names | packed | {"method": method, "kl": kl, "kl_error": kl / 10, "exact": exact}
 
 
 def test_the_verdict_states_each_bound() -> None:
@@ -182,6 +194,9 @@ def test_the_verdict_states_each_bound() -> None:
     }
     ratio = found["mean KL of compact to that of OScaR, published, plain"]
     assert ratio.found == pytest.approx(1.5) and "NOT met" in str(ratio)
+    # Means 0.03 and 0.02, their errors hypot(0.001, 0.005) / 2 and hypot(0.002, 0.002) / 2.
+    assert ratio.error == pytest.approx(1.5 * (0.085**2 + 0.0707**2) ** 0.5, rel=0.01)
+    assert "1.5 ± 0.17 <= 1" in str(ratio)
     assert found["points of exact match lost, copy, plain"].found == pytest.approx(20)
     assert Bound("m", "x", 500, 500, least=True).met and not Bound("m", "x", 1.1, 1).met
 
