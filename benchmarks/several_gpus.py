@@ -10,9 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -32,9 +30,9 @@ NOTES = [
     "Random weights of the released shapes in bfloat16, written to a checkpoint and loaded from it "
     "in each way. one: on one GPU. layers: device_map='auto', whole layers on each GPU. heads: "
     "tp_plan='auto', a part of each layer on each GPU, started by torchrun.",
-    "Pictures of noise and a question, policy compact; of two such requests the second is timed. "
-    "ms: median of the time from token to token. GB: the most that the allocator had handed out, "
-    "and the KV cache as reported, GPU by GPU.",
+    "Pictures of noise and a question, policy compact; of three such requests the last is timed. "
+    "ms: of a token, by what an answer takes longer than one of half as many tokens. GB: the most "
+    "that the allocator had handed out, and the KV cache as reported, GPU by GPU.",
     "same: tokens of the answer before the first that one GPU does not give. Of heads, sums of "
     "parts are rounded otherwise than whole sums, and random weights prefer no token by much.",
 ]
@@ -62,18 +60,17 @@ def asked(
     count, tokens = pictures
     side = PIXELS_A_SIDE * round(tokens**0.5)
     noise = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    for _ in range(2):
-        stream = pipe.stream(images=list(noise), prompt="What is it?", max_new_tokens=answer)
-        times = [perf_counter() for _ in stream]
-    result = stream.result
-    steps = [later - earlier for earlier, later in pairwise(times)]
+    lengths = (answer, answer // 2, answer)  # the first of them warms up
+    *_, half, result = (
+        pipe(images=list(noise), prompt="What is it?", max_new_tokens=tokens) for tokens in lengths
+    )
+    spent = result.timings.decode_s - half.timings.decode_s
     peaks = {str(device): torch.cuda.max_memory_allocated(device) for device in devices}
     return {
         "load_s": loaded,
         "prompt_tokens": result.prompt_tokens,
         "prefill_s": result.timings.prefill_s,
-        # The last piece is the end of the text, which comes with the last token.
-        "ms": 1e3 * median(steps[:-1]),
+        "ms": 1e3 * spent / (len(result.token_ids) - len(half.token_ids)),
         "token_ids": result.token_ids,
         "kv": {name: n for name, n in result.memory.by_device.items() if name != "cpu"},
         "peak": {name: peak for name, peak in peaks.items() if peak},

@@ -12,6 +12,7 @@ from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.decoding import steps
 from tests.models.test_answers import CARDS
 
+CUDA = torch.device("cuda")
 PIPELINES = {
     "pocket-vl": OscarVLPipeline,
     "pocket-llava": OscarVLPipeline,
@@ -32,7 +33,7 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
 
     def record(function):
         captures.append(function)
-        return steps.record_cuda_graph(function, pipe.device)
+        return steps.record_cuda_graph(function, CUDA)
 
     answers = {}
     for how in ("eager", "graph"):
@@ -60,7 +61,7 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
 
     def record(function):
         captures.append(function)
-        return steps.record_cuda_graph(function, pipe.device)
+        return steps.record_cuda_graph(function, CUDA)
 
     monkeypatch.setattr(steps, "_recorder", lambda *_: record)
     for _ in range(4):
