@@ -12,9 +12,8 @@
 // (copy.cuh).
 
 #include "overlap.cuh"
+#include "place.cuh"
 #include "product.cuh"
-
-constexpr int SIDES = GATED ? 2 : 1;
 
 struct Params {
   const ELEMENT* x;           // (ROWS, width)
@@ -26,23 +25,6 @@ struct Params {
   int outputs[3];
   int total, width;  // width: a multiple of 256
   float epsilon;     // of the norm
-};
-
-// Which of the matrices an output's row is in, and which row.
-struct Place {
-  int matrix, row;
-
-  __device__ __forceinline__ Place(const Params& params, int output, int side)
-      : matrix(side), row(output) {
-    if (GATED) return;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (matrix == i && row >= params.outputs[i]) row -= params.outputs[i], ++matrix;
-  }
-
-  __device__ __forceinline__ const ELEMENT* weights(const Params& params) const {
-    return params.weights[matrix] + static_cast<int64_t>(row) * params.width;
-  }
 };
 
 __device__ __forceinline__ void request(const Params& params, const Cursor<SIDES>& at, uint8_t* target,

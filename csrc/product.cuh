@@ -5,37 +5,13 @@
 // SIDES: rows of weights that make an output together.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "copy.cuh"
+#include "rounding.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int AT_ONCE = 256;  // elements that a warp multiplies at a time: 16 bytes a lane
 constexpr int PIECE_BYTES = PIECE * 2;
 static_assert(PIECE % AT_ONCE == 0 && DEPTH <= 32, "a lane initializes a barrier");
-
-__device__ __forceinline__ float2 unpacked(uint32_t two, __nv_bfloat16) {
-  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000)};
-}
-
-__device__ __forceinline__ float2 unpacked(uint32_t two, __half) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&two));
-}
-
-__device__ __forceinline__ float rounded(float x) { return static_cast<float>(ELEMENT(x)); }
-
-// silu(gate) * up, of products that are not rounded yet.
-__device__ __forceinline__ float gated(float gate, float up) {
-  gate = rounded(gate);
-  return rounded(gate / (1.0f + __expf(-gate))) * rounded(up);
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 
 // A warp's way through its pieces.
 template <int SIDES>

@@ -91,7 +91,7 @@ class _Layer:
         kernels = mixture_kernels(rows, self.experts)
         if kernels is not None:
             return kernels(rows, self.mlp_norm, self.experts)
-        return rows + self.mlp(self.mlp_norm(rows)[:, None])[:, 0]
+        return rows + self.mlp(self.mlp_norm.at_once(rows)[:, None])[:, 0]
 
 
 class TokenLayers:

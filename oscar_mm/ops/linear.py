@@ -3,8 +3,8 @@
     y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
 The host side of csrc/linear.cu, which reads the weights once at the speed of memory, and begins to
-before the launch in front of it has ended. Elsewhere the same by PyTorch operations, with the
-rounding of transformers' modules.
+before the launch in front of it has ended; for more rows that of ``linear_rows`` does. Elsewhere
+the same by PyTorch operations, with the rounding of transformers' modules.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear as torch_linear
-from torch.nn.functional import rms_norm, silu
 
+from oscar_mm.ops import linear_rows
 from oscar_mm.ops.kernel import (
     ELEMENTS,
     Kernel,
@@ -25,36 +23,22 @@ from oscar_mm.ops.kernel import (
     load_kernel,
     multiprocessors,
 )
+from oscar_mm.ops.linear_rows import LinearRowsKernel
+from oscar_mm.ops.linear_torch import (
+    MOST_PARTS,
+    WORST_ERROR,
+    Norm,
+    disagreement,
+    in_rows,
+    linear_by_torch,
+)
 from oscar_mm.ops.trust import Trusted
 
 MOST_ROWS = 4
 """Rows of the kernel; for more, matrix units are faster."""
-MOST_PARTS = 3
 AT_ONCE = 256
-_ALIGNMENT = 16
 WARPS, PIECE = 16, 1024
 """Of a thread block, and elements of a piece."""
-_WORST_ERROR = 0.02
-"""Relative error of a kernel that is right: above the rounding of 16 bit, below that of a wrong
-row."""
-
-
-class Norm(NamedTuple):
-    """An RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight, the weight of shape (width,)."""
-
-    weight: torch.Tensor
-    epsilon: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension, in float32 and rounded before the weight comes in.
-
-        On a GPU in one launch, where the weight comes in before the rounding.
-        """
-        if x.is_cuda:
-            return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * scaled.to(x.dtype)
 
 
 class Params(ctypes.Structure):
@@ -159,11 +143,6 @@ def depth_for(shared_bytes: int) -> int:
     return 4 if shared_bytes >= 200 << 10 else 2
 
 
-def in_rows(*tensors: torch.Tensor) -> bool:
-    """Whether these are contiguous and begin where they can be copied 16 bytes at a time."""
-    return all(x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 for x in tensors)
-
-
 def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -188,33 +167,25 @@ def linear(
     """
     biases = tuple(biases) or (None,) * len(weights)
     kernel = _kernel_for(x, weights, gated, norm is not None)
-    # The kernel's gate has no biases.
+    # The kernels' gate has no biases.
     if kernel is not None and not (gated and any(bias is not None for bias in biases)):
         return kernel(x, weights, biases, norm, residual)
-    return _by_torch(x, weights, biases, norm, residual, gated)
-
-
-def _by_torch(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-) -> torch.Tensor:
-    x = x if norm is None else norm(x)
-    products = [torch_linear(x, *part) for part in zip(weights, biases, strict=True)]
-    output = silu(products[0]) * products[1] if gated else torch.cat(products, -1)
-    return output if residual is None else residual + output
+    x = x if norm is None else norm.at_once(x)
+    return linear_by_torch(x, weights, biases, None, residual, gated)
 
 
 def _kernel_for(
     x: torch.Tensor, weights: Sequence[torch.Tensor], gated: bool, norm: bool
-) -> LinearKernel | None:
+) -> LinearKernel | LinearRowsKernel | None:
     rows, width = x.shape
-    if not x.is_cuda or rows > MOST_ROWS or x.dtype not in ELEMENTS or width % AT_ONCE:
+    if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
         return None
-    kernel = TRUSTED.kernel(Specialization(rows, gated, x.dtype), x.device)
+    kernel: LinearKernel | LinearRowsKernel | None = None
+    if rows <= MOST_ROWS:
+        kernel = TRUSTED.kernel(Specialization(rows, gated, x.dtype), x.device)
+    elif rows <= linear_rows.MOST_ROWS:
+        shape = linear_rows.Specialization.of(rows, gated, x.dtype)
+        kernel = linear_rows.TRUSTED.kernel(shape, x.device)
     if kernel is None or not kernel.takes(width, norm) or not in_rows(x, *weights):
         return None
     return kernel
@@ -223,30 +194,12 @@ def _kernel_for(
 def _disagreement(
     specialization: Specialization, kernel: LinearKernel, device: torch.device
 ) -> float:
-    """Largest relative error of a row, with and without norm, bias and residual."""
-    rows, gated, dtype = specialization.rows, specialization.gated, specialization.dtype
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    worst = 0.0
-    for width, outputs in ((256, (5, 5)), (PIECE + 768, (3000, 3000) if gated else (3000, 7, 31))):
-        x, weights = random(rows, width), [random(one, width) / width**0.5 for one in outputs]
-        biases = [random(one) for one in outputs]
-        residual = random(rows, outputs[0] if gated else sum(outputs))
-        for arguments in (
-            (x, weights, [None] * len(weights), None, None),
-            (x, weights, biases, Norm(random(width), 1e-5), None if gated else residual),
-        ):
-            if gated:
-                arguments = (*arguments[:2], [None] * 2, *arguments[3:])
-            found = kernel(*arguments).double()
-            expected = _by_torch(*arguments, gated).double()
-            worst = max(worst, float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()))
-    return worst
+    rows, gated = specialization.rows, specialization.gated
+    many = (3000, 3000) if gated else (3000, 7, 31)
+    problems = (rows, 256, (5, 5)), (rows, PIECE + 768, many)
+    return disagreement(kernel, gated, specialization.dtype, device, problems)
 
 
 TRUSTED: Trusted[Specialization, LinearKernel] = Trusted(
-    "linear", LinearKernel, _disagreement, _WORST_ERROR
+    "linear", LinearKernel, _disagreement, WORST_ERROR
 )

@@ -10,6 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from oscar_mm.ops import linear as module
 from oscar_mm.ops.linear import LinearKernel, Norm, Params, Specialization, linear
+from oscar_mm.ops.linear_torch import linear_by_torch
 from oscar_mm.ops.nvrtc import compile_text, csrc_folder
 
 ARCHITECTURES = {"sm_80": 2, "sm_86": 2, "sm_89": 2, "sm_90a": 4, "sm_100a": 4, "sm_120": 2}
@@ -44,19 +45,12 @@ def test_gate() -> None:
     assert torch.allclose(linear(x, [gate, up], gated=True), expected, atol=1e-5)
 
 
-def test_rows_that_can_be_copied() -> None:
-    whole = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert module.in_rows(whole, whole[2:])
-    assert not module.in_rows(whole, whole.t())
-    assert not module.in_rows(whole.flatten()[1:])
-
-
 @pytest.mark.gpu
 def test_a_gate_with_biases_is_left_to_torch() -> None:
     how = {"device": "cuda", "dtype": torch.bfloat16}
     x, weights = random(1, 256, **how), [random(64, 256, **how), random(64, 256, **how)]
     biases = [random(64, **how), random(64, **how)]
-    expected = module._by_torch(x, weights, biases, None, None, True)
+    expected = linear_by_torch(x, weights, biases, None, None, True)
     assert torch.equal(linear(x, weights, biases, gated=True), expected)
 
 
@@ -98,7 +92,7 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
             assert rows * width > 35_000
             continue
         found = kernel(x, weights, biases, norm, residual).double()
-        expected = module._by_torch(x, weights, biases, norm, residual, gated).double()
+        expected = linear_by_torch(x, weights, biases, norm, residual, gated).double()
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < (1e-3 if dtype == torch.float16 else 8e-3)
         again = kernel(x, weights, biases, norm, residual).double()

@@ -138,7 +138,7 @@ def test_equals_torch(
     policy = POLICIES[name]
     found, expected, page_format, errors = both(policy, head_dim, dtype, monkeypatch)
     for ours, theirs in errors:
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert ours == pytest.approx(theirs, rel=1e-3)
     for field in page_format.fields:
         ours, theirs = (page_format.read(x, field).float() for x in (found, expected))
         # Values between two codes may go either way; where that happens in a round of the least
