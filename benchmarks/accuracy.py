@@ -152,7 +152,11 @@ def arguments_of(given: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--condition", action="append", choices=CONDITIONS, help="both by default")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seed", type=int, default=SEED)
-    made.add_argument("--add", action="store_true", help="keep the file's other rows")
+    made.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the file's rows, but for cells with more prompts now",
+    )
     made.add_argument("--report", action="store_true", help="show what was recorded")
     return made.parse_args(given)
 
@@ -202,11 +206,13 @@ def _added_to(record: Record, folder: Path) -> Record:
 def _replaced(
     rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Rows, and instead of those that were measured again the new ones."""
-    again = {(row["task"], row["condition"], row["method"]): row for row in new}
-    cells = [(row["task"], row["condition"], row["method"]) for row in rows]
-    kept = [again.pop(cell, row) for cell, row in zip(cells, rows, strict=True)]
-    return [*kept, *again.values()]
+    """Rows of both; of a cell that both have, the one of more prompts, or else the new one."""
+    cells = {(row["task"], row["condition"], row["method"]): row for row in rows}
+    for row in new:
+        cell = row["task"], row["condition"], row["method"]
+        if row.get("prompts", 0) >= cells.get(cell, row).get("prompts", 0):
+            cells[cell] = row
+    return list(cells.values())
 
 
 def _run(options: argparse.Namespace, line: str) -> int:

@@ -158,6 +158,8 @@ def test_command_line_records_and_reports(
         (PUBLISHED, "plain"),
     }
     assert again.extra["prompts"] == 2
+    assert accuracy.main([*arguments[:7], "--prompts", "2", *more]) == 0
+    assert Record.load(path).rows == again.rows
     assert accuracy.main(["--report", "--out", str(tmp_path)]) == 0
     assert accuracy_report.main(tmp_path / "nothing", NAMES) == 2
 

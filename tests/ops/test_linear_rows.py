@@ -104,8 +104,11 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
         residual = random(rows, total, dtype=dtype, beyond=64)
         found = kernel(x, weights, biases, norm, residual).double()
         expected = linear_by_torch(x, weights, biases, norm, residual, gated).double()
+        # Sums in another order round to another neighbour here and there: of a few outputs any
+        # may be the only large one.
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
-        assert error.max() < (1e-3 if dtype == torch.float16 else 8e-3)
+        most = 1e-3 if dtype == torch.float16 else 8e-3
+        assert error.max() < (most if total > 100 else 4 * most), (outputs, error.max())
         assert torch.equal(found, kernel(x, weights, biases, norm, residual).double())
 
 
