@@ -13,13 +13,13 @@ from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
 from oscar_mm.cache.tables import assign
 from oscar_mm.ops import append as append_module
 from oscar_mm.ops import linear as linear_module
+from oscar_mm.ops import linear_rows, pack_kernel, packed_attention, unpack_kernel
 from oscar_mm.ops import mixture as mixture_module
-from oscar_mm.ops import pack_kernel, packed_attention, unpack_kernel
 from oscar_mm.ops import rope as rope_module
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.kernel import multiprocessors
+from oscar_mm.ops.kernel import copies_in_bulk, multiprocessors
 from oscar_mm.ops.linear import Norm, linear
 from oscar_mm.ops.mixture import Experts, mixture
 from oscar_mm.ops.pack import pack_jobs
@@ -58,21 +58,25 @@ def checked(operation: str, device: torch.device) -> Verdict:
     Raises:
         KernelError: there is no kernel on this device; the message says why.
     """
-    made = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
     if operation == "append":
         return append_module.TRUSTED.check((_DTYPE, 16), device)
+    page = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
     if operation == "decode":
-        specialization = Specialization.of((made,), _HEAD_DIM, _POLICY.rotate, _DTYPE)
+        specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE)
         return packed_attention.TRUSTED.check(specialization, device)
     if operation == "linear":
-        return linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
+        verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
+        if not verdict.agrees or not copies_in_bulk(device):
+            return verdict
+        made = linear_rows.Specialization.of(_ROWS, True, _DTYPE)
+        return linear_rows.TRUSTED.check(made, device)
     if operation == "mixture":
         return mixture_module.TRUSTED.check(_MIXTURE, device)
     if operation == "pack":
-        return pack_kernel.TRUSTED.check((Recipe.of(made, _POLICY), _DTYPE), device)
+        return pack_kernel.TRUSTED.check((Recipe.of(page, _POLICY), _DTYPE), device)
     if operation == "rope":
         return rope_module.TRUSTED.check((_HEAD_DIM, _DTYPE), device)
-    return unpack_kernel.TRUSTED.check((made, _POLICY.rotate, _DTYPE), device)
+    return unpack_kernel.TRUSTED.check((page, _POLICY.rotate, _DTYPE), device)
 
 
 def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:

@@ -29,15 +29,18 @@ def allocated(device: torch.device) -> dict[str, int]:
     }
 
 
-def held(before: dict[str, int], now: dict[str, int], calls: Sequence[Call]) -> dict[str, int]:
-    """What came to be held in between, without the inputs that a benchmark has recorded.
+def held(
+    before: dict[str, int], now: dict[str, int], calls: Sequence[Call], device: torch.device
+) -> dict[str, int]:
+    """What came to be held in between, without what a benchmark has recorded there.
 
     Returns:
         "requested" and "allocated" bytes; "activations": most on top of what is held; {} on a CPU.
     """
     if not now:
         return {}
-    inputs = [tensor.untyped_storage() for call in calls for tensor in call.inputs.values()]
-    recorded = sum({one.data_ptr(): one.nbytes() for one in inputs}.values())
+    tensors = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
+    storages = [x.untyped_storage() for x in tensors if x.device.type == device.type]
+    recorded = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     kept = {name: now[name] - before[name] - recorded for name in ("requested", "allocated")}
     return kept | {"activations": now["peak"] - before["requested"] - kept["requested"]}

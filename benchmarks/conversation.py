@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,6 +47,7 @@ class Load:
         answer: tokens of an answer.
         steps: tokens more of a long answer.
         audio_share: of the tokens of a first prompt, where the model hears.
+        chunk: tokens at a time of a prompt that is read in chunks.
     """
 
     picture: tuple[int, int] = (1280, 960)
@@ -55,9 +56,10 @@ class Load:
     answer: int = 7
     steps: int = 40
     audio_share: float = 0.25
+    chunk: int = 8192
 
 
-TINY = Load((160, 128), checked=300, text=40, answer=3, steps=2)
+TINY = Load((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
 
 
 class Bench:
@@ -76,6 +78,8 @@ class Bench:
         kind = OscarOmniPipeline if released.audio else OscarVLPipeline
         self.pipe = kind(model, processor=self.processor, policy=POLICY)
         self.exact = kind(model, processor=self.processor, policy="bf16")
+        more = {"policy": POLICY, "prefill_chunk": load.chunk}
+        self.chunked = kind(model, processor=self.processor, **more)
         self.numbers = np.random.default_rng(0)
         self.made = {
             "source": released.source,
@@ -123,7 +127,8 @@ class Bench:
 
         Args:
             context: tokens of the first prompt, about.
-            whole: also save, load and forget, and repeat everything a second time.
+            whole: also save, load and forget, and repeat everything a second time; else also read
+                the first prompt in chunks.
         """
         before = allocated(self.device)
         media = self.media(context - 64)
@@ -136,7 +141,7 @@ class Bench:
                 "audio_s": sum(len(samples) / rate for samples, rate in media.get("audio", [])),
                 "request_s": first.timings.prefill_s,
                 "memory": first.memory.to_dict(),
-                "held": held(before, allocated(self.device), calls),
+                "held": held(before, allocated(self.device), calls, self.device),
                 "kernels": kernels_used(self.pipe.store.layers[0], self.pipe.policy),
             }
             answers = [
@@ -151,7 +156,19 @@ class Bench:
         row["ms"] = self._timed(played, rounds=2 if whole else 1)
         if whole:
             row["experts"] = self._experts(played[1])
+        else:
+            row["chunked"] = self._in_chunks(media)
         return row
+
+    def _in_chunks(self, media: dict[str, list[Any]]) -> dict[str, Any]:
+        """The first turn with ``prefill_chunk``: memory of its answer, and time of its prefill."""
+        before = allocated(self.device)
+        with self.chunked.chat() as chat, recorded(self.pipe.model) as calls:
+            self.ask(chat, **media)
+            found = held(before, allocated(self.device), calls, self.device)
+        chunk = self.load.chunk
+        [seconds], _ = replay(self.pipe.model, calls, OscarCache(POLICY), chunk)
+        return {"chunk": chunk, "held": found, "prefill_ms": 1e3 * seconds}
 
     def kept(self) -> dict[str, Any]:
         """Logits of a later turn on a kept cache against those of the whole conversation."""
@@ -175,14 +192,13 @@ class Bench:
         model, found = self.pipe.model, {}
         chosen = model.get_experts_implementation()
         for batch in BATCHES if EXPERTS in chosen.values() else ():
-            inputs = {
-                "input_ids": call.inputs["input_ids"].expand(batch, -1),
-                "position_ids": call.inputs["position_ids"].expand(-1, batch, -1),
-            }
+            inputs = {"input_ids": call.prompt.inputs["input_ids"].expand(batch, -1)}
+            positions = call.prompt.positions.expand(-1, batch, -1)
+            several = Call(replace(call.prompt, inputs=inputs, positions=positions), call.logits)
             for name in ("grouped_mm", "batched_mm"):
                 model.set_experts_implementation(name)
                 cache = DynamicCache()
-                seconds, _ = replay(model, [Call(inputs, call.logits)] * self.load.answer, cache)
+                seconds, _ = replay(model, [several] * self.load.answer, cache)
                 found[f"{name} x {batch}"] = step_ms(seconds[1:])
         model.set_experts_implementation(chosen)
         return found

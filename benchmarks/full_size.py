@@ -32,8 +32,11 @@ NOTES = [
     "request s: from the call to the first token, the processor on the CPU included, first time.",
     "held: bytes that the allocator handed out more after the first answer than before the chat, "
     "as asked for (it rounds up). report: MemoryReport, which must agree within 1%.",
-    "activations: most bytes held during the first answer, its inputs included, without weights "
-    "and without what is held after it.",
+    "activations: most bytes held during the first answer, what is there of its inputs included, "
+    "without weights and without what is held after it. Pixels wait on the CPU until they are "
+    "read, in the replayed passes too.",
+    "chunked: the same first prompt through a pipeline with prefill_chunk; prefill as of the "
+    "replayed passes, once.",
     "kept: relative difference of logits between a later turn on the kept cache and the whole "
     "conversation read afresh, policy bf16; beside it the same of a DynamicCache, which is what "
     "rounding in bfloat16 does to these weights.",
@@ -57,6 +60,9 @@ def bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
         off = abs(row["memory"]["kv_bytes"] / held["requested"] - 1)
         hold("report against allocator", off, 0.01)
         hold("activations, GB", held["activations"] / 1e9, 12)
+    if "chunked" in row and row["chunked"]["held"]:
+        activations = row["chunked"]["held"]["activations"] / 1e9
+        hold(f"activations in chunks of {row['chunked']['chunk']:,}, GB", activations, 2)
     hold("prefill / DynamicCache", oscar["prefill"] / dynamic["prefill"], 1.1)
     hold("turn of text / DynamicCache", oscar["turn_text"] / dynamic["turn_text"], 1.5)
     if "saved_ratio" in row:
@@ -131,6 +137,14 @@ def _tables(rows: list[dict[str, Any]]) -> None:
         if row["experts"]:
             found = ", ".join(f"{name} {ms:.1f}" for name, ms in row["experts"].items())
             print(f"{row['model']}, ms of a decode step by experts x batch: {found}")
+    for row in rows:
+        if "chunked" in row:
+            chunked, at_once = row["chunked"], row["ms"]["oscar"]["prefill"]
+            print(
+                f"{row['model']}, {row['prompt_tokens']:,} tokens in chunks of "
+                f"{chunked['chunk']:,}: {chunked['prefill_ms']:.0f} ms, at once {at_once:.0f}; "
+                f"activations {_gigabytes(chunked['held'].get('activations'))} GB"
+            )
     for row in rows:
         for bound in row["bounds"]:
             verdict = "met" if bound["met"] else "NOT met"

@@ -1,4 +1,4 @@
-"""Forward passes of a pipeline, recorded as it answers, and repeated with any cache."""
+"""Prompts that a pipeline has read, recorded as it answers, and read again with any cache."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import Cache
 
 from oscar_mm import OscarCache
-from oscar_mm.decoding.pieces import in_pieces
-from oscar_mm.modality import token_modalities
-
-_NOT_INPUTS = ("past_key_values", "use_cache", "logits_to_keep")
+from oscar_mm.decoding import loop
+from oscar_mm.decoding.loop import read
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.modality import Modality
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward pass of a model that generates.
+    """What a model was asked to read, and its answer.
 
     Attributes:
-        inputs: tensors that it was given.
+        prompt: a first or a later turn, or a token of an answer.
         logits: (vocabulary,) float32 on the CPU, of the last token.
     """
 
-    inputs: dict[str, torch.Tensor]
+    prompt: Prompt
     logits: torch.Tensor
 
     @property
     def tokens(self) -> int:
         """New tokens."""
-        return self.inputs["input_ids"].shape[1]
+        return self.prompt.tokens
 
 
 @contextmanager
@@ -45,21 +46,14 @@ def recorded(model: Any) -> Iterator[list[Call]]:
     """
     calls: list[Call] = []
 
-    def note(_: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs["input_ids"].shape[1] == 1:
-            return
-        inputs = {
-            name: value
-            for name, value in kwargs.items()
-            if isinstance(value, torch.Tensor) and name not in _NOT_INPUTS
-        }
-        calls.append(Call(inputs, _last(output)))
+    def noted(reader: Any, prompt: Prompt, *arguments: Any) -> torch.Tensor:
+        logits = read(reader, prompt, *arguments)
+        if reader is model:
+            calls.append(Call(prompt, logits[0].float().cpu()))
+        return logits
 
-    hook = model.register_forward_hook(note, with_kwargs=True)
-    try:
+    with patch.object(loop, "read", noted):
         yield calls
-    finally:
-        hook.remove()
 
 
 def with_steps(calls: Sequence[Call], answers: Sequence[Sequence[int]]) -> list[Call]:
@@ -69,51 +63,67 @@ def with_steps(calls: Sequence[Call], answers: Sequence[Sequence[int]]) -> list[
     """
     found = []
     for call, tokens in zip(calls, answers, strict=True):
-        found.append(call)
-        places = call.inputs["position_ids"]
-        # The first of several rows counts tokens, the others are time, height and width.
-        following = (places[1:] if places.ndim == 3 else places).amax() + 1
-        for index, token in enumerate(tokens[:-1]):
-            inputs = {
-                "input_ids": torch.full_like(call.inputs["input_ids"][:, :1], token),
-                "position_ids": (following + index).expand(*places.shape[:-1], 1),
-            }
-            found.append(Call(inputs, call.logits))
+        steps = [_step(call.prompt, index, token) for index, token in enumerate(tokens[:-1])]
+        found += [call, *(Call(step, call.logits) for step in steps)]
     return found
 
 
+def _step(prompt: Prompt, index: int, token: int) -> Prompt:
+    ids = torch.full_like(prompt.inputs["input_ids"][:, :1], token)
+    return Prompt(
+        inputs={"input_ids": ids},
+        positions=prompt.positions_after(index + 1)[..., index:],
+        next_position=prompt.next_position + index + 1,
+        modalities=torch.full(ids.shape, int(Modality.TEXT), dtype=torch.int8),
+    )
+
+
 @torch.inference_mode()
-def replay(model: Any, calls: Sequence[Call], cache: Cache) -> tuple[list[float], list[Call]]:
+def replay(
+    model: Any, calls: Sequence[Call], cache: Cache, prefill_chunk: int | None = None
+) -> tuple[list[float], list[Call]]:
     """Repeat the calls, one after the other, on a cache; with an OscarCache as pipelines do.
 
     Returns:
-        seconds of each, to the choice of a token; and the calls as they went now.
+        seconds of each, from what shows media on the CPU to the choice of a token; and the calls
+        as they went now.
     """
     seconds, found = [], []
     for call in calls:
-        ours = isinstance(cache, OscarCache)
-        if ours:
-            cache.expect(token_modalities(call.inputs["input_ids"], config=model.config))
-        _wait(call.inputs["input_ids"].device)
+        prompt = call.prompt
+        _wait(prompt.positions.device)
         start = perf_counter()
-        with in_pieces(model, call.inputs["input_ids"].numel() if ours else 0):
-            output = model(**call.inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        output.logits[0, -1].argmax().item()
+        if isinstance(cache, OscarCache):
+            logits = read(model, prompt, cache, prefill_chunk)
+        else:
+            logits = model(
+                **prompt.arguments(),
+                position_ids=prompt.positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        logits[0].argmax().item()
         seconds.append(perf_counter() - start)
-        found.append(Call(call.inputs, _last(output)))
+        found.append(Call(prompt, logits[0].float().cpu()))
     return seconds, found
 
 
 def joined(family: Any, calls: Sequence[Call]) -> Call:
     """All calls as one: the whole conversation read afresh. Its logits are the last call's."""
+    prompts = [call.prompt for call in calls]
     together: dict[str, torch.Tensor] = {}
-    for name in {name: None for call in calls for name in call.inputs}:
-        parts = [call.inputs[name] for call in calls if name in call.inputs]
-        if name in ("input_ids", "position_ids"):
-            together[name] = torch.cat(parts, dim=-1)
-        else:
-            together[name] = family.join_media(name, parts)
-    return Call(together, calls[-1].logits)
+    for name in {name: None for prompt in prompts for name in prompt.inputs}:
+        parts = [prompt.inputs[name] for prompt in prompts if name in prompt.inputs]
+        ids = name == "input_ids"
+        together[name] = torch.cat(parts, dim=-1) if ids else family.join_media(name, parts)
+    whole = Prompt(
+        inputs=together,
+        positions=torch.cat([prompt.positions for prompt in prompts], dim=-1),
+        next_position=prompts[-1].next_position,
+        modalities=torch.cat([prompt.modalities for prompt in prompts], dim=-1),
+    )
+    return Call(whole, calls[-1].logits)
 
 
 def difference(found: Call, expected: Call) -> float:
@@ -124,10 +134,6 @@ def difference(found: Call, expected: Call) -> float:
 def step_ms(seconds: Sequence[float]) -> float:
     """Median of decode steps, in milliseconds."""
     return 1e3 * median(seconds)
-
-
-def _last(output: Any) -> torch.Tensor:
-    return output.logits[0, -1].float().cpu()
 
 
 def _wait(device: torch.device) -> None:

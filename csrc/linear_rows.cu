@@ -16,7 +16,7 @@
 //
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED (place.cuh), ELEMENT (__half, __nv_bfloat16),
 // CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (rows of W at most), SPAN (elements, a
-// multiple of 32), BULK (copy.cuh).
+// multiple of 32), BULK (1: without bulk copies cuBLAS is five times as fast).
 
 #include "copy.cuh"
 #include "mma.cuh"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void wait_for_consumers() {
 // A producer's way through the stages of its thread block.
 struct Producer {
   const Params& params;
-  const int last, lane, first_row, row;  // row: this lane's of a stage, of W and of x
+  const int last, row;  // row: this lane's of a stage, of W and of x
   int output, start = 0;
   const ELEMENT* weights;  // this lane's row of W in the sweep; null: none
   const ELEMENT* x;
@@ -103,9 +103,7 @@ struct Producer {
   __device__ __forceinline__ Producer(const Params& params, int first, int last)
       : params(params),
         last(last),
-        lane(threadIdx.x % 32),
-        first_row(threadIdx.x / 32 - CONSUMERS),
-        row(lane * PRODUCERS + first_row),
+        row(threadIdx.x % 32 * PRODUCERS + threadIdx.x / 32 - CONSUMERS),
         output(first) {
     x = row < params.rows ? params.x + static_cast<int64_t>(row) * params.width : nullptr;
     find_weights();
@@ -133,18 +131,9 @@ struct Producer {
   // Copy the rows that this warp's lanes point at.
   __device__ __forceinline__ void copy_rows(uint8_t* target, const ELEMENT* from,
                                             uint64_t* barrier) const {
-#if BULK
     if (from != nullptr)
       copy_piece(target + row * STRIDE, reinterpret_cast<const uint8_t*>(from + start), bytes(),
                  barrier, 0);
-#else
-    for (int i = 0; i < 32; ++i) {
-      const uint64_t source = __shfl_sync(~0u, reinterpret_cast<uint64_t>(from), i);
-      if (source != 0)
-        copy_piece(target + (i * PRODUCERS + first_row) * STRIDE,
-                   reinterpret_cast<const uint8_t*>(source) + start * 2, bytes(), barrier, lane);
-    }
-#endif
   }
 
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
@@ -280,11 +269,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ uint64_t full[MOST_DEPTH], empty[MOST_DEPTH];
   const int thread = threadIdx.x;
   if (thread < params.depth) {
-    barrier_init(&full[thread], BULK ? 1 : PRODUCERS * 32);
+    barrier_init(&full[thread], 1);
     barrier_init(&empty[thread], CONSUMERS);
-#if BULK
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
   }
   __syncthreads();
   float* partials = reinterpret_cast<float*>(memory);

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-HIDDEN_STATES = 12
+HIDDEN_STATES = 6
 """Hidden states that are alive at once while a prompt is read, at the least.
 
-Of whole models on an H200 (``benchmarks/results/full_size-nvidia-h200.json``) LLaVA's took 13 and
-16, those with more of their work in the vision tower or in experts 27 to 53. It is low, so that
-nothing is refused that would run.
+Those of LLaVA with grouped queries: what the layer was given and its norm, and queries on their way
+through RoPE with keys and values. Qwen's features and wider queries, towers and experts come on
+top. It is low, so that nothing is refused that would run.
 """
 
 

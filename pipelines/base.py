@@ -135,8 +135,8 @@ class Family(ABC):
             media: those of all messages, each kind in the order of the conversation.
 
         Returns:
-            Tensors on the model's device. Positions are (1, tokens), for multimodal RoPE
-            (4, 1, tokens): text, time, height, width.
+            Ids and positions on the model's device, what shows media on the CPU. Positions are
+            (1, tokens), for multimodal RoPE (4, 1, tokens): text, time, height, width.
         """
         text = self.render(messages)
         return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
@@ -259,9 +259,8 @@ class Family(ABC):
             row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
             positions = torch.cat([row.to(positions.dtype), positions])
         modalities = token_modalities(ids, config=self.model.config)
-        tensors = {"input_ids": ids} | encoded.tensors
         return Prompt(
-            inputs={name: tensor.to(self.device) for name, tensor in tensors.items()},
+            inputs={"input_ids": ids.to(self.device)} | encoded.tensors,
             positions=positions.to(self.device),
             next_position=following.to(self.device),
             modalities=modalities,

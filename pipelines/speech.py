@@ -108,7 +108,7 @@ def speak_answer(
             torch.manual_seed(sampling.seed)
         try:
             _, wave = family.whole.generate(
-                **prompt.inputs,
+                **prompt.arguments(),
                 return_audio=True,
                 speaker=speaker,
                 use_audio_in_video=_is_heard(prompt),

@@ -58,7 +58,7 @@ class Comparison:
         pipe = self.pipe
         recorder = Recorder()
         pipe.model(
-            **prompt.inputs,
+            **prompt.arguments(),
             position_ids=prompt.positions,
             past_key_values=recorder.cache,
             use_cache=True,

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decoding import pieces
 from oscar_mm.decoding.pieces import in_pieces
-from oscar_mm.decoding.prefill import prefill_in_chunks
+from oscar_mm.decoding.prefill import prefill
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.decoding.sampling import Chooser, Sampling
 from oscar_mm.decoding.steps import DecodeSteps
@@ -29,11 +30,16 @@ def read(
         prefill_chunk: tokens, see ``oscar_mm.decoding.prefill``; None for the whole prompt at once.
     """
     cache.expect(prompt.modalities)
-    arguments = {**prompt.inputs, "position_ids": prompt.positions}
     with in_pieces(model, prompt.modalities.numel()):
-        if prefill_chunk is not None and prompt.tokens > prefill_chunk:
-            return prefill_in_chunks(model, arguments, cache, prefill_chunk)
-        output = model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if prompt.tokens > (prefill_chunk or pieces.MOST_TOKENS):
+            return prefill(model, prompt, cache, prefill_chunk)
+        output = model(
+            **prompt.arguments(),
+            position_ids=prompt.positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return output.logits[:, -1]
 
 

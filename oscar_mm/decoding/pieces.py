@@ -1,7 +1,7 @@
-"""Long inputs in pieces: activations of vision towers and MLPs do not grow with the prompt.
+"""Long inputs in pieces: temporaries of vision towers, MLPs and norms do not grow with the prompt.
 
 What is cut is exact: patches of a tower see those of their own image or pair of frames only, and
-tokens of an MLP nobody else.
+tokens of an MLP or a norm nobody else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-MOST_TOKENS = 1 << 14
-"""That an MLP of the decoder sees at a time."""
+MOST_TOKENS = 1 << 13
+"""That an MLP or a norm of the decoder sees at a time, and the media of which are read at once."""
 MOST_PATCHES = 4 * MOST_TOKENS
 """That a tower sees at a time; Qwen's make a token of four."""
 
@@ -37,8 +37,9 @@ def in_pieces(model: Any, tokens: int) -> Iterator[None]:
     hooks: list[Any] = []
     token = _reader.set(hooks)
     try:
-        for layer in model.get_decoder().layers:
-            hooks += _cut_tokens(layer.mlp, hooks)
+        decoder = model.get_decoder()
+        for module in (*(layer.mlp for layer in decoder.layers), *_norms(decoder)):
+            hooks += _cut_tokens(module, hooks)
         tower = model.get_encoder(modality="image")
         if hasattr(tower, "spatial_merge_size"):  # Qwen's
             hooks += _cut_media(tower, hooks)
@@ -49,13 +50,18 @@ def in_pieces(model: Any, tokens: int) -> Iterator[None]:
             hook.remove()
 
 
-def _cut_tokens(mlp: Any, reader: object) -> tuple[Any, Any]:
-    """Let an MLP, dense or of experts, see (batch, tokens, channels) some tokens at a time."""
+def _norms(decoder: Any) -> list[Any]:
+    """They compute in float32: what they leave takes half of what they need."""
+    return [module for name, module in decoder.named_modules() if name.endswith("norm")]
+
+
+def _cut_tokens(module: Any, reader: object) -> tuple[Any, Any]:
+    """Let an MLP, dense or of experts, or a norm see (batch, tokens, ...) some tokens at a time."""
     later: list[torch.Tensor] = []
 
     def first_piece(module: Any, args: tuple) -> tuple | None:
-        batch, tokens = args[0].shape[:2]
-        if _reader.get() is not reader or batch * tokens <= MOST_TOKENS:
+        batch, tokens, *channels = args[0].shape
+        if _reader.get() is not reader or batch * tokens <= MOST_TOKENS or not channels:
             return None
         first, *rest = args[0].split(max(1, MOST_TOKENS // batch), dim=1)
         later[:] = [module(part) for part in rest]
@@ -67,8 +73,8 @@ def _cut_tokens(mlp: Any, reader: object) -> tuple[Any, Any]:
         return torch.cat([output, *others], dim=1) if others and output is not None else None
 
     return (
-        mlp.register_forward_pre_hook(first_piece),
-        mlp.register_forward_hook(all_pieces, always_call=True),
+        module.register_forward_pre_hook(first_piece),
+        module.register_forward_hook(all_pieces, always_call=True),
     )
 
 

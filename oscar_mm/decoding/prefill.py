@@ -1,78 +1,91 @@
-"""Prefill in chunks: bounds the activations of very long prompts."""
+"""Prefill of long prompts: towers a part of the prompt at a time, the decoder at once or in chunks.
+
+What a model would hold of all media at once, features and what its towers leave, is thus that of a
+part. In chunks the decoder's activations are those of a chunk too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decoding import pieces
+from oscar_mm.decoding.embedded import copied, embedded_parts, joined, length, sliced
+from oscar_mm.decoding.prompt import Prompt
 
-_PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
-"""Arguments of a decoder with one entry per token, and the dimension of the tokens."""
 
-
-def prefill_in_chunks(
-    model: nn.Module, inputs: dict[str, Any], cache: OscarCache, chunk: int
+def prefill(
+    model: nn.Module, prompt: Prompt, cache: OscarCache, chunk: int | None = None
 ) -> torch.Tensor:
-    """Read a prompt ``chunk`` tokens at a time; the towers still run once, over everything.
+    """Read a prompt; the towers read its media some at a time.
 
-    Activations of the decoder are those of ``chunk`` tokens instead of the whole prompt. The price:
-    a later chunk reads the packed history of earlier ones, so attention over the prompt is no
-    longer exact (with policy "bf16" it is), and it is slower.
+    In one go, attention over the prompt is exact. In chunks, activations are those of a chunk
+    instead of those of the whole prompt. The price: a later chunk reads the packed history of
+    earlier ones, so attention over the prompt is no longer exact (with policy "bf16" it is), and it
+    is slower. Towers read a medium whole, but a video without sound some frames at a time; of a
+    batch of several rows they read all media at once.
 
     Args:
         model: a model of transformers that generates.
-        inputs: arguments of its forward, positions included.
+        prompt: what to read.
         cache: told of the prompt's modalities before.
-        chunk: tokens, at least 1.
+        chunk: tokens, at least 1; None for one go.
 
     Returns:
         (batch, vocabulary) logits of the last token.
     """
     decoder = model.get_decoder()
-    whole: dict[str, Any] = {}
+    # Half a chunk: what waits for its chunk to be whole takes room as well.
+    most = pieces.MOST_TOKENS if chunk is None else min(pieces.MOST_TOKENS, max(1, chunk // 2))
+    parts = embedded_parts(model, prompt, cache, most)
+    for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
+        with _in_place(decoder, arguments):
+            last = decoder(**arguments).last_hidden_state[:, -1:].clone()
+        del arguments  # before the towers read on
+    return model.get_output_embeddings()(last)[:, -1]
 
-    # The model itself embeds the prompt, media included, whatever its family: its own call of the
-    # decoder is cut down to the first chunk, and the other chunks follow from the same arguments.
-    # Calls with another cache are other threads' and none of ours.
-    def keep_first_chunk(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-        if kwargs.get("past_key_values") is not cache:
-            return None
-        if args:
-            raise NotImplementedError(f"{type(module).__name__} takes positional arguments")
-        whole.update(kwargs)
-        return args, _sliced(whole, slice(0, min(chunk, kwargs["inputs_embeds"].shape[1])))
 
-    hook = decoder.register_forward_pre_hook(keep_first_chunk, with_kwargs=True)
+@contextmanager
+def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
+    """Inside, the outputs of layers are put where the embeddings were, which nobody reads again.
+
+    The decoder holds its embeddings until it is done, whatever becomes of them.
+    """
+    cache, place = arguments["past_key_values"], arguments["inputs_embeds"]
+
+    def put(_: Any, __: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor | None:
+        ours = kwargs.get("past_key_values") is cache and isinstance(output, torch.Tensor)
+        alike = ours and (output.device, output.dtype) == (place.device, place.dtype)
+        return place.copy_(output) if alike else None
+
+    hooks = [layer.register_forward_hook(put, with_kwargs=True) for layer in decoder.layers]
     try:
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        yield
     finally:
-        hook.remove()
-    tokens = whole["inputs_embeds"].shape[1]
-    if tokens <= chunk:
-        return output.logits[:, -1]
-    for start in range(chunk, tokens, chunk):
-        output = decoder(**_sliced(whole, slice(start, min(start + chunk, tokens))))
-    return model.get_output_embeddings()(output.last_hidden_state[:, -1:])[:, -1]
+        for hook in hooks:
+            hook.remove()
 
 
-def _sliced(arguments: dict[str, Any], part: slice) -> dict[str, Any]:
-    """A decoder's arguments for some of the tokens."""
-    sliced = dict(arguments)
-    for name, dim in _PER_TOKEN.items():
-        if isinstance(value := arguments.get(name), torch.Tensor):
-            sliced[name] = value.narrow(dim, part.start, part.stop - part.start)
-    mask = arguments.get("attention_mask")
-    if mask is not None:
-        past = mask.shape[1] - arguments["inputs_embeds"].shape[1]
-        sliced["attention_mask"] = mask[:, : past + part.stop]
-    visual = arguments.get("visual_pos_masks")
-    if visual is not None and arguments.get("deepstack_visual_embeds") is not None:
-        # Features are listed token by token, row after row.
-        order = (visual.flatten().cumsum(0) - 1).view_as(visual)
-        chosen = order[:, part][visual[:, part]]
-        layers = arguments["deepstack_visual_embeds"]
-        sliced["deepstack_visual_embeds"] = [layer[chosen.to(layer.device)] for layer in layers]
-    return sliced
+def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str, Any]]:
+    """The decoder's arguments, ``chunk`` tokens at a time."""
+    waiting: list[dict[str, Any]] = []
+    for part in parts:
+        waiting.append(part)
+        del part
+        while (tokens := sum(map(length, waiting))) >= chunk:
+            whole = joined(waiting)
+            if tokens > chunk:
+                # A copy lets go of the whole, but is too much of a long medium.
+                rest = sliced(whole, chunk, tokens)
+                waiting.append(copied(rest) if tokens < 2 * chunk else rest)
+                whole = sliced(whole, 0, chunk)
+                del rest
+            yield whole
+            del whole
+    if waiting:
+        yield joined(waiting)

@@ -15,8 +15,10 @@ class Prompt:
 
     Attributes:
         inputs: arguments of the model's forward: input_ids (batch, tokens), pixel values, grids,
-            attention_mask if there is padding (on the left), ...; no positions.
-        positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt.
+            attention_mask if there is padding (on the left), ...; no positions. What shows media
+            may wait on the CPU until it is read, see ``arguments``.
+        positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt, on the
+            device where the model reads.
         next_position: (batch,) RoPE position of the first new token.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: the images, videos and recordings of a single row, in its order.
@@ -32,6 +34,11 @@ class Prompt:
     def tokens(self) -> int:
         """Tokens of a row, padding included."""
         return self.modalities.shape[1]
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """``inputs``, all on the device where the model reads."""
+        device = self.positions.device
+        return {name: tensor.to(device) for name, tensor in self.inputs.items()}
 
     def positions_after(self, count: int) -> torch.Tensor:
         """Position ids of so many text tokens that follow, shaped and typed as ``positions``."""

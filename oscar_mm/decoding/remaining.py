@@ -1,32 +1,19 @@
-"""A prompt in two: its beginning, and the rest once the beginning is in the cache."""
+"""Parts of a prompt: its beginning, what remains after it, or one segment after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.modality import Modality
+from oscar_mm.modality import MediumSpan, Modality
 
 
 def beginning(prompt: Prompt, tokens: int) -> Prompt:
-    """The first tokens of a prompt of one row, with all of its media.
-
-    Args:
-        prompt: as a family made it.
-        tokens: fewer than it has, and not before the end of its last medium.
-    """
-    if not (prompt.media[-1].stop if prompt.media else 1) <= tokens < prompt.tokens:
-        raise ValueError(f"{tokens} of {prompt.tokens} tokens leave out a medium, or nothing")
-    following = prompt.positions[..., tokens].reshape(-1)[-1:]
-    return replace(
-        prompt,
-        inputs=prompt.inputs | {"input_ids": prompt.inputs["input_ids"][:, :tokens]},
-        positions=prompt.positions[..., :tokens],
-        next_position=following.to(prompt.next_position.dtype),
-        modalities=prompt.modalities[:, :tokens],
-    )
+    """The first tokens of a prompt of one row, with the media in them; see ``remaining``."""
+    return _part(prompt, 0, tokens)
 
 
 def remaining(prompt: Prompt, tokens: int) -> Prompt:
@@ -36,25 +23,96 @@ def remaining(prompt: Prompt, tokens: int) -> Prompt:
         prompt: as a family made it.
         tokens: fewer than it has, and not in the middle of a medium.
     """
-    before = [span for span in prompt.media if span.stop <= tokens]
-    if any(span.start < tokens < span.stop for span in prompt.media):
-        raise ValueError(f"{tokens} tokens end within a medium")
+    return _part(prompt, tokens, prompt.tokens)
+
+
+def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
+    """A prompt in parts that follow each other, with whole media each.
+
+    Args:
+        prompt: as a family made it; of several rows, or where it is not told which tokens are a
+            medium's, it stays whole.
+        most: tokens of a part; a medium that is longer is a part by itself.
+    """
+    shows = bool((prompt.modalities > Modality.TEXT).any())
+    if len(prompt.modalities) > 1 or "attention_mask" in prompt.inputs or shows > len(prompt.media):
+        yield prompt
+        return
+    start = 0
+    while start < prompt.tokens:
+        stop = min(start + most, prompt.tokens)
+        for span in prompt.media:
+            if span.start < stop < span.stop:
+                stop = span.start if span.start > start else span.stop
+        yield _part(prompt, start, stop)
+        start = stop
+
+
+def by_frames(prompt: Prompt, most: int) -> Prompt:
+    """The same, with each video of more than ``most`` tokens as several shorter ones.
+
+    To Qwen's towers that is no difference: a patch sees its own pair of frames only. Videos with
+    sound stay whole, and so do those of a prompt that does not tell its media.
+    """
+    grids = prompt.inputs.get("video_grid_thw")
+    if grids is None or not prompt.media:
+        return prompt
+    sizes, numbers = [], []
+    media: list[MediumSpan] = []
+    for span in prompt.media:
+        if span.modality is not Modality.VIDEO:
+            media.append(span)
+            continue
+        number = numbers[-1] + 1 if numbers else 0
+        frames, down, across = grids[number].tolist()
+        kinds = prompt.modalities[0, span.start : span.stop]
+        places = (kinds == Modality.VIDEO).nonzero()[:, 0] + span.start
+        heard = bool((kinds == Modality.AUDIO).any())
+        step = frames if heard else max(1, most * frames // len(kinds))
+        for first in range(0, frames, step):
+            last = min(first + step, frames)
+            sizes.append((last - first, down, across))
+            numbers.append(number)
+            shown = places[len(places) * first // frames : len(places) * last // frames]
+            start, stop = int(shown[0]), int(shown[-1]) + 1
+            media.append(span if step >= frames else replace(span, start=start, stop=stop))
+    inputs = prompt.inputs | {"video_grid_thw": grids.new_tensor(sizes)}
+    if (seconds := inputs.get("video_second_per_grid")) is not None:
+        inputs["video_second_per_grid"] = seconds[torch.tensor(numbers, device=seconds.device)]
+    return replace(prompt, inputs=inputs, media=tuple(media))
+
+
+def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
+    if any(span.start < cut < span.stop for span in prompt.media for cut in (start, stop)):
+        raise ValueError(f"tokens {start} to {stop} begin or end within a medium")
+    if not 0 <= start < stop <= prompt.tokens:
+        raise ValueError(f"there are no tokens {start} to {stop} of {prompt.tokens}")
+    before = _counted(prompt, [span for span in prompt.media if span.stop <= start])
+    shown = [span for span in prompt.media if start <= span.start and span.stop <= stop]
+    inputs = _taken(dict(prompt.inputs), before, _counted(prompt, shown))
+    inputs["input_ids"] = inputs["input_ids"][:, start:stop]
+    following = prompt.next_position
+    if stop < prompt.tokens:
+        following = prompt.positions[..., stop].reshape(-1)[-1:].to(following.dtype)
+    return Prompt(
+        inputs=inputs,
+        positions=prompt.positions[..., start:stop],
+        next_position=following,
+        modalities=prompt.modalities[:, start:stop],
+        media=tuple(span.shifted(-start) for span in shown),
+    )
+
+
+def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
+    """Media of each kind; the sound of a video is one of its own."""
     modalities = prompt.modalities[0]
-    counts = {kind: sum(span.modality is kind for span in before) for kind in Modality}
+    counts = {kind: sum(span.modality is kind for span in spans) for kind in Modality}
     counts[Modality.AUDIO] += sum(
         span.modality is Modality.VIDEO
         and bool((modalities[span.start : span.stop] == Modality.AUDIO).any())
-        for span in before
+        for span in spans
     )
-    inputs = _without(dict(prompt.inputs), counts)
-    inputs["input_ids"] = inputs["input_ids"][:, tokens:]
-    return Prompt(
-        inputs=inputs,
-        positions=prompt.positions[..., tokens:],
-        next_position=prompt.next_position,
-        modalities=prompt.modalities[:, tokens:],
-        media=tuple(span.shifted(-tokens) for span in prompt.media if span.stop > tokens),
-    )
+    return counts
 
 
 _PER_MEDIUM = {
@@ -73,27 +131,31 @@ _PER_PATCH = {
 """Arguments with one row for each patch, and the grids that count them; without, as above."""
 
 
-def _without(
-    inputs: dict[str, torch.Tensor], counts: dict[Modality, int]
+def _taken(
+    inputs: dict[str, torch.Tensor], before: dict[Modality, int], counts: dict[Modality, int]
 ) -> dict[str, torch.Tensor]:
-    """Without the first media of each kind; an argument of which nothing is left goes."""
-    rest = {}
+    """With so many media of each kind after the first ones; where there are none, without."""
+    taken = {}
     for name, tensor in inputs.items():
-        rows = 0
+        if name == "input_ids":
+            taken[name] = tensor
+            continue
         if name in _PER_MEDIUM:
-            rows = counts[_PER_MEDIUM[name]]
+            kind, rows = _PER_MEDIUM[name], None
         elif name in _PER_PATCH:
-            modality, grids = _PER_PATCH[name]
-            rows = counts[modality]
-            if grids in inputs:
-                rows = int(inputs[grids][:rows].prod(-1).sum())
-        elif name != "input_ids":
+            kind, grids = _PER_PATCH[name]
+            rows = inputs[grids].prod(-1).cpu() if grids in inputs else None
+        else:
             raise NotImplementedError(f"{name}: not known how to take media out of it")
-        if name == "input_ids" or rows < len(tensor):
-            rest[name] = tensor[rows:]
-    if "feature_attention_mask" in rest:
+        first, last = before[kind], before[kind] + counts[kind]
+        if first == last:
+            continue
+        if rows is not None:
+            first, last = int(rows[:first].sum()), int(rows[:last].sum())
+        taken[name] = tensor[first:last]
+    if "feature_attention_mask" in taken:
         # Padded to the longest sound of those that are left.
-        frames = int(rest["feature_attention_mask"].sum(-1).max())
+        frames = int(taken["feature_attention_mask"].sum(-1).max())
         for name in ("input_features", "feature_attention_mask"):
-            rest[name] = rest[name][..., :frames]
-    return rest
+            taken[name] = taken[name][..., :frames]
+    return taken

@@ -108,7 +108,7 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
             raise InputError(f"layer {states.index}: {error}") from None
 
     model(
-        **prompt.inputs,
+        **prompt.arguments(),
         position_ids=prompt.positions,
         past_key_values=Probe(look),
         use_cache=True,

@@ -14,6 +14,7 @@ from benchmarks.record import Record
 from benchmarks.released import RELEASED
 from benchmarks.replay import Call, difference, joined, recorded, replay, with_steps
 from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.decoding.prompt import Prompt
 from tests.prompts import noise
 
 # As the hub counts the safetensors of each; Omni's without talker (its Thinking checkpoint).
@@ -64,6 +65,8 @@ def test_a_model_of_each_family_in_small(
     longer = record.rows.pop(1)
     assert longer["context"] == 2 * full_size.TINY_CONTEXT and "kept" not in longer
     assert longer["memory"]["ratio"] > record.rows[0]["memory"]["ratio"]
+    assert longer["chunked"]["chunk"] == TINY.chunk < longer["prompt_tokens"] / 4
+    assert longer["chunked"]["prefill_ms"] > 0
     for row in record.rows:
         assert full_size.TINY_CONTEXT * 0.75 < row["prompt_tokens"] <= full_size.TINY_CONTEXT
         held = row["memory"]["tokens"]
@@ -124,10 +127,12 @@ def test_what_the_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     before = {"requested": 1000, "allocated": 1500, "peak": 0}
     inputs = torch.zeros(50)
-    calls = [Call({"a": inputs, "b": inputs[:2]}, inputs)] * 2
-    found = held(before, allocated(torch.device("cuda")), calls)
+    elsewhere = torch.zeros(7, device="meta")
+    shown = {"a": inputs, "b": inputs[:2], "c": elsewhere}
+    calls = [Call(Prompt(shown, inputs, inputs, inputs), inputs)] * 2
+    found = held(before, allocated(torch.device("cuda")), calls, CPU)
     assert found == {"requested": 600, "allocated": 800, "activations": 3400}
-    assert held({}, allocated(CPU), calls) == {}
+    assert held({}, allocated(CPU), calls, CPU) == {}
 
 
 def test_a_model_that_fails_does_not_take_the_others_along(

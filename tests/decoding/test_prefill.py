@@ -1,14 +1,20 @@
 """Prefill in chunks: the logits of the whole prompt, wherever a chunk ends."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from oscar_mm import OscarCache
-from oscar_mm.decoding.loop import decode
-from oscar_mm.decoding.prefill import prefill_in_chunks
+from benchmarks.random_model import build
+from benchmarks.released import RELEASED
+from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.decoding import pieces
+from oscar_mm.decoding.loop import decode, read
+from oscar_mm.decoding.prefill import prefill
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.decoding.sampling import Sampling
-from tests.prompts import REQUESTS, Reference
+from tests.live_bytes import LiveBytes
+from tests.prompts import REQUESTS, Reference, noise
 
 BATCH = [REQUESTS[name] for name in ("two images", "text", "image and video")]
 
@@ -30,7 +36,7 @@ def logits(reference: Reference, prompt: Prompt, chunk: int | None, policy: str)
     inputs = {**prompt.inputs, "position_ids": prompt.positions}
     with torch.inference_mode():
         if chunk is not None:
-            return prefill_in_chunks(reference.model, inputs, cache, chunk)
+            return prefill(reference.model, prompt, cache, chunk)
         return reference.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
 
 
@@ -83,5 +89,47 @@ def test_the_hook_is_gone_afterwards(reference) -> None:
     assert not decoder._forward_pre_hooks
     broken = dict(prompt.inputs, pixel_values=prompt.inputs["pixel_values"][:-4])
     with pytest.raises((ValueError, RuntimeError, IndexError)):
-        prefill_in_chunks(reference.model, broken, OscarCache("bf16"), 8)
+        prefill(reference.model, replace(prompt, inputs=broken), OscarCache("bf16"), 8)
     assert not decoder._forward_pre_hooks
+
+
+@pytest.fixture(scope="module")
+def pipe() -> OscarVLPipeline:
+    """Widths in the ratios of Qwen3-VL-8B."""
+    released = RELEASED["qwen3-vl-8b"].tiny()
+    text = released.text | {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [6, 5, 5]}
+    indexes = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2], "out_hidden_size": 128}
+    released = replace(released, text=text, vision=released.vision | indexes)
+    model, processor = build(released, torch.device("cpu"), torch.float32)
+    return OscarVLPipeline(model, processor=processor)
+
+
+def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int:
+    """Most bytes alive while a prompt is read, keys and values included, pixels not."""
+    with LiveBytes() as live:
+        read(pipe.model, prompt, OscarCache("compact"), chunk)
+    return live.peak
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(None, 10.5), (128, 0.7)])
+def test_activations_of_a_token(
+    pipe: OscarVLPipeline, chunk: int | None, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than 10 hidden states in one go, and none in chunks: what grows is the cache."""
+    monkeypatch.setattr(pieces, "MOST_TOKENS", 128)
+    monkeypatch.setattr(pieces, "MOST_PATCHES", 512)
+    picture = noise(256, 256)
+    fewer, more = (
+        pipe.prepare("What?", pipe.read_media([picture] * count), None) for count in (10, 25)
+    )
+    grown = activations(pipe, more, chunk) - activations(pipe, fewer, chunk)
+    states = grown / (more.tokens - fewer.tokens) / (128 * 4)
+    assert states < most, f"{states:.1f} hidden states of each token"
