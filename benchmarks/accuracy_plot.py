@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-from oscar_mm.compare.methods import REFERENCE
 
 SHOWN = {
     "INT2 per token": "x",
@@ -72,14 +71,26 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path, device: str) -> Path | No
     return path
 
 
+def shared_tasks(rows: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
+    """Model and task, where most of the shown methods were measured: means are over these.
+
+    A run of a few methods may have added others.
+    """
+    counts = Counter((row["model"], row["task"]) for row in rows if row["method"] in SHOWN)
+    most: Counter[str] = Counter()
+    for (model, _), count in counts.items():
+        most[model] = max(most[model], count)
+    return {cell for cell, count in counts.items() if count == most[cell[0]]}
+
+
 def _points(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Method to bits and KL: means over tasks that all shown methods were measured on."""
-    reference = {(row["model"], row["task"]) for row in rows if row["method"] == REFERENCE}
+    """Method to bits and KL: means over the tasks that all shown methods were measured on."""
+    shared = shared_tasks(rows)
     points = {}
     for name in SHOWN:
         own = [row for row in rows if row["method"] == name]
-        tasks = {(row["model"], row["task"]) for row in own}
-        if own and tasks == reference:
+        own = [row for row in own if (row["model"], row["task"]) in shared]
+        if own and {(row["model"], row["task"]) for row in own} == shared:
             bits = min(row["page_bits"] for row in own)
             points[name] = (bits, max(_FLOOR, mean(row["kl"] for row in own)))
     return points

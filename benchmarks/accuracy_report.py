@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.accuracy_bounds import not_judged, verdict
-from benchmarks.accuracy_plot import plot
+from benchmarks.accuracy_plot import plot, shared_tasks
 from benchmarks.record import Record, console, show
 
 Rows = Sequence[dict[str, Any]]
@@ -56,12 +56,13 @@ def tables(rows: Rows) -> None:
             if row["condition"] == condition and "kl" in row
         }
         methods = list(dict.fromkeys(method for method, _ in cells))
-        for measure, (unit, factor, _) in MEASURES.items():
+        shared = {task for _, task in shared_tasks(list(cells.values()))}
+        for measure, (unit, *_) in MEASURES.items():
             show(
                 f"{name}, {condition}: {unit}",
                 ("method", "prompts", "page", "held", "mean", *map(_short, tasks)),
                 (
-                    _line(method, [cells.get((method, task)) for task in tasks], measure, factor)
+                    _line({task: cells.get((method, task)) for task in tasks}, shared, measure)
                     for method in methods
                 ),
             )
@@ -84,19 +85,20 @@ def _generated(name: str, rows: Rows) -> None:
 
 
 def _line(
-    method: str, cells: list[dict[str, Any] | None], measure: str, factor: float
+    cells: dict[str, dict[str, Any] | None], shared: set[str], measure: str
 ) -> tuple[str, ...]:
-    known = [cell for cell in cells if cell is not None]
+    """Of a method, by task; the mean is over the shared tasks."""
+    known = [cell for cell in cells.values() if cell is not None]
     held = [cell["held_bits"] for cell in known if cell["held_bits"] is not None]
-    complete = len(known) == len(cells)
-    form = MEASURES[measure][2]
+    in_mean = [cell[measure] for task, cell in cells.items() if cell is not None and task in shared]
+    _, factor, form = MEASURES[measure]
     return (
-        method,
+        known[0]["method"],
         str(min(cell["prompts"] for cell in known)),
         f"{min(cell['page_bits'] for cell in known):.2f}",
         f"{mean(held):.2f}" if held else "",
-        f"{factor * mean(cell[measure] for cell in known):{form}}" if complete else "",
-        *("" if cell is None else f"{factor * cell[measure]:{form}}" for cell in cells),
+        f"{factor * mean(in_mean):{form}}" if in_mean and len(in_mean) == len(shared) else "",
+        *("" if one is None else f"{factor * one[measure]:{form}}" for one in cells.values()),
     )
 
 

@@ -51,6 +51,8 @@ def asked(
         answer: tokens.
     """
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if devices:
+        torch.cuda.init()  # resetting wants it in a process that has not used a GPU yet
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     start = perf_counter()
