@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from oscar_mm.cache.held import Held
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.sequence import Sequence
 
@@ -20,7 +21,7 @@ def stored_pair(
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for stream in sequence.streams.values():
         # Float32, so that nothing is rounded on the way.
-        for pair in layer.parts(stream, layer.slots(stream), torch.float32):
+        for pair in layer.parts(Held.of([stream], layer.device), torch.float32):
             for parts, side in zip(sides, pair, strict=True):
                 parts.append(side[heads].double())
     keys, values = (torch.cat(parts, dim=1) for parts in sides)

@@ -38,10 +38,10 @@ class MergedAttention:
         if self._output is None:
             self._output, self._total = output.float(), total
             return
-        merged = torch.logaddexp(self._total, total)
-        before, now = ((x - merged).exp()[..., None] for x in (self._total, total))
-        self._output = self._output.mul_(before).addcmul_(output, now)
-        self._total = merged
+        # exp(total) / (exp(before) + exp(total)): the new part's share of the whole.
+        share = torch.sigmoid(total - self._total)[..., None]
+        self._output = self._output.lerp_(output.float(), share)
+        self._total = torch.logaddexp(self._total, total)
 
     def output(self) -> torch.Tensor:
         """(batch, query heads, tokens, head_dim) in the queries' dtype."""

@@ -1,0 +1,64 @@
+"""Held: where the tokens of some streams lie, in slots and places that all layers have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.stream import Stream
+
+WHOLE = (0, PAGE_TOKENS)
+
+
+class Pages(NamedTuple):
+    """Packed pages of one bit width.
+
+    Attributes:
+        slots: (n,) int32.
+        used: first token of each page that counts, and the one after the last; None if all do.
+    """
+
+    slots: torch.Tensor
+    used: list[tuple[int, int]] | None
+
+
+class Held(NamedTuple):
+    """What a layer reads to have all tokens of some streams: one after the other, in pages first.
+
+    Attributes:
+        pages: bit width -> pages.
+        tail: (2, n) int64, of the tokens in 16 bit the blocks and the places in them.
+    """
+
+    pages: dict[int, Pages]
+    tail: torch.Tensor
+
+    @classmethod
+    def of(cls, streams: Iterable[Stream], device: torch.device) -> Held:
+        """That of streams, for layers on a device."""
+        packed: dict[int, list[Stream]] = {}
+        tail = [np.empty((2, 0), dtype=np.int64)]
+        for stream in streams:
+            if stream.pages:
+                packed.setdefault(stream.bits, []).append(stream)
+            block, place = np.divmod(np.arange(stream.tail), BLOCK_TOKENS)
+            tail.append(np.stack([np.array(stream.blocks, dtype=np.int64)[block], place]))
+        return cls(
+            {bits: _pages(found, device) for bits, found in packed.items()},
+            torch.from_numpy(np.concatenate(tail, axis=1)).to(device),
+        )
+
+
+def _pages(streams: list[Stream], device: torch.device) -> Pages:
+    slots = [page for stream in streams for page in stream.pages]
+    used = [
+        tokens for stream in streams for tokens in zip(stream.starts, stream.stops, strict=True)
+    ]
+    return Pages(
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        None if all(tokens == WHOLE for tokens in used) else used,
+    )
