@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
-from oscar_mm.cache.stream import Stream
+from oscar_mm.cache.layout import PAGE_TOKENS
+from oscar_mm.cache.stream import Stream, in_blocks
 
 WHOLE = (0, PAGE_TOKENS)
 
@@ -45,8 +45,7 @@ class Held(NamedTuple):
         for stream in streams:
             if stream.pages:
                 packed.setdefault(stream.bits, []).append(stream)
-            block, place = np.divmod(np.arange(stream.tail), BLOCK_TOKENS)
-            tail.append(np.stack([np.array(stream.blocks, dtype=np.int64)[block], place]))
+            tail.append(in_blocks(stream.blocks, np.arange(stream.tail)))
         return cls(
             {bits: _pages(found, device) for bits, found in packed.items()},
             torch.from_numpy(np.concatenate(tail, axis=1)).to(device),

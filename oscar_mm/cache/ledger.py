@@ -17,7 +17,7 @@ from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
 from oscar_mm.cache.step import PackJob, Step
 from oscar_mm.cache.store import PageStore
-from oscar_mm.cache.stream import Stream
+from oscar_mm.cache.stream import Stream, in_blocks
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
 
@@ -171,8 +171,8 @@ class Ledger:
         stream.tail += len(new)
         stream.blocks += blocks.allocate(-(-stream.tail // BLOCK_TOKENS) - len(stream.blocks))
         first = int(places[0]) // BLOCK_TOKENS
-        targets = np.asarray(stream.blocks[first:])[places // BLOCK_TOKENS - first]
-        writes.append(np.stack([np.full(len(new), row), new, targets, places % BLOCK_TOKENS]))
+        targets = in_blocks(stream.blocks[first:], places - first * BLOCK_TOKENS)
+        writes.append(np.stack([np.full(len(new), row), new, *targets]))
 
     def crop(self, count: int) -> None:
         """Remove the last ``count`` tokens of every row."""
@@ -248,9 +248,7 @@ class Ledger:
                 stream.blocks[index : index + 1] = slots.allocate(1)
         staying = set(stream.blocks)
         slots.release([block for block in old if block not in staying])
-        source = np.asarray(old)[kept // BLOCK_TOKENS], kept % BLOCK_TOKENS
-        target = np.asarray(stream.blocks)[targets // BLOCK_TOKENS], targets % BLOCK_TOKENS
-        return np.stack([*source, *target])
+        return np.concatenate([in_blocks(old, kept), in_blocks(stream.blocks, targets)])
 
     def clear(self) -> None:
         """Forget all sequences."""

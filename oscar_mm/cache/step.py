@@ -11,6 +11,7 @@ import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.stream import in_blocks
 from oscar_mm.cache.tables import upload
 
 if TYPE_CHECKING:
@@ -30,9 +31,8 @@ class PackJob:
 
     def sources(self) -> np.ndarray:
         """(pages, 128) int32 as ``oscar_mm.ops.pack`` takes them."""
-        place = np.arange(self.tail)
-        blocks = np.asarray(self.blocks, dtype=np.int64)[place // BLOCK_TOKENS]
-        stored = ~(blocks * BLOCK_TOKENS + place % BLOCK_TOKENS)
+        blocks, places = in_blocks(self.blocks, np.arange(self.tail))
+        stored = ~(blocks * BLOCK_TOKENS + places)
         return np.concatenate([stored, self.source]).astype(np.int32).reshape(-1, PAGE_TOKENS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,17 @@ from oscar_mm.modality import Modality
 
 START = 1 << 8
 """Unit of the first token in use in a page's entry; below it is the token after the last."""
+
+
+def in_blocks(blocks: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+    """Where tokens of a tail are: (2, n) int64, the id of the block and the place in it.
+
+    Args:
+        blocks: of the tail, filled in order.
+        tokens: (n,) counted from the first place of the first block.
+    """
+    index, places = np.divmod(tokens, BLOCK_TOKENS)
+    return np.stack([np.asarray(blocks, dtype=np.int64)[index], places])
 
 
 @dataclass
