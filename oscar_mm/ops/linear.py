@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_mm.ops import linear_rows
+from oscar_mm.ops import linear_params, linear_rows
 from oscar_mm.ops.kernel import (
     ELEMENTS,
     Kernel,
@@ -25,7 +25,6 @@ from oscar_mm.ops.kernel import (
 )
 from oscar_mm.ops.linear_rows import LinearRowsKernel
 from oscar_mm.ops.linear_torch import (
-    MOST_PARTS,
     WORST_ERROR,
     Norm,
     disagreement,
@@ -48,11 +47,7 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm")),
-        *((name, ctypes.c_void_p * MOST_PARTS) for name in ("weights", "biases")),
-        *((name, ctypes.c_void_p) for name in ("residual", "output")),
-        ("outputs", ctypes.c_int * MOST_PARTS),
-        ("total", ctypes.c_int),
-        ("width", ctypes.c_int),
+        *linear_params.FIELDS,
         ("epsilon", ctypes.c_float),
     )
 
@@ -111,24 +106,18 @@ class LinearKernel:
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """See ``linear``."""
-        width = x.shape[1]
-        total = len(weights[0]) if self.specialization.gated else sum(map(len, weights))
+        total = linear_params.total_outputs(weights, self.specialization.gated)
         output = x.new_empty(len(x), total)
-        addresses = ctypes.c_void_p * MOST_PARTS
         params = Params(
             x.data_ptr(),
             None if norm is None else norm.weight.data_ptr(),
-            addresses(*(weight.data_ptr() for weight in weights)),
-            addresses(*(None if bias is None else bias.data_ptr() for bias in biases)),
-            None if residual is None else residual.data_ptr(),
-            output.data_ptr(),
-            (ctypes.c_int * MOST_PARTS)(*map(len, weights)),
-            *(total, width, 0.0 if norm is None else norm.epsilon),
+            *linear_params.values(weights, biases, residual, output),
+            0.0 if norm is None else norm.epsilon,
         )
         self._kernel.launch(
             (self._blocks, 1, 1),
             (WARPS * 32, 1, 1),
-            self._shared_bytes(width, norm is not None),
+            self._shared_bytes(x.shape[1], norm is not None),
             params,
             torch.cuda.current_stream(x.device).cuda_stream,
             dependent=True,

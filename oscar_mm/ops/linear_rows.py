@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from oscar_mm.ops import linear_params
 from oscar_mm.ops.kernel import (
     ELEMENTS,
     load_kernel,
     multiprocessors,
 )
-from oscar_mm.ops.linear_torch import MOST_PARTS, WORST_ERROR, Norm, disagreement
+from oscar_mm.ops.linear_torch import WORST_ERROR, Norm, disagreement
 from oscar_mm.ops.trust import Trusted
 
 MOST_ROWS = 24
@@ -36,10 +37,8 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         ("x", ctypes.c_void_p),
-        *((name, ctypes.c_void_p * MOST_PARTS) for name in ("weights", "biases")),
-        *((name, ctypes.c_void_p) for name in ("residual", "output")),
-        ("outputs", ctypes.c_int * MOST_PARTS),
-        *((name, ctypes.c_int) for name in ("total", "width", "rows", "step", "depth")),
+        *linear_params.FIELDS,
+        *((name, ctypes.c_int) for name in ("rows", "step", "depth")),
     )
 
 
@@ -164,22 +163,16 @@ class LinearRowsKernel:
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """As ``linear``; with a gate no bias is added."""
-        rows, width = x.shape
         stream = torch.cuda.current_stream(x.device).cuda_stream
         if norm is not None:
             x = self._normalized(x, norm, stream)
-        total = len(weights[0]) if self.specialization.gated else sum(map(len, weights))
-        output = x.new_empty(rows, total)
+        total = linear_params.total_outputs(weights, self.specialization.gated)
+        output = x.new_empty(len(x), total)
         step, depth, shared_bytes = self._launch(total)
-        addresses = ctypes.c_void_p * MOST_PARTS
         params = Params(
             x.data_ptr(),
-            addresses(*(weight.data_ptr() for weight in weights)),
-            addresses(*(None if bias is None else bias.data_ptr() for bias in biases)),
-            None if residual is None else residual.data_ptr(),
-            output.data_ptr(),
-            (ctypes.c_int * MOST_PARTS)(*map(len, weights)),
-            *(total, width, rows, step, depth),
+            *linear_params.values(weights, biases, residual, output),
+            *(len(x), step, depth),
         )
         block = (self.tiling.consumers + self.tiling.producers) * 32
         self._kernel.launch(

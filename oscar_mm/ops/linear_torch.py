@@ -9,8 +9,6 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm, silu
 
-MOST_PARTS = 3
-"""Matrices of a launch."""
 WORST_ERROR = 0.02
 """Relative error of a kernel that is right: above the rounding of 16 bit, below that of a wrong
 row."""

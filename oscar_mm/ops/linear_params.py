@@ -1,0 +1,46 @@
+"""What the kernels of linear are told alike: the matrices, and where their products go."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+MOST_PARTS = 3
+"""Matrices of a launch."""
+_ADDRESSES = ctypes.c_void_p * MOST_PARTS
+_SIZES = ctypes.c_int * MOST_PARTS
+FIELDS = (
+    *((name, _ADDRESSES) for name in ("weights", "biases")),
+    *((name, ctypes.c_void_p) for name in ("residual", "output")),
+    ("outputs", _SIZES),
+    *((name, ctypes.c_int) for name in ("total", "width")),
+)
+"""Fields of both kernels' parameters, one after the other."""
+
+
+def total_outputs(weights: Sequence[torch.Tensor], gated: bool) -> int:
+    """Elements of a row of the result."""
+    return len(weights[0]) if gated else sum(map(len, weights))
+
+
+def values(
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    residual: torch.Tensor | None,
+    output: torch.Tensor,
+) -> tuple:
+    """Of ``FIELDS``. All tensors must outlive the launch."""
+    return (
+        _ADDRESSES(*map(_address, weights)),
+        _ADDRESSES(*map(_address, biases)),
+        _address(residual),
+        _address(output),
+        _SIZES(*map(len, weights)),
+        *(output.shape[1], weights[0].shape[1]),
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
