@@ -203,9 +203,7 @@ def _added_to(record: Record, folder: Path) -> Record:
     return replace(record, command=line, rows=earlier.rows, extra=extra)
 
 
-def _replaced(
-    rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _merged(rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of both; of a cell that both have, the one of more prompts, or else the new one."""
     cells = {(row["task"], row["condition"], row["method"]): row for row in rows}
     for row in new:
@@ -238,9 +236,9 @@ def _run(options: argparse.Namespace, line: str) -> int:
             changed = [] if options.no_ablation else ablation
             asked = (prompts, options.seed, options.condition or CONDITIONS)
             measured = measure(studio, pocket.generator, [task], main_table, changed, *asked)
-            record.rows = _replaced(record.rows, [{"model": name} | row for row in measured])
+            record.rows = _merged(record.rows, [{"model": name} | row for row in measured])
             record.write(options.out)  # what is done stays, whatever ends the run
-        record.rows = _replaced(record.rows, _generated(options, name, studio, tasks, device))
+        record.rows = _merged(record.rows, _generated(options, name, studio, tasks, device))
         finish(record, options.out)
         done.append(name)
     if not done:

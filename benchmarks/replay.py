@@ -16,7 +16,7 @@ from transformers import Cache
 from oscar_mm import OscarCache
 from oscar_mm.decoding import loop
 from oscar_mm.decoding.loop import read
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.prompt import Prompt, forward
 from oscar_mm.modality import Modality
 
 
@@ -96,13 +96,7 @@ def replay(
         if isinstance(cache, OscarCache):
             logits = read(model, prompt, cache, prefill_chunk)
         else:
-            logits = model(
-                **prompt.arguments(),
-                position_ids=prompt.positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            logits = forward(model, prompt, cache)
         logits[0].argmax().item()
         seconds.append(perf_counter() - start)
         found.append(Call(prompt, logits[0].float().cpu()))

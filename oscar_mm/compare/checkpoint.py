@@ -13,7 +13,7 @@ from oscar_mm.compare.forced import Forced, Recorder, answer_logits, as_recorded
 from oscar_mm.compare.methods import Method, StoredPast, bits_per_value
 from oscar_mm.compare.paged import Paged
 from oscar_mm.decoding.loop import decode
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.prompt import Prompt, forward
 from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.policy import KVPolicy
 
@@ -57,13 +57,7 @@ class Comparison:
         """
         pipe = self.pipe
         recorder = Recorder()
-        pipe.model(
-            **prompt.arguments(),
-            position_ids=prompt.positions,
-            past_key_values=recorder.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        forward(pipe.model, prompt, recorder.cache)
         layers, ids = recorder.layers, prompt.modalities[0]
         answer = self._answer(prompt, KVPolicy.preset("bf16"))
         if not answer:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.prompt import Prompt, forward
 from oscar_mm.decoding.remaining import by_frames, segments
 
 _PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
@@ -66,13 +66,7 @@ def _embedded(model: nn.Module, prompt: Prompt, cache: OscarCache) -> dict[str, 
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        model(
-            **prompt.arguments(),
-            position_ids=prompt.positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        forward(model, prompt, cache)
     except _Embedded as found:
         return found.arguments
     finally:

@@ -11,7 +11,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding import pieces
 from oscar_mm.decoding.pieces import in_pieces
 from oscar_mm.decoding.prefill import prefill
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.prompt import Prompt, forward
 from oscar_mm.decoding.sampling import Chooser, Sampling
 from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.modality import PADDING
@@ -33,14 +33,7 @@ def read(
     with in_pieces(model, prompt.modalities.numel()):
         if prompt.tokens > (prefill_chunk or pieces.MOST_TOKENS):
             return prefill(model, prompt, cache, prefill_chunk)
-        output = model(
-            **prompt.arguments(),
-            position_ids=prompt.positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
+        return forward(model, prompt, cache)
 
 
 @torch.inference_mode()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import Cache
 
 from oscar_mm.modality import MediumSpan, Span, spans_of
 
@@ -54,3 +56,19 @@ class Prompt:
     def spans(self) -> list[list[Span]]:
         """Runs of tokens of one modality, for each row."""
         return [spans_of(row) for row in self.modalities.tolist()]
+
+
+def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
+    """The forward pass of a model over a prompt as a whole.
+
+    Returns:
+        (batch, vocabulary) logits of the last token.
+    """
+    output = model(
+        **prompt.arguments(),
+        position_ids=prompt.positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.prompt import Prompt, forward
 from oscar_mm.errors import InputError
 from oscar_mm.inspect.errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.inspect.norms import Norms, channel_outliers, measure_norms
@@ -107,13 +107,7 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
         except InputError as error:
             raise InputError(f"layer {states.index}: {error}") from None
 
-    model(
-        **prompt.arguments(),
-        position_ids=prompt.positions,
-        past_key_values=Probe(look),
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    forward(model, prompt, Probe(look))
     counts = Counter(Modality(one).label for one in ids.tolist())
     return Inspection(dict(counts), len(sample), all(normed), layers)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.decoding import pieces
 from oscar_mm.decoding.embedded import embedded_parts, joined, length, sliced
 from oscar_mm.decoding.loop import read
@@ -15,6 +15,7 @@ from oscar_mm.decoding.prefill import prefill
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.decoding.remaining import by_frames, segments
 from oscar_mm.pipelines.pipeline import Pipeline
+from tests.decoding.pipelines import pipelines
 from tests.prompts import clip, noise
 from tests.recordings import write_movie
 
@@ -23,16 +24,8 @@ NAMES = ["qwen", "moe", "omni", "llava"]
 
 
 @pytest.fixture(scope="module")
-def pipes(
-    qwen3_vl_folder: Path,
-    qwen3_vl_moe_folder: Path,
-    qwen3_omni_folder: Path,
-    llava_next_folder: Path,
-) -> dict[str, Pipeline]:
-    folders = {"qwen": qwen3_vl_folder, "moe": qwen3_vl_moe_folder, "llava": llava_next_folder}
-    how = {"device": "cpu", "policy": "bf16"}
-    kinds = {name: OscarVLPipeline(folder, **how) for name, folder in folders.items()}
-    return kinds | {"omni": OscarOmniPipeline(qwen3_omni_folder, **how)}
+def pipes(folders: dict[str, Path]) -> dict[str, Pipeline]:
+    return pipelines(folders, "bf16")
 
 
 def prompt_of(pipe: Pipeline, text: str = "What is it? " * 9) -> Prompt:

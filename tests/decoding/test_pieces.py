@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.decoding import pieces
 from oscar_mm.decoding.loop import read
 from oscar_mm.decoding.pieces import in_pieces
 from oscar_mm.pipelines.pipeline import Pipeline
+from tests.decoding.pipelines import pipelines
 from tests.prompts import clip, noise
 
 PICTURES = [noise(96, 70), noise(250, 120, 2), noise(64, 64, 3)]
@@ -19,15 +19,8 @@ LONG = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def pipes(
-    qwen3_vl_folder: Path,
-    qwen3_vl_moe_folder: Path,
-    qwen3_omni_folder: Path,
-    llava_next_folder: Path,
-) -> dict[str, Pipeline]:
-    folders = {"qwen": qwen3_vl_folder, "moe": qwen3_vl_moe_folder, "llava": llava_next_folder}
-    kinds = {name: OscarVLPipeline(folder, device="cpu") for name, folder in folders.items()}
-    return kinds | {"omni": OscarOmniPipeline(qwen3_omni_folder, device="cpu")}
+def pipes(folders: dict[str, Path]) -> dict[str, Pipeline]:
+    return pipelines(folders, "compact")
 
 
 def prompt_of(pipe: Pipeline) -> Any:
