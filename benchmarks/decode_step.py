@@ -66,12 +66,11 @@ def report(rows: Rows) -> None:
     )
     for row in rows:
         if "kernels" in row:
-            title = f"{' '.join(_place(row))}: {row['kernels']['launches']:,} launches, ms busy"
-            most = row["kernels"]["most"]
+            seen = row["kernels"]
             show(
-                title,
-                ("kernel", "launches", "ms"),
-                ((n[:90], str(c), f"{m:.3f}") for n, c, m in most),
+                f"{' '.join(_place(row))}: {seen['launches']:,} launches in {seen['span_ms']:.2f} ms",
+                ("kernel", "launches", "ms busy", "ms added"),
+                ((n[:90], str(c), f"{b:.3f}", f"{a:.3f}") for n, c, b, a in seen["most"]),
             )
         if "memory" not in row:
             continue
