@@ -118,6 +118,7 @@ def measure(
         for way, placement in {"one": {"device": device}, "layers": {"device_map": "auto"}}.items():
             release(device)
             rows.append({"way": way} | asked(folder, placement, pictures, answer))
+            print(f"{way}: {rows[-1]['ms']:.2f} ms a token", flush=True)
         release(device)
         rows.append({"way": "heads"} | by_ranks(folder, gpus, pictures, answer))
     expected = rows[0]["token_ids"]
