@@ -68,17 +68,18 @@ struct Query {
   }
 };
 
-// Fragments of the rotated queries, within [-1, 1], divided by the factor of their codes' place.
+// Fragments of the rotated queries times `inverse`, which brings them within [-1, 1], divided by the
+// factor of their codes' place.
 template <int BITS>
 __device__ __forceinline__ void query_fragments(uint32_t (&query)[KSTEPS][2], const Shared& shared,
-                                                float largest, int lane) {
+                                                float inverse, int lane) {
   const float* row = shared.stored[lane >> 2];
 #pragma unroll
   for (int step = 0; step < KSTEPS; ++step)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channel = step * TILE + half * 8 + 2 * (lane & 3);
-      const float factor = 1.0f / (largest * (1 << (BITS * place_of<BITS>(step, half))));
+      const float factor = inverse / (1 << (BITS * place_of<BITS>(step, half)));
       query[step][half] = packed(row[channel] * factor, row[channel + 1] * factor, __half());
     }
 }
@@ -99,10 +100,10 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
   float largest = 0.0f;
 #pragma unroll
   for (int column = 0; column < COLUMNS; ++column) largest = fmaxf(largest, shared.largest[column]);
-  largest = largest > 0.0f ? exp2f(ceilf(log2f(largest))) : 1.0f;
-  const float unit = largest * params.scaling * LOG2E * SUBNORMAL;
+  const float exponent = largest > 0.0f ? ceilf(log2f(largest)) : 0.0f, inverse = exp2f(-exponent);
+  const float unit = exp2f(exponent) * params.scaling * LOG2E * SUBNORMAL;
   uint32_t query[KSTEPS][2];
-  query_fragments<BITS_A>(query, shared, largest, lane);
+  query_fragments<BITS_A>(query, shared, inverse, lane);
   bool second = false;  // whether state and query are in units of the second bit width
   const Run run = run_of(part);
   // Item run.first + i is the (taken + i)-th of this thread block. Entries are read an item ahead.
@@ -137,10 +138,10 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
           second = !second;
           if (second) {
             change_units<BITS_A, BITS_B>(state);
-            query_fragments<BITS_B>(query, shared, largest, lane);
+            query_fragments<BITS_B>(query, shared, inverse, lane);
           } else {
             change_units<BITS_B, BITS_A>(state);
-            query_fragments<BITS_A>(query, shared, largest, lane);
+            query_fragments<BITS_A>(query, shared, inverse, lane);
           }
         }
       }
@@ -213,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       query.fetch(params, part, warp, lane);
       request_first(params, shared, part, taken, warp, lane);
     }
-    finish_segment(params, shared, done, warp, lane);
+    finish_segment(params, shared, done, goes_on, warp, lane);
     if (!goes_on) return;
     __syncthreads();
   }

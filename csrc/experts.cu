@@ -1,76 +1,87 @@
-// experts: a mixture of experts for a few rows, each row by the experts that it chooses. Two launches
-// like those of linear.cu, of which the first also routes:
+// experts: a mixture of experts for a few rows, each row by the experts that it chooses. Two
+// launches like those of linear.cu:
 //
 //   DOWN 0: out[row][k] = silu(x Wg^T) * (x Wu^T), of the k-th chosen expert, x normalized
 //   DOWN 1: out[row] = residual[row] + sum over k of share[row][k] * (x[row][k] Wd^T)
 //
-// A row's shares are the softmax of its router's logits, of which the CHOSEN largest count. Which
-// weights are to be read is known only after the launch in front, so none are read ahead of it.
+// A row's shares are the softmax of its router's logits, of which the CHOSEN largest count. Every
+// thread block finds them by itself. The first launch cannot ask for weights before the router has
+// ended; it lets the second one begin only then, so that this one can.
 //
-// Compiled with: DOWN, CHOSEN (experts of a row, at most 32), EXPERTS, NORMALIZE (1: shares add up to
-// 1), ROWS (1 to 4), and as product.cuh says.
+// Compiled with: DOWN, CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,536), NORMALIZE
+// (1: shares add up to 1), ROWS (1 to 4), EARLY (pieces that a warp of the second launch asks for
+// before it waits: more would keep the first one's last ones waiting), and as product.cuh says.
 
 #include "overlap.cuh"
 #include "product.cuh"
 
 constexpr int SIDES = DOWN ? CHOSEN : 2;
-constexpr int LOGITS = (EXPERTS + 31) / 32;  // of a lane
+constexpr int KEYS = (EXPERTS + 3) / 4 * 4;  // of a row
 
 struct Params {
   const ELEMENT* x;         // (ROWS, width), or with DOWN (ROWS, CHOSEN, width)
   const ELEMENT* norm;      // (width), not with DOWN
-  const ELEMENT* logits;    // (ROWS, EXPERTS), not with DOWN
+  const ELEMENT* logits;    // (ROWS, EXPERTS)
   const ELEMENT* weights;   // (EXPERTS, outputs, width): first the gates' outputs, then the others
   const ELEMENT* residual;  // (ROWS, total), with DOWN
   ELEMENT* output;          // (ROWS, CHOSEN, total), or with DOWN (ROWS, total)
-  int* chosen;              // (ROWS, CHOSEN): written by the first launch, read by the second
-  float* shares;            // likewise
   int total, width;         // outputs of a row and expert; width: a multiple of 256
   float epsilon;
 };
 
-// The largest logits of a row, the lower index first where two are equal; by a warp.
-__device__ __forceinline__ void route(const ELEMENT* logits, int* chosen, float* shares, int lane) {
-  float share[LOGITS], largest = -INFINITY, sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < LOGITS; ++i) {
-    const int expert = i * 32 + lane;
-    share[i] = expert < EXPERTS ? static_cast<float>(logits[expert]) : -INFINITY;
-    largest = fmaxf(largest, share[i]);
+// An integer for each logit of a row: the larger the logit the larger, of equal ones the first's.
+// NaN is above or below all numbers, so that there are always CHOSEN largest.
+__device__ __forceinline__ uint32_t key_of(unsigned short bits, int expert) {
+  const uint32_t ordered = bits & 0x8000 ? ~bits & 0xffff : bits | 0x8000;
+  return ordered << 16 | (0xffff - expert);
+}
+
+__device__ __forceinline__ float logit_of(uint32_t key) {
+  const uint32_t ordered = key >> 16;
+  const unsigned short bits = ordered & 0x8000 ? ordered & 0x7fff : ~ordered & 0xffff;
+  return static_cast<float>(*reinterpret_cast<const ELEMENT*>(&bits));
+}
+
+// The experts of all rows, the largest logit's first; by all threads.
+__device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[ROWS][KEYS],
+                                       int (&chosen)[ROWS * CHOSEN]) {
+  const unsigned short* bits = reinterpret_cast<const unsigned short*>(logits);
+  for (int i = threadIdx.x; i < ROWS * KEYS; i += THREADS) {
+    const int row = i / KEYS, expert = i % KEYS;
+    // Not through L1: this may run before the launch in front has ended.
+    keys[row][expert] =
+        expert < EXPERTS ? key_of(__ldcg(bits + row * EXPERTS + expert), expert) : 0;
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2)
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-#pragma unroll
-  for (int i = 0; i < LOGITS; ++i) sum += share[i] = expf(share[i] - largest);
-  sum = warp_sum(sum);
-  float mine = 0.0f, all = 0.0f;
-  int which = 0;
-#pragma unroll 1
-  for (int k = 0; k < CHOSEN; ++k) {
-    float best = -1.0f;
-    int at = 0;
-#pragma unroll
-    for (int i = 0; i < LOGITS; ++i)
-      if (share[i] > best) best = share[i], at = i * 32 + lane;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      const float other = __shfl_xor_sync(~0u, best, step);
-      const int place = __shfl_xor_sync(~0u, at, step);
-      if (other > best || (other == best && place < at)) best = other, at = place;
+  __syncthreads();
+  for (int i = threadIdx.x; i < ROWS * EXPERTS; i += THREADS) {
+    const int row = i / EXPERTS, expert = i % EXPERTS;
+    const uint4* others = reinterpret_cast<const uint4*>(keys[row]);
+    const uint32_t mine = keys[row][expert];
+    int above[4] = {};
+#pragma unroll 8
+    for (int j = 0; j < KEYS / 4; ++j) {
+      const uint4 four = others[j];
+      above[0] += four.x > mine, above[1] += four.y > mine;
+      above[2] += four.z > mine, above[3] += four.w > mine;
     }
+    const int place = above[0] + above[1] + above[2] + above[3];
+    if (place < CHOSEN) chosen[row * CHOSEN + place] = expert;
+  }
+  __syncthreads();
+}
+
+// Shares of a row's chosen experts; by a warp.
+__device__ __forceinline__ void share(const uint32_t (&keys)[KEYS], const int* chosen,
+                                      float* shares, int lane) {
+  const float largest = logit_of(keys[chosen[0]]);
+  float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < LOGITS; ++i)
-      if (at == i * 32 + lane) share[i] = -1.0f;
-    best /= sum;
-    all += best;
-    if (lane == k) mine = best, which = at;
-  }
-  if (lane < CHOSEN) {
-    // Logits that are NaN choose nothing: an expert that exists, and NaN for its share.
-    chosen[lane] = min(max(which, 0), EXPERTS - 1);
-    shares[lane] = rounded(NORMALIZE ? mine / all : mine);
-  }
+  for (int i = 0; i < EXPERTS; i += 32)
+    if (i + lane < EXPERTS) sum += expf(logit_of(keys[i + lane]) - largest);
+  sum = warp_sum(sum);
+  const float mine = lane < CHOSEN ? expf(logit_of(keys[chosen[lane]]) - largest) / sum : 0.0f;
+  const float all = warp_sum(mine);
+  if (lane < CHOSEN) shares[lane] = rounded(NORMALIZE ? mine / all : mine);
 }
 
 // A unit of work is an output: of DOWN a row's, else of a row and one of its experts.
@@ -79,6 +90,10 @@ struct Place {
 
   __device__ __forceinline__ Place(int unit, int total)
       : item(unit / total), output(unit % total) {}
+
+  __device__ __forceinline__ void next(int total) {
+    if (++output == total) output = 0, ++item;
+  }
 
   __device__ __forceinline__ const ELEMENT* weights(const Params& params, const int* chosen,
                                                     int side) const {
@@ -92,9 +107,10 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     experts(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ uint64_t full[WARPS][DEPTH];
+  __shared__ uint64_t full[WARPS][DEPTH], rows;
   __shared__ float sums[WARPS][ROWS], shares[ROWS * CHOSEN];
   __shared__ int chosen[ROWS * CHOSEN];
+  __shared__ alignas(16) uint32_t keys[ROWS][KEYS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int width = params.width, total = params.total;
   uint8_t* ring = memory + warp * DEPTH * PIECE_BYTES;
@@ -104,43 +120,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int64_t number = blockIdx.x * WARPS + warp, warps = gridDim.x * WARPS;
   const int64_t units = static_cast<int64_t>(DOWN ? 1 : CHOSEN) * ROWS * total;
   const int first = number * units / warps, last = (number + 1) * units / warps;
+  Place place(first, total), wanted = place;
+  Cursor<SIDES> ahead(first);
   if (lane < DEPTH) barrier_init(&full[warp][lane]);
+  if (threadIdx.x == 0) barrier_init(&rows);
 #if BULK
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-  if (!DOWN)
+  if (!DOWN) {
     for (int i = threadIdx.x; i < width / 8; i += THREADS)
       *reinterpret_cast<uint4*>(norm + i * 8) = load16(params.norm + i * 8);
-  let_next_begin();
-  wait_for_previous();
-  if (DOWN) {
-    for (int i = threadIdx.x; i < ROWS * CHOSEN; i += THREADS)
-      chosen[i] = params.chosen[i], shares[i] = params.shares[i];
-  } else if (warp < ROWS) {
-    int* which = chosen + warp * CHOSEN;
-    float* share = shares + warp * CHOSEN;
-    route(params.logits + warp * EXPERTS, which, share, lane);
-    if (blockIdx.x == 0 && lane < CHOSEN) {
-      params.chosen[warp * CHOSEN + lane] = which[lane];
-      params.shares[warp * CHOSEN + lane] = share[lane];
-    }
+    wait_for_previous();
+    if (warp == 0) request_rows(params.x, ROWS * width, x, &rows, lane);
   }
-  __syncthreads();
-  Cursor<SIDES> ahead(first);
+  let_next_begin();
+  choose(params.logits, keys, chosen);
   auto request = [&](int slot) {
-    const ELEMENT* row = Place(ahead.output, total).weights(params, chosen, ahead.side);
+    const ELEMENT* row = wanted.weights(params, chosen, ahead.side);
     request_piece(row, ahead.start, width, ring + slot * PIECE_BYTES, &full[warp][slot], lane);
+    const int unit = ahead.output;
     ahead.next(width);
+    if (ahead.output != unit) wanted.next(total);
   };
-#pragma unroll 1
-  for (int slot = 0; slot < DEPTH && ahead.output < last; ++slot) request(slot);
-  take_rows(params.x, (DOWN ? CHOSEN : 1) * width, !DOWN, params.epsilon, x, norm, sums);
-
   int slot = 0;
+  if (DOWN) {
+#pragma unroll 1
+    for (; slot < EARLY && ahead.output < last; ++slot) request(slot);
+    // Not by the first warp, which asks for x.
+    const int row = WARPS - 1 - warp;
+    if (row < ROWS) share(keys[row], chosen + row * CHOSEN, shares + row * CHOSEN, lane);
+    __syncthreads();
+    wait_for_previous();
+    if (warp == 0) request_rows(params.x, ROWS * CHOSEN * width, x, &rows, lane);
+  }
+#pragma unroll 1
+  for (; slot < DEPTH && ahead.output < last; ++slot) request(slot);
+  take_rows(width, !DOWN, params.epsilon, x, norm, &rows, sums);
+
+  slot = 0;
   uint32_t parity = 0;
-  for (int unit = first; unit < last; ++unit) {
-    const Place place(unit, total);
-    float y = 0.0f, gate = 0.0f;
+  for (int unit = first; unit < last; ++unit, place.next(total)) {
+    float y = 0.0f, gate = 0.0f, residual = 0.0f;
+    if (DOWN && lane == 0) residual = static_cast<float>(params.residual[unit]);
 #pragma unroll 1
     for (int side = 0; side < SIDES; ++side) {
       float dot[1] = {};
@@ -161,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         y = gated(gate, product);
     }
     if (lane == 0) {
-      if (DOWN) y = rounded(y) + static_cast<float>(params.residual[unit]);
+      if (DOWN) y = rounded(y) + residual;
       params.output[unit] = ELEMENT(y);
     }
   }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void request(const Params& params, const Cursor<SIDES
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ uint64_t full[WARPS][DEPTH];
+  __shared__ uint64_t full[WARPS][DEPTH], rows;
   __shared__ float sums[WARPS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = params.width;
   uint8_t* ring = memory + warp * DEPTH * PIECE_BYTES;
@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(const __grid_con
   const int64_t number = blockIdx.x * WARPS + warp, warps = gridDim.x * WARPS;
   const int first = number * params.total / warps, last = (number + 1) * params.total / warps;
   if (lane < DEPTH) barrier_init(&full[warp][lane]);
+  if (threadIdx.x == 0) barrier_init(&rows);
 #if BULK
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -57,8 +58,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(const __grid_con
     for (int i = threadIdx.x; i < width / 8; i += THREADS)
       *reinterpret_cast<uint4*>(norm + i * 8) = load16(params.norm + i * 8);
   let_next_begin();
+  __syncthreads();
   wait_for_previous();
-  take_rows(params.x, width, params.norm != nullptr, params.epsilon, x, norm, sums);
+  if (warp == 0) request_rows(params.x, ROWS * width, x, &rows, lane);
+  take_rows(width, params.norm != nullptr, params.epsilon, x, norm, &rows, sums);
 
   int slot = 0;
   uint32_t parity = 0;

@@ -4,6 +4,9 @@
 #include "hadamard.cuh"
 #include "params.cuh"
 
+constexpr int PART = COLUMNS * RECORD;  // floats of a warp's or thread block's records
+static_assert(WARPS >= COLUMNS && PART % 4 == 0);
+
 // Put a warp's state where finish_segment finds it.
 __device__ __forceinline__ void give_state(Shared& shared, const State& state, int warp, int lane) {
   const int group = lane >> 2, quad = lane & 3;
@@ -42,17 +45,7 @@ __device__ __forceinline__ void take_state(const Shared& shared, State& state, i
   }
 }
 
-// From shared memory, or from global memory where other thread blocks wrote: not through L1.
-template <bool GLOBAL, typename T>
-__device__ __forceinline__ T read(const T* source) {
-  if constexpr (GLOBAL)
-    return __ldcg(source);
-  else
-    return *source;
-}
-
-// Sum of some records at a time, `stride` floats apart, in their order. All of their loads are
-// independent: each lane takes one record's maximum and sum, and all take the outputs.
+// Sum of records, in their order.
 struct Column {
   float x[PER_LANE];
   float total, maximum;
@@ -63,19 +56,14 @@ struct Column {
     for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
   }
 
-  // AT_ONCE: at least `count`, at most 32.
-  template <bool GLOBAL, int AT_ONCE>
-  __device__ __forceinline__ void add(const float* records, int stride, int count, int lane) {
-    float top = -INFINITY, sum = 0.0f, rows[AT_ONCE][PER_LANE];
+  // Up to 32 records, PART floats apart. Each lane takes one record's maximum and sum, and all take
+  // the outputs.
+  __device__ __forceinline__ void add(const float* records, int count, int lane) {
+    float top = -INFINITY, sum = 0.0f;
     if (lane < count) {
-      sum = read<GLOBAL>(records + lane * stride + HEAD_DIM);
-      top = read<GLOBAL>(records + lane * stride + HEAD_DIM + 1);
+      sum = records[lane * PART + HEAD_DIM];
+      top = records[lane * PART + HEAD_DIM + 1];
     }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-#pragma unroll
-      for (int j = 0; j < PER_LANE; ++j)
-        rows[i][j] = i < count ? read<GLOBAL>(records + i * stride + channel_of(j, lane)) : 0.0f;
     float next = fmaxf(top, maximum);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
@@ -88,11 +76,12 @@ struct Column {
     maximum = next;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) x[i] *= before;
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
       const float factor = __shfl_sync(~0u, mine, i);
 #pragma unroll
-      for (int j = 0; j < PER_LANE; ++j) x[j] = fmaf(factor, rows[i][j], x[j]);
+      for (int j = 0; j < PER_LANE; ++j)
+        x[j] = fmaf(factor, records[i * PART + channel_of(j, lane)], x[j]);
     }
   }
 };
@@ -103,7 +92,6 @@ __device__ __forceinline__ void write_column(const Params& params, const Assignm
                                              int lane) {
   column += part.column_tile * COLUMNS;
   const int token = column / params.group, head = column % params.group;
-  if (token >= params.tokens) return;
 #if ROTATE
   hadamard(x, lane);
 #endif
@@ -117,34 +105,9 @@ __device__ __forceinline__ void write_column(const Params& params, const Assignm
   for (int i = 0; i < PER_LANE; ++i) row[channel_of(i, lane)] = ELEMENT(x[i] / total);
 }
 
-// Write the segment's output, or this thread block's part of it; the last to come adds the parts.
-__device__ __forceinline__ void finish_segment(const Params& params, Shared& shared,
-                                               const Assignment& part, int warp,
-                                               int lane) {
-  int first, parts = part.parts;
-  if (parts) {
-    first = part.first;
-  } else {
-    first = part.worker(part.start);
-    parts = part.worker(part.start + part.items() - 1) - first + 1;
-  }
-  constexpr int PART = COLUMNS * RECORD, AT_ONCE = 24;
-  Column sum;
-  for (int column = warp; column < COLUMNS; column += WARPS) {
-    sum.clear();
-    sum.add<false, SLOTS>(shared.merge[0][column], PART, SLOTS, lane);
-    if (parts == 1) {
-      write_column(params, part, column, sum.x, sum.total, lane);
-      continue;
-    }
-    // Along the line segment and thread block never both stay, so their sum names a part.
-    float* record =
-        params.partials + static_cast<int64_t>(part.index + blockIdx.x) * PART + column * RECORD;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) record[channel_of(i, lane)] = sum.x[i];
-    if (lane == 0) record[HEAD_DIM] = sum.total, record[HEAD_DIM + 1] = sum.maximum;
-  }
-  if (parts == 1) return;
+// Whether this thread block is the last one to have written its part of a segment.
+__device__ __forceinline__ bool is_last_of(const Params& params, Shared& shared,
+                                           const Assignment& part, int parts) {
   __syncthreads();
   if (threadIdx.x == 0) {
     // Takes along what the whole thread block wrote before the barrier.
@@ -154,16 +117,77 @@ __device__ __forceinline__ void finish_segment(const Params& params, Shared& sha
                  : "l"(params.arrivals + part.index)
                  : "memory");
     shared.is_last = before == parts - 1;
+    if (shared.is_last) params.arrivals[part.index] = 0;
   }
   __syncthreads();
-  if (!shared.is_last) return;
-  if (threadIdx.x == 0) params.arrivals[part.index] = 0;
-  const float* records = params.partials + static_cast<int64_t>(part.index + first) * PART;
-  for (int column = warp; column < COLUMNS; column += WARPS) {
-    sum.clear();
-    for (int done = 0; done < parts; done += AT_ONCE)
-      sum.add<true, AT_ONCE>(records + static_cast<int64_t>(done) * PART + column * RECORD, PART,
-                             min(parts - done, AT_ONCE), lane);
-    write_column(params, part, column, sum.x, sum.total, lane);
+  return shared.is_last;
+}
+
+// The columns in use of some thread blocks' parts, to shared memory; by all threads. Not through L1,
+// as other thread blocks wrote them.
+__device__ __forceinline__ void copy_parts(float* target, const float* source, int count,
+                                           int columns) {
+  const int used = (columns * RECORD + 3) / 4 * 4;
+  for (int part = threadIdx.x / 32; part < count; part += WARPS)
+    for (int i = part * PART + threadIdx.x % 32 * 4; i < part * PART + used; i += 128)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target + i)),
+                   "l"(source + i)
+                   : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+}
+
+// Write the segment's output, or this thread block's part of it; the last to come adds the parts.
+//
+// Warps' states and thread blocks' parts are added up by the same instructions, a warp a column: at
+// short contexts it is fetching instructions that takes the time. So parts go through shared
+// memory, `buffers` unless the next segment's pages are on their way to it.
+__device__ __forceinline__ void finish_segment(const Params& params, Shared& shared,
+                                               const Assignment& part, bool goes_on, int warp,
+                                               int lane) {
+  int first, parts = part.parts;
+  if (parts) {
+    first = part.first;
+  } else {
+    first = part.worker(part.start);
+    parts = part.worker(part.start + part.items() - 1) - first + 1;
   }
+  const int columns =
+      min(COLUMNS, params.group * params.tokens - part.column_tile * COLUMNS);
+  // Along the line segment and thread block never both stay, so their sum names a part.
+  float* partials = params.partials + static_cast<int64_t>(part.index) * PART;
+  float* records = shared.merge[0][0];
+  int count = SLOTS, added = 0;  // records in shared memory; parts that came there so far
+  bool is_part = parts > 1;
+  Column sum;
+  sum.clear();
+#pragma unroll 1
+  while (true) {
+    if (warp < columns)
+#pragma unroll 1
+      for (int i = 0; i < count; i += 32)
+        sum.add(records + i * PART + warp * RECORD, min(count - i, 32), lane);
+    if (is_part) {
+      if (warp < columns) {
+        float* record = partials + static_cast<int64_t>(blockIdx.x) * PART + warp * RECORD;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) record[channel_of(i, lane)] = sum.x[i];
+        if (lane == 0) record[HEAD_DIM] = sum.total, record[HEAD_DIM + 1] = sum.maximum;
+      }
+      if (!is_last_of(params, shared, part, parts)) return;
+      is_part = false;
+      sum.clear();
+      partials += static_cast<int64_t>(first) * PART;
+    } else if (parts == 1 || added == parts) {
+      break;
+    } else {
+      __syncthreads();
+    }
+    if (!goes_on) records = reinterpret_cast<float*>(shared.buffers);
+    count = min(goes_on ? SLOTS : static_cast<int>(sizeof(shared.buffers) / (PART * 4)),
+                parts - added);
+    copy_parts(records, partials + added * PART, count, columns);
+    added += count;
+  }
+  if (warp < columns) write_column(params, part, warp, sum.x, sum.total, lane);
 }

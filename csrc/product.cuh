@@ -39,46 +39,54 @@ __device__ __forceinline__ void request_piece(const ELEMENT* row, int start, int
   copy_end(barrier);
 }
 
-// A thread block's rows of x into shared memory; with `norm`, which is there already, normalized.
-__device__ __forceinline__ void take_rows(const ELEMENT* from, int width, bool normed,
-                                          float epsilon, ELEMENT* x, const ELEMENT* norm,
+// Ask for a thread block's rows of x; by all lanes of a warp. Pieces that were asked for before keep
+// them waiting.
+__device__ __forceinline__ void request_rows(const ELEMENT* from, int elements, ELEMENT* x,
+                                             uint64_t* barrier, int lane) {
+  copy_begin(barrier, elements * 2, lane);
+  copy_piece(x, reinterpret_cast<const uint8_t*>(from), elements * 2, barrier, lane);
+  copy_end(barrier);
+}
+
+// Wait for them; with `norm`, which is there already, they are normalized. By all threads.
+__device__ __forceinline__ void take_rows(int width, bool normed, float epsilon, ELEMENT* x,
+                                          const ELEMENT* norm, uint64_t* barrier,
                                           float (&sums)[WARPS][ROWS]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  barrier_wait(barrier, 0);
+  if (!normed) return;
   float squares[ROWS] = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row)
     for (int i = threadIdx.x; i < width / 8; i += THREADS) {
-      const uint4 eight = load16(from + row * width + i * 8);
+      const uint4 eight = load16(x + row * width + i * 8);
       const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 two = unpacked(words[j], ELEMENT());
         squares[row] = fmaf(two.x, two.x, fmaf(two.y, two.y, squares[row]));
       }
-      *reinterpret_cast<uint4*>(x + row * width + i * 8) = eight;
     }
-  if (normed) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      const float sum = warp_sum(squares[row]);
-      if (lane == 0) sums[warp][row] = sum;
-    }
-    __syncthreads();
+  for (int row = 0; row < ROWS; ++row) {
+    const float sum = warp_sum(squares[row]);
+    if (lane == 0) sums[warp][row] = sum;
+  }
+  __syncthreads();
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      float sum = 0.0f;
+  for (int row = 0; row < ROWS; ++row) {
+    float sum = 0.0f;
 #pragma unroll
-      for (int other = 0; other < WARPS; ++other) sum += sums[other][row];
-      const float scale = rsqrtf(sum / width + epsilon);
-      // Other elements than this thread's above: the barrier is between.
-      for (int i = threadIdx.x; i < width / 2; i += THREADS) {
-        uint32_t* word = reinterpret_cast<uint32_t*>(x + row * width) + i;
-        const float2 two = unpacked(*word, ELEMENT());
-        const float2 by = unpacked(reinterpret_cast<const uint32_t*>(norm)[i], ELEMENT());
-        ELEMENT* both = reinterpret_cast<ELEMENT*>(word);
-        both[0] = ELEMENT(rounded(two.x * scale) * by.x);
-        both[1] = ELEMENT(rounded(two.y * scale) * by.y);
-      }
+    for (int other = 0; other < WARPS; ++other) sum += sums[other][row];
+    const float scale = rsqrtf(sum / width + epsilon);
+    // Other elements than this thread's above: the barrier is between.
+    for (int i = threadIdx.x; i < width / 2; i += THREADS) {
+      uint32_t* word = reinterpret_cast<uint32_t*>(x + row * width) + i;
+      const float2 two = unpacked(*word, ELEMENT());
+      const float2 by = unpacked(reinterpret_cast<const uint32_t*>(norm)[i], ELEMENT());
+      ELEMENT* both = reinterpret_cast<ELEMENT*>(word);
+      both[0] = ELEMENT(rounded(two.x * scale) * by.x);
+      both[1] = ELEMENT(rounded(two.y * scale) * by.y);
     }
   }
   __syncthreads();

@@ -18,6 +18,9 @@ from oscar_mm.cache.stream import Stream
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
+FEWEST_ITEMS = 8
+"""Of a thread block, where a segment has that many: its warps take one each at a time, and adding
+up the parts of many thread blocks takes longer."""
 _HALF = BLOCK_TOKENS // 2
 SECOND = 1 << 16
 """Set in a page's entry if the page is of the second bit width."""
@@ -182,10 +185,11 @@ def assign(
 
 
 def _shares(lengths: np.ndarray, workers: int) -> list[int]:
-    """Thread blocks for each segment: at least one, at most its items, the longest part minimal."""
-    shares = np.ones(len(lengths), dtype=np.int64)
+    """Thread blocks for each segment: at least one, no more than have enough to do, the longest
+    part minimal."""
+    shares, most = np.ones(len(lengths), dtype=np.int64), -(-lengths // FEWEST_ITEMS)
     for _ in range(workers - len(lengths)):
-        load = np.where(shares < lengths, lengths / shares, 0.0)
+        load = np.where(shares < most, lengths / shares, 0.0)
         longest = int(load.argmax())
         if not load[longest]:
             break

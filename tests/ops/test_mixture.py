@@ -10,7 +10,9 @@ import torch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.decoding.layers import _experts, _norm
 from oscar_mm.ops import mixture as module
+from oscar_mm.ops.linear import Norm
 from oscar_mm.ops.mixture import (
+    Experts,
     Params,
     Specialization,
     mixture_by_torch,
@@ -48,7 +50,11 @@ def test_compiles(arch: str, down: bool) -> None:
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for specialization in (QWEN3_OMNI, OTHERS[1]):
-        macros = specialization.macros(down, 4, arch != "sm_80")
+        limit = (227 if arch != "sm_120" else 99) << 10
+        macros = specialization.macros(down, limit, arch != "sm_80")
+        assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
+        if specialization is QWEN3_OMNI:
+            assert specialization.shared_bytes(macros) <= limit
         report = compile_text("experts.cu", text, arch, macros).reports["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
@@ -77,3 +83,32 @@ def test_rows_choose_for_themselves() -> None:
     assert torch.equal(together, torch.cat(alone))
     close = mixture_by_torch(x, norm, experts)
     assert (together - close).abs().max() < 0.1
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_equal_logits_and_nan() -> None:
+    """Of equal logits the first experts are chosen; NaN stays in its row."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = Specialization(2, 60, 4, True, 256, 256, torch.bfloat16)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    x, norm = random(made.rows, made.width), Norm(random(made.width), 1e-5)
+    gate_and_up = random(made.experts, 2 * made.between, made.width) / 16
+    down = random(made.experts, made.width, made.between)
+    router = torch.zeros(made.experts, made.width, device="cuda").bfloat16()
+    experts = Experts(router, gate_and_up, down, made.chosen, made.normalized)
+    found = mixture_kernels(x, experts)(x, norm, experts)
+    # A mixture of these alone gives them the same shares.
+    first = Experts(
+        *(router[: made.chosen], gate_and_up[: made.chosen], down[: made.chosen]),
+        *(made.chosen, made.normalized),
+    )
+    expected = mixture_by_torch(x, norm, first)
+    assert (found - expected).norm() < 0.02 * (expected - x).norm()
+    broken = x.clone()
+    broken[0, 3] = torch.nan
+    result = mixture_kernels(broken, experts)(broken, norm, experts)
+    assert result[0].isnan().all() and torch.equal(result[1], found[1])

@@ -133,6 +133,19 @@ def test_unequal_rows_and_padding() -> None:
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
+def test_a_long_row_among_many() -> None:
+    """More rows than thread blocks: these go on from row to row, and many share the long one."""
+    rows, tokens = 160, 6000
+    ids = torch.full((rows, tokens), PADDING)
+    ids[:, -20:] = 0
+    ids[rows // 2] = 0
+    shape = {"batch": rows, "kv_heads": 1, "group": 4, "head_dim": 64}
+    cache = filled("compact", ids, **shape)
+    output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    assert error_of(output[rows // 2], expected[rows // 2]) < BOUNDS[torch.bfloat16]
+
+
 def test_a_row_that_has_ended_is_zero() -> None:
     shape = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 128}
     cache = filled("compact", torch.zeros(2, 300, dtype=torch.int64), **shape)
