@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,9 @@ from benchmarks.allocator import allocated
 from benchmarks.decoder import Decoder
 from benchmarks.record import now
 from benchmarks.step_kernels import kernels_of
-from benchmarks.ways import Oscar, Step, Way
+from benchmarks.ways import Oscar, Run, Way
+from oscar_mm.decoding.choice import Choices
+from oscar_mm.ranks import Ranks
 
 WARM_UP, STEPS = 8, 16
 WITHIN = 0.01
@@ -83,10 +86,11 @@ def _measured(
     decoder: Decoder, way: Way, rows: int, context: int, bandwidth: float, kernels: bool
 ) -> dict[str, Any]:
     before, start = allocated(decoder.device), perf_counter()
-    run = way.begin(decoder, rows, context, WARM_UP + STEPS + kernels)
+    run = way.begin(decoder, rows, context, WARM_UP + STEPS + 2 * kernels)
     allocated(decoder.device)  # waits, and begins a new peak
     filled = perf_counter() - start
-    milliseconds = step_ms(run.step, decoder.device, rows, context)
+    stepping = Stepping(run, decoder.device, rows)
+    milliseconds = step_ms(stepping)
     after, kv_bytes = allocated(decoder.device), run.kv_bytes()
     weights = decoder.weights(rows)
     row = {
@@ -107,36 +111,36 @@ def _measured(
             "held": after["requested"] - before["requested"],
         }
     if kernels:
-        step = Stepping(run.step, decoder.device, rows, context + WARM_UP + STEPS)
-        row["kernels"] = kernels_of(step.once, decoder.device)
+        stepping.once(last=True)
+        row["kernels"] = kernels_of(partial(stepping.once, last=True), decoder.device)
     return row
 
 
 class Stepping:
-    """Steps one after the other, each with a wait for its tokens.
+    """Steps one after the other, in the order of ``oscar_mm.decoding.loop.decode``."""
 
-    Args:
-        context: tokens of each row before the first step.
-    """
-
-    def __init__(self, step: Step, device: torch.device, rows: int, context: int) -> None:
-        self._step = step
+    def __init__(self, run: Run, device: torch.device, rows: int) -> None:
+        self._run, self._choose = run, Choices([None] * rows, Ranks())
         # Rows that begin alike would choose the same experts.
         self._tokens = 1 + torch.arange(rows, device=device)
-        self._position = torch.full((rows,), context, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool)
 
-    def once(self) -> None:
-        """From tokens to the host's choice of the next."""
-        logits = self._step(self._tokens, self._position, self._ended)
-        self._tokens = logits.float().argmax(-1)
-        self._tokens.tolist()
-        self._position = self._position + 1
+    def once(self, *, last: bool = False) -> None:
+        """From tokens on the host to the next ones there.
+
+        Args:
+            last: of all steps, so that none is launched ahead.
+        """
+        choice = self._choose(self._run.step(self._tokens, self._ended))
+        self._tokens = choice.tokens
+        if self._run.ahead is not None and not last:
+            self._run.ahead(self._tokens, self._ended)
+        choice.listed()
 
 
-def step_ms(step: Step, device: torch.device, rows: int, context: int) -> float:
+def step_ms(stepping: Stepping) -> float:
     """Median of the steps after the warm-up."""
-    stepping, times = Stepping(step, device, rows, context), []
+    times = []
     for _ in range(WARM_UP + STEPS):
         start = perf_counter()
         stepping.once()

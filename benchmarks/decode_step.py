@@ -25,7 +25,11 @@ AT_MOST = 1.3
 BOUND_CONTEXTS = (2048, 32768, 131072)
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
-    "and images. A step takes tokens to the host's choice of the next; tokens/s are of all rows.",
+    "and images. A step is the time from tokens on the host to the next ones there; tokens/s are "
+    "of all rows.",
+    "As in our own decode loop, graph launches the next step before the host waits for the tokens "
+    "that it is fed with, but for a step that packs pages. All others begin a step when the host "
+    "has its tokens, as `generate` does.",
     "floor: bytes of the decoder's weights (of a mixture the experts that so many tokens are "
     "expected to choose) and of the KV cache as held, by the bandwidth of this run's own copy.",
     f"ms: median of {STEPS} steps after {WARM_UP}. graph: captured, with captures as often as "
@@ -66,9 +70,9 @@ def report(rows: Rows) -> None:
     )
     for row in rows:
         if "kernels" in row:
-            seen = row["kernels"]
+            seen, cell = row["kernels"], " ".join(_place(row))
             show(
-                f"{' '.join(_place(row))}: {seen['launches']:,} launches in {seen['span_ms']:.2f} ms",
+                f"{cell}: {seen['launches']:,} launches in {seen['span_ms']:.2f} ms",
                 ("kernel", "launches", "ms busy", "ms added"),
                 ((n[:90], str(c), f"{b:.3f}", f"{a:.3f}") for n, c, b, a in seen["most"]),
             )

@@ -27,7 +27,9 @@ NOTES = [
     "and images. The first try is what memory has room for by arithmetic; what is out of memory "
     "is tried again with fewer rows, by a thirty-second, at least one.",
     f"Each batch runs {WARM_UP + STEPS} steps; ms is the median of the last {STEPS}, from tokens "
-    "to the host's choice of the next.",
+    "on the host to the next ones there. As in our own decode loop, graph launches the next step "
+    "before the host waits for the tokens that it is fed with, but for a step that packs pages; "
+    "DynamicCache begins a step when the host has its tokens, as in `generate`.",
     "floor: bytes of the decoder's weights (of a mixture the experts that so many tokens are "
     "expected to choose) and of the KV cache as held, by the bandwidth of this run's own copy.",
     "report: weights and KV cache as counted by the cache; peak: the most that the allocator had "

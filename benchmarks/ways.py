@@ -21,8 +21,8 @@ from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_byt
 from oscar_mm.decoding.steps import DecodeSteps, record_cuda_graph
 from oscar_mm.modality import Modality
 
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits after one more token of each row; arguments as of ``DecodeSteps``."""
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits after one more token of each row; arguments as of a step of ``DecodeSteps``."""
 _SEED = 0
 _ROUND = 512
 """Tokens that a piece for an OscarCache is a multiple of; of one row they settle the balancing."""
@@ -35,11 +35,14 @@ class Run:
     Attributes:
         kv_bytes: what the cache says that it holds.
         captures: graphs that were captured for it.
+        ahead: launches the step that comes next, as of ``DecodeSteps``; None where a step waits
+            until the host has its tokens.
     """
 
     step: Step
     kv_bytes: Callable[[], int]
     captures: list[str] = field(default_factory=list)
+    ahead: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
 class Way(ABC):
@@ -84,7 +87,8 @@ class Dynamic(Way):
             layer.lazy_initialization(*(side[:, :, :0] for side in first))
             # Not by update(), which would hold a second copy on the way.
             layer.keys, layer.values = (side.clone() if index else side for side in first)
-        return Run(by_cache(decoder, cache, decoder.model), lambda: _plain_bytes(cache))
+        step = by_cache(decoder, cache, decoder.model, rows, tokens)
+        return Run(step, lambda: _plain_bytes(cache))
 
 
 class Static(Way):
@@ -106,7 +110,8 @@ class Static(Way):
         # A rehearsal is to do without a C++ compiler.
         config = CompileConfig() if on_gpu else CompileConfig(backend="eager", mode=None)
         call = decoder.model.get_compiled_call(config)
-        return Run(by_cache(decoder, cache, call), lambda: _plain_bytes(cache))
+        step = by_cache(decoder, cache, call, rows, tokens)
+        return Run(step, lambda: _plain_bytes(cache))
 
     def finish(self) -> None:
         """Its graphs hold memory."""
@@ -143,7 +148,7 @@ class Quantized(Way):
             )
             return sum(map(stored_bytes, packed)) + _plain_bytes(cache)
 
-        return Run(by_cache(decoder, cache, decoder.model), held)
+        return Run(by_cache(decoder, cache, decoder.model, rows, tokens), held)
 
 
 class Oscar(Way):
@@ -177,8 +182,9 @@ class Oscar(Way):
             return replay
 
         how = record if self.graph else None
-        step = DecodeSteps(decoder.model, cache, decoder.axes, decoder.device, how)
-        return Run(step, lambda: cache.memory().kv_bytes, captures)
+        position = torch.full((rows,), tokens)
+        steps = DecodeSteps(decoder.model, cache, decoder.axes, position, decoder.device, how)
+        return Run(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
         """See ``Way``."""
@@ -233,12 +239,15 @@ WAYS: dict[str, Way] = {
 }
 
 
-def by_cache(decoder: Decoder, cache: Cache, call: Callable) -> Step:
-    """A step of transformers with one of its caches."""
+def by_cache(decoder: Decoder, cache: Cache, call: Callable, rows: int, tokens: int) -> Step:
+    """A step of transformers with one of its caches, which holds so many tokens in each row."""
     axes = decoder.axes
+    position = torch.full((rows,), tokens, device=decoder.device)
 
-    def step(tokens: torch.Tensor, position: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def step(tokens: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        nonlocal position
         positions = position.view(*[1] * len(axes), -1, 1).expand(*axes, -1, 1)
+        position = position + 1
         inputs = {"input_ids": tokens[:, None], "position_ids": positions}
         return call(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
 

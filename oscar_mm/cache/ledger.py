@@ -90,34 +90,65 @@ class Ledger:
         self.last = step
         return step
 
+    def foretold(self, modalities: np.ndarray) -> np.ndarray | None:
+        """``Step.writes`` of ``advance`` for (batch, 1) tokens, if it would do nothing but append.
+
+        No sequence changes. What is written there is seen by nobody before ``advance``, but blocks
+        that are free may be foretold to others too, see ``SlotAllocator.promises``. None where a
+        page would be packed, a block copied, a stream begun or a pool grown, or no token stored.
+        """
+        self.store.collect()
+        writes: list[tuple[int, int, int, int]] = []
+        taken, blocks = 0, self.allocators[16]
+        for row, code in enumerate(modalities[:, 0].tolist()):
+            if code == PADDING:
+                continue
+            stream = self._stream_to_append_to(self.sequences[row], code)
+            if stream is None:
+                return None
+            place = stream.tail % BLOCK_TOKENS
+            block = stream.blocks[-1] if place else blocks.foretell(taken)
+            if block is None:
+                return None
+            taken += place == 0
+            writes.append((row, 0, block, place))
+        return np.array(writes).T if writes else None
+
     def _take_token(
         self, writes: list[np.ndarray], row: int, sequence: Sequence, code: int
     ) -> bool:
         """What ``advance`` does, for one token that only goes to the end of its stream.
 
-        A decode step of many rows brings little else. False, and nothing is done, where it may
-        begin a stream, fill a page or meet another owner's block.
+        A decode step of many rows brings little else. False, and nothing is done, for others.
         """
+        stream = self._stream_to_append_to(sequence, code)
+        if stream is None:
+            return False
+        place = stream.tail % BLOCK_TOKENS
+        if place == 0:
+            stream.blocks += self.allocators[16].allocate(1)
+        sequence.codes.append(code)
+        sequence.stored += 1
+        stream.tail += 1
+        writes.append(np.array([[row], [0], [stream.blocks[-1]], [place]]))
+        return True
+
+    def _stream_to_append_to(self, sequence: Sequence, code: int) -> Stream | None:
+        """The stream to whose end a token goes and does nothing else; None where it may begin a
+        stream, fill a page or meet another owner's block."""
         stream = sequence.streams.get(code)
         if stream is None or sequence.stored < self.policy.sinks:
-            return False
+            return None
         window = self.policy.window
         for other, one in sequence.streams.items():
             total = one.tail + (one is stream)
             if one.bits < 16 and total >= PAGE_TOKENS:
                 in_window = int((sequence.recent(max(0, window - 1)) == other).sum())
                 if total - in_window - (one is stream and window > 0) >= PAGE_TOKENS:
-                    return False
-        blocks, place = self.allocators[16], stream.tail % BLOCK_TOKENS
-        if place == 0:
-            stream.blocks += blocks.allocate(1)
-        elif blocks.is_shared(stream.blocks[-1]):
-            return False
-        sequence.codes.append(code)
-        sequence.stored += 1
-        stream.tail += 1
-        writes.append(np.array([[row], [0], [stream.blocks[-1]], [place]]))
-        return True
+                    return None
+        if stream.tail % BLOCK_TOKENS and self.allocators[16].is_shared(stream.blocks[-1]):
+            return None
+        return stream
 
     def _stream_codes(self, sequence: Sequence, ids: np.ndarray) -> np.ndarray:
         """Stream code of each new token; counts them as stored."""

@@ -12,9 +12,15 @@ import torch
 
 
 class SlotAllocator:
-    """Free list and reference counts of slots. Slots are shared by forks of a sequence."""
+    """Free list and reference counts of slots. Slots are shared by forks of a sequence.
+
+    Attributes:
+        promises: how often slots were given out or foretold. If it has grown since a free slot was
+            foretold, others may have written to that slot.
+    """
 
     def __init__(self) -> None:
+        self.promises = 0
         self._references: list[int] = []
         self._free: list[int] = []
 
@@ -39,6 +45,7 @@ class SlotAllocator:
         A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
         nothing and a long answer seldom moves the pool.
         """
+        self.promises += 1
         missing = count - len(self._free)
         if missing > 0:
             grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
@@ -48,6 +55,12 @@ class SlotAllocator:
         for slot in slots:
             self._references[slot] = 1
         return slots
+
+    def foretell(self, index: int) -> int | None:
+        """The slot that the allocation after ``index`` others will give; None if pools must grow
+        for it."""
+        self.promises += 1
+        return self._free[-1 - index] if index < len(self._free) else None
 
     def share(self, slots: Iterable[int]) -> None:
         """Add an owner to each slot."""

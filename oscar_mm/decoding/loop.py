@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,12 +10,12 @@ from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding import pieces
+from oscar_mm.decoding.choice import Choices
 from oscar_mm.decoding.pieces import in_pieces
 from oscar_mm.decoding.prefill import prefill
 from oscar_mm.decoding.prompt import Prompt, forward
-from oscar_mm.decoding.sampling import Chooser, Sampling
+from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.decoding.steps import DecodeSteps
-from oscar_mm.modality import PADDING
 from oscar_mm.ranks import Ranks
 
 
@@ -67,62 +68,24 @@ def decode(
         FloatingPointError: the model's logits are NaN.
     """
     logits = read(model, prompt, cache, prefill_chunk)
-    count = len(prompt.modalities)
-    samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
-    choosers = _choosers(prompt, samplings, history, logits.device)
-    ended = torch.zeros(count, dtype=torch.bool) if ended is None else ended
-    position, step, ranks = prompt.next_position, 0, Ranks.of(model)
-    steps = DecodeSteps(model, cache, prompt.positions.shape[:-2], prompt.positions.device)
-    while True:
-        tokens, listed = _choose(logits, choosers, ranks)
-        step += 1
+    rows = len(prompt.modalities)
+    samplings = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
+    most = torch.tensor([one.max_new_tokens for one in samplings])
+    choose = Choices.after(prompt, samplings, history, logits.device, Ranks.of(model))
+    ended = torch.zeros(rows, dtype=torch.bool) if ended is None else ended
+    axes, device = prompt.positions.shape[:-2], prompt.positions.device
+    steps = DecodeSteps(model, cache, axes, prompt.next_position, device)
+    for count in itertools.count(1):
+        choice, full = choose(logits), most <= count
+        # The device goes on, where it can, while the host waits for the tokens.
+        steps.ahead(choice.tokens, ended | full)
+        listed = choice.listed()
         ended |= torch.tensor([token in end_tokens for token in listed])
         if ended.all():
             return
         yield [None if done else token for token, done in zip(listed, ended.tolist(), strict=True)]
-        ended |= torch.tensor([step >= one.max_new_tokens for one in samplings])
+        ended |= full
         if ended.all():
             return
         # A row that has ended goes on as padding: it is not stored.
-        logits = steps(tokens, position, ended)
-        position = position + 1
-
-
-def _choosers(
-    prompt: Prompt,
-    samplings: Sequence[Sampling],
-    history: Sequence[torch.Tensor] | torch.Tensor | None,
-    device: torch.device,
-) -> list[Chooser | None]:
-    """One for each row; None where the likeliest token is taken."""
-    ids = prompt.inputs["input_ids"].to(device)
-    real = (prompt.modalities != PADDING).to(device)
-    choosers: list[Chooser | None] = []
-    for row, sampling in enumerate(samplings):
-        seen = ids[row][real[row]]
-        if history is not None:
-            seen = torch.cat([history[row].to(device), seen])
-        choosers.append(Chooser(sampling, seen) if sampling.changes_logits else None)
-    return choosers
-
-
-def _choose(
-    logits: torch.Tensor, choosers: Sequence[Chooser | None], ranks: Ranks
-) -> tuple[torch.Tensor, list[int]]:
-    """(batch,) next tokens from (batch, vocabulary) logits, there and on the host.
-
-    What rank 0 chooses all ranks take: by themselves they sample, and may round, differently.
-    """
-    logits = logits.float()
-    broken, tokens = logits.isnan().any(), logits.argmax(-1)
-    if any(choosers) and not broken:  # sampling from NaN would end the CUDA context
-        for row, chooser in enumerate(choosers):
-            if chooser is not None:
-                tokens[row] = chooser.choose(logits[row])
-    chosen = torch.cat([tokens, broken[None]])
-    ranks.agree(chosen)
-    # Both in one copy: each makes the host wait for the device.
-    *listed, broken = chosen.tolist()
-    if broken:
-        raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
-    return chosen[:-1], listed
+        logits = steps(choice.tokens, ended)

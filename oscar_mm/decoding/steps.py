@@ -2,7 +2,8 @@
 
 Eagerly a step costs the host ten times what it costs the GPU. A captured step is launched at once;
 what changes from step to step (tokens, positions, where the past is and where the new tokens go)
-lies in tensors that are written over before each replay.
+lies in tensors that are written over before each replay. It may be launched ahead, before the host
+has seen the tokens that it is fed with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.fixed import FixedTables
 from oscar_mm.cache.step import Step
+from oscar_mm.decoding.ahead import Ahead
 from oscar_mm.decoding.layers import TokenLayers
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.kernel import switched_off
@@ -42,6 +45,7 @@ class DecodeSteps:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
         cache: what a step attends to and adds to.
         axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
+        position: (batch,) RoPE positions of the first step's tokens; each step comes one after.
         device: of the model's inputs.
         record: how a step is captured; None for eager steps only. By default a CUDA graph where
             one can be had, unless ``SWITCH`` is "off".
@@ -52,46 +56,91 @@ class DecodeSteps:
         model: nn.Module,
         cache: OscarCache,
         axes: tuple[int, ...],
+        position: torch.Tensor,
         device: torch.device,
         record: Record | str | None = "auto",
     ) -> None:
-        self.model, self.cache, self.axes, self.device = model, cache, axes, device
+        self.model, self.cache, self.axes = model, cache, axes
         self._record = _recorder(model, cache, device) if record == "auto" else record
         self._layers = TokenLayers(model) if TokenLayers.can_take(model) else None
         self._taken = 0
-        self._fixed: FixedTables | None = None
-        self._foreseen: tuple[int, int] | None = None
+        # What a step is fed with, at addresses that stay.
+        self._ids = torch.zeros((len(position), 1), dtype=torch.long, device=device)
+        self._positions = position.to(device, copy=True).view(*[1] * len(axes), -1, 1)
+        self._fixed = FixedTables(len(position))
+        self._foreseen: tuple[Any, ...] | None = None
         """State of the ledger whose tables are written."""
+        self._ahead: Ahead | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._captured: tuple[int, ...] = ()
         self._layout: tuple[int, ...] = ()
 
-    def __call__(
-        self, tokens: torch.Tensor, position: torch.Tensor, ended: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
         """Logits (batch, vocabulary) after one more token of each row; overwritten by a later step.
 
         Args:
-            tokens: (batch,) ids. position: (batch,) their RoPE positions.
+            tokens: (batch,) ids.
             ended: (batch,) bool on the CPU: rows that go on as padding, which is not stored.
         """
+        ahead, self._ahead = self._ahead, None
         self._taken += 1
-        ids = tokens[:, None].to(self.device)
-        positions = position.to(self.device).view(*[1] * len(self.axes), -1, 1)
         if self._record is None or self._taken <= EAGER_STEPS:
+            self._ids.copy_(tokens[:, None])
             self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
-            return self._forward(ids, positions)
+            logits = self._repeatable()
+        else:
+            logits = self._on_fixed_tables(tokens, ended, ahead)
+        self._positions += 1
+        return logits
+
+    def ahead(self, tokens: torch.Tensor, ended: torch.Tensor) -> None:
+        """Launch the step that comes next, if that is a replay which only appends tokens.
+
+        The cache stays as it is. A call with the same tokens, in which more rows may have ended,
+        makes it the next step; without one it has never been.
+
+        Args:
+            tokens, ended: as of a step.
+        """
+        if self._replay is None:
+            return
         ledger = self.cache.ledger
-        foreseen = self._foreseen == (ledger.changes, ledger.store.trims)
+        if self._foreseen != self._state():
+            self._foresee()
+        if (self._fixed.version, *ledger.store.layout) != self._layout:
+            return
+        writes = ledger.foretold(_codes(ended))
+        if writes is None:
+            return
+        self._ids.copy_(tokens[:, None])
+        self._fixed.refill_writes(writes)
+        step = Step(writes=writes, past=ledger.sequences, fixed=self._fixed)
+        before = ledger.steps, ledger.last
+        # What is replayed may be the layers' code, which asks for the step.
+        ledger.steps, ledger.last = ledger.steps + 1, step
+        try:
+            logits = self._replay()
+        finally:
+            ledger.steps, ledger.last = before
+            self._mark(ledger.steps)
+        promises = ledger.allocators[16].promises
+        self._ahead = Ahead(tokens, self._state(), promises, writes, logits)
+
+    def _on_fixed_tables(
+        self, tokens: torch.Tensor, ended: torch.Tensor, ahead: Ahead | None
+    ) -> torch.Tensor:
+        """A step that is replayed, or was ahead, or is captured where that needs to be."""
+        ledger = self.cache.ledger
+        state, promises = self._state(), ledger.allocators[16].promises
         step = self.cache.begin(_codes(ended))
+        if ahead is not None and ahead.is_step(tokens, state, promises, step):
+            self._mark(ledger.steps)
+            self._foresee()
+            return ahead.logits
+        self._ids.copy_(tokens[:, None])
         if step.copies or any(len(job.source) for job in step.packs):
-            return self._forward(ids, positions)
-        if self._fixed is None:
-            self._fixed = FixedTables(len(ids))
-            self._ids, self._positions = ids.clone(), positions.clone()
-        self._ids.copy_(ids)
-        self._positions.copy_(positions)
-        if not foreseen:
+            return self._repeatable()
+        if self._foreseen != state:
             self._fixed.refill(step.past)
         self._fixed.refill_writes(step.writes)
         # A row that has ended is computed like the others, and nobody looks at what comes of it.
@@ -100,18 +149,24 @@ class DecodeSteps:
         self._foresee()
         return logits
 
+    def _state(self) -> tuple[Any, ...]:
+        """The same as long as the past is."""
+        ledger = self.cache.ledger
+        return ledger, ledger.changes, ledger.store.trims
+
     def _foresee(self) -> None:
         """Write the next step's tables while the device computes: its past is what there is now."""
-        ledger = self.cache.ledger
-        self._fixed.refill(ledger.sequences)
-        self._foreseen = ledger.changes, ledger.store.trims
+        self._fixed.refill(self.cache.ledger.sequences)
+        self._foreseen = self._state()
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _repeatable(self) -> torch.Tensor:
+        """The step, on tensors that stay where they are."""
+        positions = self._positions.expand(*self.axes, -1, 1)
         if self._layers is not None:
-            return self._layers(ids, positions.expand(*self.axes, -1, 1), self.cache)
+            return self._layers(self._ids, positions, self.cache)
         output = self.model(
-            input_ids=ids,
-            position_ids=positions.expand(*self.axes, -1, 1),
+            input_ids=self._ids,
+            position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -142,10 +197,6 @@ class DecodeSteps:
             self._record = None
             self._mark(self.cache.ledger.steps - 1)
         return self._replay is not None
-
-    def _repeatable(self) -> torch.Tensor:
-        """The step on the fixed tensors."""
-        return self._forward(self._ids, self._positions)
 
     def _pack_first(self, step: Step) -> None:
         """Make room for all that the step stores, and pack what leaves the window.

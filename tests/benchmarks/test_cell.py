@@ -9,6 +9,7 @@ import torch
 from benchmarks import cell
 from benchmarks.decoder import Decoder
 from benchmarks.ways import WAYS, Dynamic, Run
+from oscar_mm.decoding.choice import Choice
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -67,3 +68,27 @@ def test_a_package_that_lacks(decoder: Decoder, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(way), "missing", lambda self: "hqq is not installed")
     row = cell.measure(decoder, way, 1, 100, 1e9)
     assert row["error"] == "hqq is not installed" and "out_of_memory" not in row
+
+
+def test_the_next_step_is_launched_before_its_tokens_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    listed = Choice.listed
+    monkeypatch.setattr(Choice, "listed", lambda choice: (log.append("wait"), listed(choice))[1])
+    fed: list[torch.Tensor] = []
+
+    def step(tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+        log.append("step")
+        fed.append(tokens)
+        return torch.eye(9)[tokens + 1]
+
+    run = Run(step, int, ahead=lambda tokens, ended: (log.append("ahead"), fed.append(tokens)))
+    stepping = cell.Stepping(run, torch.device("cpu"), 2)
+    stepping.once()
+    stepping.once(last=True)
+    assert log == ["step", "ahead", "wait", "step", "wait"]
+    assert [tokens.tolist() for tokens in fed] == [[1, 2], [2, 3], [2, 3]]
+    assert fed[1] is fed[2]
+    cell.Stepping(Run(step, int), torch.device("cpu"), 2).once()
+    assert log[-2:] == ["step", "wait"]

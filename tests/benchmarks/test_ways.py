@@ -21,9 +21,8 @@ def logits(decoder: Decoder, run: Run) -> torch.Tensor:
     """Of all steps, (STEPS, rows, vocabulary)."""
     found = []
     for step in range(STEPS):
-        position = torch.full((ROWS,), TOKENS + step)
         tokens = torch.arange(ROWS) + step
-        found.append(run.step(tokens, position, torch.zeros(ROWS, dtype=torch.bool)).float())
+        found.append(run.step(tokens, torch.zeros(ROWS, dtype=torch.bool)).float())
     return torch.stack(found)
 
 

@@ -28,6 +28,10 @@ class Contents:
         assert self.store.allocators[16].owners(block) == 1
         self.blocks.setdefault(block, np.full(BLOCK_TOKENS, -1))[place] = number
 
+    def write_ahead(self, block: int, place: int) -> None:
+        assert self.store.allocators[16].owners(block) <= 1
+        self.blocks.setdefault(block, np.full(BLOCK_TOKENS, -1))[place] = -2
+
     def carry_out(self, step: Step, new: np.ndarray) -> None:
         for job in step.packs:
             tail = [self.blocks[block] for block in job.blocks]
@@ -69,6 +73,13 @@ class Numbers:
         for row in range(len(ids)):
             self.rows[row] += new[row].tolist()
             self.ids[row] += ids[row].tolist()
+
+    def foretell(self, ids: np.ndarray) -> np.ndarray | None:
+        """As a step does that is launched ahead: it writes where it is told that tokens will go."""
+        writes = self.ledger.foretold(ids.astype(np.int8))
+        for block, place in () if writes is None else writes[2:].T.tolist():
+            self.contents.write_ahead(block, place)
+        return writes
 
     def crop(self, count: int) -> None:
         self.ledger.crop(count)

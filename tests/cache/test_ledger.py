@@ -57,9 +57,18 @@ def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPo
     for _ in range(data.draw(st.integers(1, 10))):
         cache = caches[data.draw(st.integers(0, len(caches) - 1))]
         batch, length = len(cache.rows), cache.ledger.length
-        operation = data.draw(st.sampled_from([*operations, "clear", "drop"]))
+        operation = data.draw(st.sampled_from([*operations, "foretell", "clear", "drop"]))
         if operation == "advance":
             cache.advance(data.draw(chunks(batch or 1)))
+        elif operation == "foretell" and batch:
+            tokens = np.array(data.draw(st.lists(MODALITIES, min_size=batch, max_size=batch)))
+            told = cache.foretell(tokens[:, None])
+            check_all(store, caches)  # Nobody sees what was written there.
+            if data.draw(st.booleans()):
+                cache.advance(tokens[:, None])
+                step = cache.ledger.last
+                assert told is None or np.array_equal(step.writes, told)
+                assert told is None or not (step.packs or step.copies)
         elif operation == "forget" and batch:
             start = data.draw(st.integers(0, length))
             stop = data.draw(st.integers(start, min(length, start + 300)))
@@ -207,11 +216,18 @@ def test_single_tokens_are_planned_as_many_are(bits, window: int, monkeypatch) -
         ledger.advance(prompt)
     forks = [ledger.fork() for ledger in ledgers]
     taken = Ledger._take_token
-    quick = 0
+    quick = foretold = 0
     for _ in range(300):
         token = generator.choice([-1, 0, 0, 0, 0, 1], (3, 1)).astype(np.int8)
         monkeypatch.setattr(Ledger, "_take_token", taken)
+        told, capacity = short.foretold(token), short.store.allocators[16].capacity
         mine = short.advance(token)
+        if told is None:
+            grown = short.store.allocators[16].capacity > capacity
+            assert grown or mine.packs or mine.copies or mine.writes is None
+        else:
+            foretold += 1
+            assert np.array_equal(told, mine.writes) and not (mine.packs or mine.copies)
         monkeypatch.setattr(Ledger, "_take_token", lambda *_: False)
         theirs = long.advance(token)
         quick += not (mine.packs or mine.copies)
@@ -221,6 +237,6 @@ def test_single_tokens_are_planned_as_many_are(bits, window: int, monkeypatch) -
         if mine.writes is not None:
             assert np.array_equal(mine.writes, theirs.writes)
         assert short.sequences == long.sequences
-    assert quick > 200
+    assert quick > 200 and foretold > 200
     assert short.store.allocators[16].used == long.store.allocators[16].used
     assert len(forks) == 2

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.prompts import Reference
+
 
 @pytest.fixture(scope="session")
 def folders(
@@ -19,3 +21,9 @@ def folders(
         "llava": llava_next_folder,
         "omni": qwen3_omni_folder,
     }
+
+
+@pytest.fixture(scope="session")
+def oscar(qwen3_vl_folder: Path) -> Reference:
+    """A tiny Qwen3-VL with attention "oscar"; nobody changes it."""
+    return Reference(qwen3_vl_folder, attention={"text_config": "oscar"})

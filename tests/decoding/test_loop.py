@@ -18,11 +18,6 @@ def reference(request: pytest.FixtureRequest) -> Reference:
     return Reference(request.getfixturevalue(f"{request.param}_folder"))
 
 
-@pytest.fixture(scope="module")
-def oscar(qwen3_vl_folder) -> Reference:
-    return Reference(qwen3_vl_folder, attention={"text_config": "oscar"})
-
-
 def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=24, **how):
     """Token lists of each row, and the cache."""
     cache = OscarCache(policy)

@@ -10,7 +10,7 @@ from oscar_mm.cache.fixed import FixedTables
 from oscar_mm.decoding import steps
 from oscar_mm.decoding.loop import decode
 from oscar_mm.decoding.sampling import Sampling
-from tests.prompts import REQUESTS, Reference
+from tests.prompts import REQUESTS
 
 TWO = REQUESTS["two images"]
 LONG = type(TWO)("Compare the two pictures. " * 6, TWO.images)
@@ -31,11 +31,6 @@ class Repeat:
             return function()
 
         return replay
-
-
-@pytest.fixture(scope="module")
-def oscar(qwen3_vl_folder) -> Reference:
-    return Reference(qwen3_vl_folder, attention={"text_config": "oscar"})
 
 
 def answer(

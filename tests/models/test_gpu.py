@@ -55,6 +55,26 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}])
+def test_the_host_waits_for_nothing_but_tokens(options) -> None:
+    """And who ends an answer in the middle, with a step on its way, disturbs no other."""
+    pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16")
+    asked = {"images": CARDS[:14], "prompt": "Write all codes.", "max_new_tokens": 80, **options}
+    whole = pipe(**asked).text
+    for _ in range(3):
+        pieces = pipe.stream(**asked)
+        said = [next(pieces) for _ in range(8)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            said += [next(pieces) for _ in range(12)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        pieces.close()
+        assert whole.startswith("".join(said))
+    assert pipe(**asked).text == whole
+
+
+@pytest.mark.gpu
 def test_answers_leave_no_memory_behind(monkeypatch) -> None:
     pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16")
     captures, held = [], []

@@ -1,0 +1,278 @@
+"""Steps that are launched before their tokens have come leave no trace where they are not taken.
+
+Whatever the caller does between two tokens: tokens, cache and the next turn are those of eager
+steps. What stands for a graph is the same function again, see ``tests.decoding.test_steps``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.cache.step import Step
+from oscar_mm.decoding import steps
+from oscar_mm.decoding.ahead import Ahead
+from oscar_mm.decoding.choice import Choice
+from oscar_mm.decoding.loop import decode
+from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.memory import MemoryReport
+from tests.decoding.test_steps import BATCH, Repeat
+from tests.prompts import REQUESTS, Reference, Request
+
+POLICY = KVPolicy.preset("compact", bits={"text": 2, "image": 4}, window=8, sinks=2)
+LENGTH = 36
+Tokens = list[list[int | None]]
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache says how its steps are recorded, for its forks too."""
+    monkeypatch.setattr(steps, "EAGER_STEPS", 1)
+    monkeypatch.setattr(
+        steps, "_recorder", lambda _, cache, __: getattr(cache.store, "record", None)
+    )
+
+
+@pytest.fixture
+def guesses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step that was launched ahead, when the next is asked for: whether it was that."""
+    found: list[bool] = []
+    is_step = Ahead.is_step
+
+    def noted(*arguments) -> bool:
+        found.append(is_step(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Ahead, "is_step", noted)
+    return found
+
+
+def answer(
+    oscar: Reference,
+    cache: OscarCache,
+    requests: Sequence[Request] = BATCH,
+    sampling: Sampling | Sequence[Sampling] | int = LENGTH,
+    *,
+    ends: Sequence[int] = (),
+    ended: torch.Tensor | None = None,
+) -> Iterator[list[int | None]]:
+    if isinstance(sampling, int):
+        sampling = Sampling(max_new_tokens=sampling)
+    prompt = oscar.prompt(requests)
+    ends = frozenset(ends)
+    return decode(oscar.model, prompt, cache, sampling, end_tokens=ends, ended=ended)
+
+
+def compare(
+    oscar: Reference, play: Callable[[OscarCache], list], record: Repeat | None = None
+) -> None:
+    """Play on eager steps and on steps ahead, then another turn."""
+    caches = eager, ahead = OscarCache(POLICY), OscarCache(POLICY)
+    for cache in caches:
+        slots = cache.store.allocators[16]
+        slots.release(slots.allocate(60))
+    ahead.store.record = record or Repeat()
+    expected, found = map(play, caches)
+    assert found == expected
+    assert_alike(ahead, eager)
+    turn = [REQUESTS["text"]] * len(ahead.ledger.sequences)
+    expected, found = (list(answer(oscar, cache, turn, 8)) for cache in caches)
+    assert found == expected
+    assert_alike(ahead, eager)
+
+
+def assert_alike(cache: OscarCache, expected: OscarCache) -> None:
+    assert cache.ledger.sequences == expected.ledger.sequences
+    assert cache.memory() == expected.memory()
+    assert cache.store.memory() == expected.store.memory()
+    for layer in range(len(cache.layers)):
+        for mine, theirs in zip(cache.unpacked(layer), expected.unpacked(layer), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.fixture(scope="module")
+def free(oscar) -> list[list[int]]:
+    """Tokens of each row where nothing ends it."""
+    return [list(row) for row in zip(*answer(oscar, OscarCache(POLICY)), strict=True)]
+
+
+def test_rows_end_one_after_the_other(oscar, free, guesses) -> None:
+    ends = [row[at] for row, at in zip(free, (5, 16, 30), strict=True)]
+    given: list[Tokens] = []
+
+    def play(cache: OscarCache) -> Tokens:
+        given.append(list(answer(oscar, cache, ends=ends)))
+        return given[-1]
+
+    compare(oscar, play)
+    assert len({sum(step[row] is None for step in given[0]) for row in range(3)}) == 3
+    # Of the turn after it too. Those that are not ahead pack a page or let a pool grow.
+    assert all(guesses) and len(guesses) > 30
+
+
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_an_answer_that_the_caller_closes(oscar, count: int) -> None:
+    def play(cache: OscarCache) -> Tokens:
+        steps = answer(oscar, cache)
+        found = list(islice(steps, count))
+        steps.close()
+        return found
+
+    compare(oscar, play)
+
+
+def test_rows_that_the_caller_ends(oscar, guesses) -> None:
+    """And at every token the cache holds those given before it."""
+    prompt = oscar.prompt(BATCH).tokens
+
+    def play(cache: OscarCache) -> list[tuple[list[int | None], MemoryReport]]:
+        ended, found = torch.zeros(3, dtype=torch.bool), []
+        for step in answer(oscar, cache, ended=ended):
+            assert cache.get_seq_length() == prompt + len(found)
+            found.append((step, cache.memory()))
+            ended[1] |= len(found) == 7
+            ended[0] |= len(found) == 19
+        return found
+
+    compare(oscar, play)
+    assert all(guesses)
+
+
+def test_forks_answer_in_turns(oscar, guesses) -> None:
+    """The block that the next token goes to is shared when it has gone there already."""
+
+    def play(cache: OscarCache) -> Tokens:
+        first = answer(oscar, cache)
+        found = list(islice(first, 6))
+        twin = cache.fork()
+        for both in zip(first, answer(oscar, twin, [REQUESTS["text"]] * 3, 24), strict=False):
+            found += both
+        twin.close()
+        return found
+
+    compare(oscar, play)
+    assert guesses.count(False) >= 1 and guesses.count(True) > 40
+
+
+@pytest.mark.parametrize("change", ["crop", "forget", "trim"])
+def test_a_cache_that_is_changed_between_two_tokens(oscar, guesses, change: str) -> None:
+    def play(cache: OscarCache) -> Tokens:
+        first = answer(oscar, cache, sampling=16)
+        found = list(islice(first, 8))
+        if change == "crop":
+            cache.crop(-3)
+        elif change == "forget":
+            cache.forget(3, 9, row=1)
+        else:
+            cache.store.trim()
+        return found + list(first)
+
+    compare(oscar, play)
+    assert guesses.count(False) == 1
+
+
+def test_others_take_the_block_that_was_free(oscar, guesses) -> None:
+    def play(cache: OscarCache) -> Tokens:
+        slots, taken, found = cache.store.allocators[16], [], []
+        for step in answer(oscar, cache):
+            found.append(step)
+            taken += slots.allocate(1)
+        slots.release(taken)
+        return found
+
+    compare(oscar, play)
+    # Each row needs one once in 32 tokens.
+    assert 1 <= guesses.count(False) <= 6
+
+
+def test_seeds_and_penalties(oscar) -> None:
+    sampling = [
+        Sampling(max_new_tokens=30, temperature=1.0, top_p=0.9, seed=3),
+        Sampling(max_new_tokens=17, repetition_penalty=1.3),
+        Sampling(max_new_tokens=24, temperature=0.7, top_k=20, repetition_penalty=1.1, seed=4),
+    ]
+    compare(oscar, lambda cache: list(answer(oscar, cache, sampling=sampling)))
+
+
+class Broken(Repeat):
+    """NaN comes of the twelfth replay."""
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        replay = super().__call__(function)
+
+        def breaking() -> torch.Tensor:
+            logits = replay()
+            if self.replays == 12:
+                logits[1, 3] = float("nan")
+            return logits
+
+        return breaking
+
+
+def test_nan(oscar) -> None:
+    """It is met when a step that was fed with what was chosen from it has been launched."""
+
+    def play(cache: OscarCache) -> Tokens:
+        steps = answer(oscar, cache)
+        # The first step is eager, and the second finds out which tables there are.
+        found = list(islice(steps, 14))
+        if hasattr(cache.store, "record"):
+            with pytest.raises(FloatingPointError, match="NaN"):
+                next(steps)
+            assert cache.store.record.replays == 13
+        else:
+            next(steps)
+            steps.close()
+        return found
+
+    compare(oscar, play, Broken())
+
+
+def test_a_step_is_launched_before_the_host_waits_for_its_tokens(oscar, monkeypatch) -> None:
+    log: list[str] = []
+
+    class Logged(Repeat):
+        def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            replay = super().__call__(function)
+
+            def logged() -> torch.Tensor:
+                log.append("launch")
+                return replay()
+
+            return logged
+
+    listed = Choice.listed
+    monkeypatch.setattr(Choice, "listed", lambda choice: (log.append("wait"), listed(choice))[1])
+    cache = OscarCache("bf16")
+    cache.store.record = Logged()
+    steps = answer(oscar, cache, [REQUESTS["text"]], 24)
+    for _ in steps:
+        log.append("given")
+    said = " ".join(log)
+    # With the caller's time in between, too.
+    assert "launch wait given launch wait given launch wait given" in said
+    assert said.endswith("wait given") and log.count("launch") == 24 - 1 - 2
+
+
+def test_what_was_launched_is_that_step_where_no_more_is_written() -> None:
+    tokens, state = torch.arange(3), (object(), 4, 0)
+    writes = np.array([[0, 1, 2], [0, 0, 0], [7, 3, 9], [4, 1, 31]])
+    ahead = Ahead(tokens, state, 5, writes, torch.zeros(3, 5))
+    assert ahead.is_step(tokens, state, 5, Step(writes=writes))
+    assert ahead.is_step(tokens, state, 6, Step(writes=writes[:, [0, 2]]))
+    assert ahead.is_step(tokens, state, 6, Step())
+    assert not ahead.is_step(tokens.clone(), state, 5, Step(writes=writes))
+    assert not ahead.is_step(tokens, (*state[:2], 1), 5, Step(writes=writes))
+    assert not ahead.is_step(tokens, state, 5, Step(writes=writes, copies=[(1, 2)]))
+    for row in range(3):
+        moved = writes.copy()
+        moved[2:, row] = 8, 0
+        assert not ahead.is_step(tokens, state, 5, Step(writes=moved))
+        fewer = Ahead(tokens, state, 5, np.delete(writes, row, axis=1), ahead.logits)
+        assert not fewer.is_step(tokens, state, 5, Step(writes=writes))
+        free = Ahead(tokens, state, 5, moved, ahead.logits)
+        assert free.is_step(tokens, state, 5, Step(writes=moved))
+        assert not free.is_step(tokens, state, 6, Step(writes=moved))
