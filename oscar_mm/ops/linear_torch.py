@@ -84,11 +84,14 @@ def disagreement(
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
+        # In the dtype at once: this runs beside a model, and float32 copies would count.
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     worst = 0.0
     for rows, width, outputs in problems:
-        x, weights = random(rows, width), [random(one, width) / width**0.5 for one in outputs]
+        x, weights = random(rows, width), [random(one, width) for one in outputs]
+        for weight in weights:
+            weight /= width**0.5
         none = [None] * len(outputs)
         biases = none if gated else [random(one) for one in outputs]
         residual = None if gated else random(rows, sum(outputs))
