@@ -1,6 +1,7 @@
 # make demo | demo-web | test | lint | bench | clean. Needs Python 3.11 or newer; PYTHON=... names another one.
 PYTHON ?= python3
 # Processes that share the tests; a file's tests stay together, and with them what they set up.
+# Files come in their order: by their number of tests the slowest, which have few, would be last.
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ demo-web: $(RUN_STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/oscar-mm demo
 
 test: $(RUN_STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

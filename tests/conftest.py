@@ -1,48 +1,66 @@
 """Fixtures of the whole suite."""
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
-import torch
-
-from tests.checkpoints import build
 
 # Tiny tensors gain nothing from threads, and on busy cores threads waiting for each other cost
-# more than the work.
-torch.set_num_threads(1)
+# more than the work. Said before torch is there, and so to processes that tests start. Nothing here
+# imports torch on its own: where tests are shared out, the process that does so needs it not.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected by now stays. Looking through it takes a fifth of a second at
+    # each gc.collect(), which benchmarks call for every cell.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+def built(family: str, factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny checkpoint of this family."""
+    from tests.checkpoints import build
+
+    return build(family, factory.mktemp(family))
 
 
 @pytest.fixture(scope="session")
 def qwen3_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL with its processor."""
-    return build("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+    return built("qwen3_vl", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def qwen3_vl_moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL with experts."""
-    return build("qwen3_vl_moe", tmp_path_factory.mktemp("qwen3_vl_moe"))
+    return built("qwen3_vl_moe", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def llava_next_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaVA-v1.6 on Mistral."""
-    return build("llava_next", tmp_path_factory.mktemp("llava_next"))
+    return built("llava_next", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def llava_next_vicuna_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaVA-v1.6 on Vicuna."""
-    return build("llava_next_vicuna", tmp_path_factory.mktemp("llava_next_vicuna"))
+    return built("llava_next_vicuna", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def qwen3_omni_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-Omni that cannot speak."""
-    return build("qwen3_omni", tmp_path_factory.mktemp("qwen3_omni"))
+    return built("qwen3_omni", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def qwen3_omni_talker_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-Omni that can speak."""
-    return build("qwen3_omni_talker", tmp_path_factory.mktemp("qwen3_omni_talker"))
+    return built("qwen3_omni_talker", tmp_path_factory)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from oscar_mm.cli import app, run
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
 from tests.checkpoints import build
+from tests.processes import Forked, command
 from tests.prompts import clip, tone
 from tests.recordings import write_movie, write_sound
 
@@ -260,17 +260,14 @@ def test_interrupt_and_closed_pipe_are_quiet(model, picture, tmp_path) -> None:
     settings = endless / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 10**6}))
     model = str(endless)
-    arguments = [*COMMAND, *request(picture, model, "--max-new-tokens", "4000")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}
-    # A shell lets what it runs in the background ignore this signal, and so its children.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(arguments, preexec_fn=heed, **pipes) as interrupted:
-        assert os.read(interrupted.stdout.fileno(), 1)
-        interrupted.send_signal(signal.SIGINT)
+    arguments = request(picture, model, "--max-new-tokens", "4000")
+    with Forked(command, *arguments) as interrupted:
+        assert interrupted.stdout.read(1)
+        os.kill(interrupted.pid, signal.SIGINT)
         assert interrupted.wait(60) == 130
         assert interrupted.stderr.read() == b""
-    with subprocess.Popen(arguments, **pipes) as piped:
-        assert os.read(piped.stdout.fileno(), 1)
+    with Forked(command, *arguments) as piped:
+        assert piped.stdout.read(1)
         piped.stdout.close()
         assert piped.wait(60) == 1
         assert piped.stderr.read() == b""

@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from PIL import Image
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.cli import run
+from tests.processes import Forked, command
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
-
-ROOT = Path(__file__).parents[2]
 
 
 def talk(
@@ -134,17 +132,12 @@ def test_a_bundled_model_by_default(picture, monkeypatch, capsys) -> None:
 
 
 def test_ctrl_c_ends_the_answer(qwen3_vl_folder) -> None:
-    command = [sys.executable, "-m", "oscar_mm.cli", "chat", "-m", str(qwen3_vl_folder)]
     options = ["--device", "cpu", "--max-new-tokens", "4000"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, *options], cwd=ROOT, **pipes) as running:
+    with Forked(command, "chat", "-m", str(qwen3_vl_folder), *options) as running:
         running.stdin.write(b"What is it?\n")
-        running.stdin.flush()
-        assert os.read(running.stdout.fileno(), 1)
-        running.send_signal(signal.SIGINT)
-        while not (note := running.stderr.readline()):
-            pass
-        assert note == b"stopped; what you read counts as the answer\n"
-        out, errors = running.communicate(b"/segments\n/undo\n/undo\n", 60)
-    assert (running.returncode, out.count(b"What is it?")) == (0, 1)
+        assert running.stdout.read(1)
+        os.kill(running.pid, signal.SIGINT)
+        assert running.stderr.readline() == b"stopped; what you read counts as the answer\n"
+        code, out, errors = running.end(b"/segments\n/undo\n/undo\n")
+    assert (code, out.count(b"What is it?")) == (0, 1)
     assert errors == b"taken back: What is it?\nerror: undo: nothing was asked yet\n"

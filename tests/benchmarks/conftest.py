@@ -1,7 +1,6 @@
 """Decoders in small, as benchmarks of decode steps see them."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,10 +20,7 @@ def mixture() -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def quick_collection() -> Iterator[None]:
-    """Benchmarks collect garbage for each cell; it takes a second to look through all that pytest
-    and the libraries hold."""
+def quick_collection() -> None:
+    """Benchmarks collect garbage for each cell: what earlier files left is not looked through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

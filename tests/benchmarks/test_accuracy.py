@@ -145,7 +145,9 @@ def test_command_line_records_and_reports(
         *(REFERENCE, PUBLISHED, "OScaR, published, mixed pages"),
         *("compact, sinks 0", "compact, sinks 64", DEFAULT),
     }
-    assert list(tmp_path.glob("accuracy-*.png"))
+    [drawn] = tmp_path.glob("accuracy-*.png")
+    drawn.unlink()
+    monkeypatch.setattr(accuracy_report, "plot", lambda *_: drawn.touch())  # that takes a second
     more = ["--methods", PUBLISHED, "--condition", "plain", "--add", "--generate", "0"]
     assert accuracy.main([*arguments[:7], "--prompts", "5", *more]) == 0
     again = Record.load(path)
@@ -160,7 +162,9 @@ def test_command_line_records_and_reports(
     assert again.extra["prompts"] == 2
     assert accuracy.main([*arguments[:7], "--prompts", "2", *more]) == 0
     assert Record.load(path).rows == again.rows
+    drawn.unlink()
     assert accuracy.main(["--report", "--out", str(tmp_path)]) == 0
+    assert drawn.exists()
     assert accuracy_report.main(tmp_path / "nothing", NAMES) == 2
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.cache.invariants import (
     random_ids,
 )
 from tests.cache.numbers import check_slots
+from tests.processes import Forked
 
 IDS = left_padded(random_ids(8, 60, 290, 40, 200), 590, 400)
 LAYERS = 2
@@ -152,21 +151,22 @@ def test_empty_caches(tmp_path: Path) -> None:
     assert torch.equal(loaded.unpacked(0)[0], cache.unpacked(0)[0])
 
 
+def next_output(cache: OscarCache) -> list[str]:
+    out = [attend_oscar(cache, chunk(n, 3, batch=3), layer=n) for n in range(LAYERS)]
+    return [x.double().sum().item().hex() for x in out]
+
+
+def go_on(path: Path) -> None:
+    cache, given = load_cache(path, fingerprint="model-1")
+    print(given["turn"], next_output(cache))
+
+
 def test_in_a_fresh_process(saved: Path) -> None:
     """The same next output, to the last bit."""
-    script = (
-        "import sys, torch; from oscar_mm.cache.persist import load_cache; "
-        "from tests.cache.invariants import attend_oscar, chunk; torch.set_num_threads(1); "
-        "cache, given = load_cache(sys.argv[1], fingerprint='model-1'); "
-        "out = [attend_oscar(cache, chunk(n, 3, batch=3), layer=n) for n in range(2)]; "
-        "print(given['turn'], [x.double().sum().item().hex() for x in out])"
-    )
-    command = [sys.executable, "-c", script, str(saved)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    cache = history("compact")
-    out = [attend_oscar(cache, chunk(n, 3, batch=3), layer=n) for n in range(2)]
-    assert found.stdout.strip() == f"3 {[x.double().sum().item().hex() for x in out]}"
+    with Forked(go_on, saved) as process:
+        code, out, errors = process.end()
+    assert code == 0, errors.decode()
+    assert out.decode() == f"3 {next_output(history('compact'))}\n"
 
 
 def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:

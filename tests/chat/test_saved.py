@@ -1,8 +1,6 @@
 """A saved chat goes on as if it had never been away, and only where it belongs."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from oscar_mm.chat.saved import save_chat
 from oscar_mm.fingerprint import model_fingerprint
 from tests.checkpoints import build
 from tests.pipelines.conftest import NEVER
+from tests.processes import Forked
 from tests.prompts import clip, noise, tone
 
-ROOT = Path(__file__).parents[2]
 FAMILIES = {
     "llava": (OscarVLPipeline, "llava_next_folder", {"images": [noise(90, 130)]}),
     "qwen": (OscarVLPipeline, "qwen3_vl_folder", {"images": [noise(300, 300)], "videos": clip(6)}),
@@ -31,22 +29,17 @@ FORGED = {
     "turns": (),
     "media": None,
 }
-GO_ON = """
-import sys
-from oscar_mm import OscarVLPipeline
-from tests.prompts import noise
-
-pipe = OscarVLPipeline(sys.argv[1], device="cpu")
-pipe.model.generation_config.eos_token_id = 1 << 20
-chat = pipe.load_chat(sys.argv[2])
-print(chat.ask("And this?", images=[noise(64, 96, 7)], max_new_tokens=6).token_ids)
-"""
+AGAIN = {"prompt": "And this?", "images": [noise(64, 96, 7)], "max_new_tokens": 6}
 
 
 def loaded(kind: Any, folder: Path, **options: Any) -> Any:
     pipe = kind(folder, device="cpu", **options)
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe
+
+
+def go_on(folder: Path, saved: Path) -> None:
+    print(loaded(OscarVLPipeline, folder).load_chat(saved).ask(**AGAIN).token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +61,12 @@ def test_goes_on_where_it_was(name, tmp_path, request) -> None:
     other = loaded(kind, folder).load_chat(path)
     assert other.turns == chat.turns and other.system == "Be brief."
     assert other.segments == chat.segments
-    again = {"prompt": "And this?", "images": [noise(64, 96, 7)], "max_new_tokens": 6}
-    assert other.ask(**again).token_ids == chat.ask(**again).token_ids
+    assert other.ask(**AGAIN).token_ids == chat.ask(**AGAIN).token_ids
     other.undo()
     other.undo()
     chat.undo()
     chat.undo()
-    assert other.ask(**again).token_ids == chat.ask(**again).token_ids
+    assert other.ask(**AGAIN).token_ids == chat.ask(**AGAIN).token_ids
 
 
 def test_goes_on_in_another_process(qwen, qwen3_vl_folder, tmp_path) -> None:
@@ -83,15 +75,10 @@ def test_goes_on_in_another_process(qwen, qwen3_vl_folder, tmp_path) -> None:
     chat.ask("What?", images=[noise(400, 400)], max_new_tokens=4)
     chat.save(path)
     chat.save(path)
-    expected = chat.ask("And this?", images=[noise(64, 96, 7)], max_new_tokens=6).token_ids
-    done = subprocess.run(
-        [sys.executable, "-c", GO_ON, str(qwen3_vl_folder), str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout == f"{expected}\n", done.stderr
+    expected = chat.ask(**AGAIN).token_ids
+    with Forked(go_on, qwen3_vl_folder, path) as process:
+        code, out, errors = process.end()
+    assert (code, out.decode()) == (0, f"{expected}\n"), errors.decode()
     assert list(tmp_path.iterdir()) == [path]
     with safe_open(path, "pt") as file:
         names = set(file.keys())

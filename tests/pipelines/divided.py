@@ -1,13 +1,11 @@
-"""What one process and each of several is asked, for their answers to be compared.
-
-torchrun --nproc-per-node 2 -m tests.pipelines.divided FOLDER DTYPE NAME=MODEL...
-"""
+"""What one process and each of several is asked, for their answers to be compared."""
 
 import json
 import runpy
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import distributed
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.twin import with_policy
 from tests.models.test_answers import CARDS, CLIPS
+from tests.processes import Forked
 
 ROOT = Path(__file__).parents[2]
 CARDS_OF = {
@@ -37,19 +36,31 @@ def pipeline(
 
 
 def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """What each of two processes found, and what the example printed."""
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module"]
-    pairs = [f"{name}={model}" for name, model in models.items()]
-    process = subprocess.run(
-        [sys.executable, "-m", *command, "tests.pipelines.divided", str(folder), dtype, *pairs],
-        cwd=ROOT,
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    """What each of two processes found, and what the example printed in both of them."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What torchrun says to its processes; tests/benchmarks/test_several_gpus.py calls torchrun.
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    printed = ""
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                Forked(
+                    ask_all,
+                    *(folder, dtype, models),
+                    environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            code, out, errors = process.end()
+            assert code == 0, errors.decode()[-3000:]
+            printed += out.decode()
     found = [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(2)]
-    return found, process.stdout
+    return found, printed
 
 
 def asked(pipe: OscarVLPipeline | OscarOmniPipeline, cards: int) -> dict[str, Any]:
@@ -108,8 +119,8 @@ def refused(pipe: OscarVLPipeline) -> list[str]:
     return found
 
 
-def main(folder: Path, dtype: str, models: dict[str, str]) -> None:
-    torch.set_num_threads(1)
+def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
+    """As one of these processes: write down what is found, then run the example."""
     results: dict[str, Any] = {}
     for name, model in models.items():
         pipe = pipeline(name, model, dtype, tp_plan="auto")
@@ -128,7 +139,3 @@ def main(folder: Path, dtype: str, models: dict[str, str]) -> None:
     example = ROOT / "examples" / "several_gpus.py"
     sys.argv = [str(example), "pocket-vl", *map(str, CARDS[:3])]
     runpy.run_path(str(example), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], dict(pair.split("=", 1) for pair in sys.argv[3:]))

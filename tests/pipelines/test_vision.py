@@ -8,29 +8,19 @@ import torch
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.policy import KVPolicy
+from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import REQUESTS, Reference, Request, noise
 
-NEVER = 1 << 20
-"""An end token that no model chooses, so that an answer has all its tokens."""
 
-
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_vl_moe"])
-def folder(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(f"{request.param}_folder")
-
-
-@pytest.fixture(scope="module")
-def exact(folder: Path) -> OscarVLPipeline:
-    pipe = OscarVLPipeline(folder, policy="bf16", device="cpu")
-    pipe.model.generation_config.eos_token_id = NEVER
-    return pipe
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
+def plain(folder: Path) -> Reference:
     reference = Reference(folder)
     reference.model.generation_config.eos_token_id = NEVER
     return reference
+
+
+@pytest.fixture(scope="module")
+def reference(qwen3_vl_folder: Path) -> Reference:
+    return plain(qwen3_vl_folder)
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +28,50 @@ def pipe(qwen3_vl_folder: Path) -> OscarVLPipeline:
     return OscarVLPipeline(qwen3_vl_folder, device="cpu")
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_16_bit_cache_is_plain_transformers(exact, reference, name: str) -> None:
+def check_same_tokens(pipe: OscarVLPipeline, reference: Reference, name: str) -> None:
     [expected] = reference.generate(reference.inputs([REQUESTS[name]]))
-    answer = REQUESTS[name].ask(exact, max_new_tokens=64)
+    answer = REQUESTS[name].ask(pipe, max_new_tokens=64)
     assert answer.token_ids == expected
     assert len(expected) == 64 and len(set(expected)) > 15
     assert answer.text == reference.processor.decode(expected, skip_special_tokens=True)
 
 
-def test_order_of_requests_does_not_matter(exact) -> None:
-    first = {name: one.ask(exact, max_new_tokens=8).text for name, one in REQUESTS.items()}
+@pytest.mark.parametrize("name", REQUESTS)
+def test_16_bit_cache_is_plain_transformers(qwen, reference, name: str) -> None:
+    check_same_tokens(qwen, reference, name)
+
+
+def test_experts_with_a_16_bit_cache_are_plain_transformers(qwen3_vl_moe_folder) -> None:
+    pipe, reference = exact(OscarVLPipeline, qwen3_vl_moe_folder), plain(qwen3_vl_moe_folder)
+    for name in REQUESTS:
+        check_same_tokens(pipe, reference, name)
+
+
+def test_order_of_requests_does_not_matter(qwen) -> None:
+    first = {name: one.ask(qwen, max_new_tokens=8).text for name, one in REQUESTS.items()}
     for name, one in reversed(REQUESTS.items()):
-        assert one.ask(exact, max_new_tokens=8).text == first[name]
+        assert one.ask(qwen, max_new_tokens=8).text == first[name]
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_repetition_penalty_is_that_of_transformers(exact, reference, penalty: float) -> None:
+def test_repetition_penalty_is_that_of_transformers(qwen, reference, penalty: float) -> None:
     request = REQUESTS["two images"]
     options = {"repetition_penalty": penalty, "max_new_tokens": 48}
     [expected] = reference.generate(reference.inputs([request]), **options)
-    assert request.ask(exact, **options).token_ids == expected
+    assert request.ask(qwen, **options).token_ids == expected
 
 
-def test_a_single_candidate_is_greedy(exact) -> None:
+def test_a_single_candidate_is_greedy(qwen) -> None:
     request = REQUESTS["image"]
-    greedy = request.ask(exact, max_new_tokens=16)
+    greedy = request.ask(qwen, max_new_tokens=16)
     for options in ({"top_k": 1, "temperature": 2.0}, {"top_p": 1e-6, "temperature": 0.7}):
-        assert request.ask(exact, max_new_tokens=16, **options).token_ids == greedy.token_ids
+        assert request.ask(qwen, max_new_tokens=16, **options).token_ids == greedy.token_ids
 
 
-def test_system_prompt_is_read(exact) -> None:
+def test_system_prompt_is_read(qwen) -> None:
     request = REQUESTS["image"]
-    plain = request.ask(exact, max_new_tokens=8)
-    ruled = request.ask(exact, max_new_tokens=8, system="Be brief.")
+    plain = request.ask(qwen, max_new_tokens=8)
+    ruled = request.ask(qwen, max_new_tokens=8, system="Be brief.")
     assert ruled.prompt_tokens > plain.prompt_tokens
     assert ruled.token_ids != plain.token_ids
 
@@ -126,9 +126,9 @@ def test_memory_counts_the_tokens_of_each_modality(pipe) -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_counts_are_those_of_the_placeholders(exact, reference, name: str) -> None:
+def test_counts_are_those_of_the_placeholders(qwen, reference, name: str) -> None:
     ids = reference.inputs([REQUESTS[name]])["input_ids"]
-    answer = REQUESTS[name].ask(exact, max_new_tokens=1)
+    answer = REQUESTS[name].ask(qwen, max_new_tokens=1)
     config = reference.model.config
     assert answer.prompt_tokens == ids.shape[1]
     assert answer.memory.tokens["image"] == int((ids == config.image_token_id).sum())
@@ -165,12 +165,12 @@ def test_16_bit_weights_on_a_cpu(qwen3_vl_folder) -> None:
 
 def test_prefill_chunk_is_exact_in_16_bit(qwen3_vl_folder) -> None:
     whole = OscarVLPipeline(qwen3_vl_folder, policy="bf16", device="cpu")
+    answers = [request.ask(whole, max_new_tokens=12).token_ids for request in REQUESTS.values()]
     for chunk in (5, 32):
         pipe = OscarVLPipeline(
             whole.model, processor=whole.processor, policy="bf16", prefill_chunk=chunk
         )
-        for request in REQUESTS.values():
-            expected = request.ask(whole, max_new_tokens=12).token_ids
+        for request, expected in zip(REQUESTS.values(), answers, strict=True):
             assert request.ask(pipe, max_new_tokens=12).token_ids == expected
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from oscar_mm import OscarVLPipeline
@@ -45,6 +46,12 @@ def tokens(pipe: OscarVLPipeline, images, **options) -> list[int]:
     return pipe(images, "What is it?", max_new_tokens=10, **options).token_ids
 
 
+def pixels(pipe: OscarVLPipeline, images) -> torch.Tensor:
+    """What the model is given."""
+    prompt = pipe.prepare("What is it?", pipe.read_media(images), None)
+    return prompt.inputs["pixel_values"]
+
+
 def encoded(image: Image.Image, **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", **options)
@@ -58,8 +65,11 @@ def test_every_form_of_a_picture(pipe, path: Path) -> None:
     forms = [str(path), path, image, PICTURE, path.read_bytes(), bytearray(path.read_bytes())]
     forms += [memoryview(path.read_bytes()), alpha, image.convert("RGBA")]
     forms += [PICTURE.astype(np.float64) / 255, np.asfortranarray(PICTURE), PICTURE[:, ::1]]
+    seen = pixels(pipe, image)
     for form in forms:
-        assert tokens(pipe, form) == tokens(pipe, [form]) == tokens(pipe, (form,)) == expected
+        assert tokens(pipe, form) == expected
+        for images in (form, [form], (form,)):
+            assert torch.equal(pixels(pipe, images), seen)
     assert tokens(pipe, noise(64, 96, 1)) != expected
     assert PICTURE.flags.writeable and image.mode == "RGB"
 

@@ -75,7 +75,7 @@ def test_breaking_off_leaves_the_pipeline_as_it_was(pipe) -> None:
         assert request.ask(pipe, max_new_tokens=16).text == expected
 
 
-@pytest.mark.parametrize("chunk", [None, 9])
+@pytest.mark.parametrize("chunk", [None, 20])
 def test_two_streams_at_a_time(pipe, chunk: int | None) -> None:
     """Nothing of a conversation is on the model, as transformers' rope_deltas are."""
     pipe = OscarVLPipeline(pipe.model, processor=pipe.processor, prefill_chunk=chunk)
@@ -95,7 +95,7 @@ def test_two_streams_at_a_time(pipe, chunk: int | None) -> None:
     assert [one.result.token_ids for one in streams] == alone
 
 
-@pytest.mark.parametrize("chunk", [None, 9])
+@pytest.mark.parametrize("chunk", [None, 20])
 def test_threads(pipe, chunk: int | None) -> None:
     pipe = OscarVLPipeline(pipe.model, processor=pipe.processor, prefill_chunk=chunk)
     requests = [*REQUESTS.values()] * 3

@@ -3,11 +3,8 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +13,8 @@ from oscar_mm.apps.audio_qa import audio_qa, job
 from oscar_mm.apps.audio_qa.worker import Worker
 from oscar_mm.cli import run
 from tests.apps.audio_qa.conftest import assert_same, questions, read_lines, write_lines
+from tests.processes import Forked, command
 
-ROOT = Path(__file__).parents[3]
 OPTIONS = {"max_new_tokens": 5, "batch_size": 4, "device": "cpu"}
 
 
@@ -124,15 +121,15 @@ def test_killed_and_resumed(worker, loaded, recordings, tmp_path) -> None:
     whole = tmp_path / "whole.jsonl"
     audio_qa(file, whole, worker.plan.model, **OPTIONS)
     out = tmp_path / "a.jsonl"
-    command = [sys.executable, "-m", "oscar_mm.cli", "audio-qa", str(file), "--out", str(out)]
-    command += ["--model", worker.plan.model, "--max-new-tokens", "5", "--batch-size", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, "--device", "cpu"], cwd=ROOT, env=environment) as process:
+    options = ["--model", worker.plan.model, "--max-new-tokens", "5", "--batch-size", "4"]
+    options += ["--out", str(out), "--device", "cpu"]
+    with Forked(command, "audio-qa", str(file), *options) as process:
         deadline = time.monotonic() + 100
         while not out.exists() or out.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.runs() and time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     left = out.read_bytes()
     rows = [json.loads(line) for line in left.splitlines()]
     assert left.endswith(b"\n") and 3 <= len(rows) < 50, "whole lines, before the end"

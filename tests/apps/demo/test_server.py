@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gradio
 import httpx
 import pytest
 
@@ -106,7 +105,7 @@ def test_nothing_is_fetched(served, client, monkeypatch) -> None:
         fetched.append(url)
         return url
 
-    monkeypatch.setattr(gradio.processing_utils, "async_ssrf_protected_download", fetch)
+    monkeypatch.setattr("gradio.processing_utils.async_ssrf_protected_download", fetch)
     address = "http://example.com/x.png"
     for data in (
         [{"text": "a", "files": [file_of(address)]}, 0, 9, *WHERE],

@@ -1,18 +1,15 @@
 """`oscar-mm serve`: what is refused before anything is loaded, and a server in its own process."""
 
+import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from oscar_mm.cli import run
-
-ROOT = Path(__file__).parents[3]
+from tests.processes import Forked, command
 
 
 @pytest.mark.parametrize(
@@ -36,10 +33,8 @@ def test_served_and_stopped(qwen3_omni_folder) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "oscar_mm.cli", "serve", "--model", str(qwen3_omni_folder)]
-    command += ["--device", "cpu", "--port", str(port), "--kv-budget", "50MB"]
-    quiet = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command, **quiet) as server:
+    options = ["--device", "cpu", "--port", str(port), "--kv-budget", "50MB"]
+    with Forked(command, "serve", "--model", str(qwen3_omni_folder), *options) as server:
         deadline = time.monotonic() + 120
         while True:
             try:
@@ -47,9 +42,10 @@ def test_served_and_stopped(qwen3_omni_folder) -> None:
                     assert answer.read() == b"ok"
                 break
             except OSError:
-                assert server.poll() is None and time.monotonic() < deadline
+                assert server.runs() and time.monotonic() < deadline
                 time.sleep(0.1)
-        server.send_signal(signal.SIGINT)
-        said = server.communicate(timeout=30)[1]
+        os.kill(server.pid, signal.SIGINT)
+        code, _, errors = server.end()
+    said = errors.decode()
     assert f"http://127.0.0.1:{port}/v1" in said and "Traceback" not in said
-    assert server.returncode in (0, 130)
+    assert code in (0, 130)

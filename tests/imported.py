@@ -1,0 +1,16 @@
+"""What processes of tests have imported before they begin: see tests/processes.py.
+
+The names of the package come first, so that each is found where nothing else was imported yet.
+"""
+
+# ruff: noqa: F401, F403, I001
+from oscar_mm import *
+
+import oscar_mm.cli
+import oscar_mm.pipelines.loading
+import transformers.models.auto.modeling_auto
+import transformers.models.auto.processing_auto
+import transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe
+import transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe
+import transformers.models.qwen3_vl.modeling_qwen3_vl
+import transformers.models.qwen3_vl.processing_qwen3_vl
