@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,23 +83,18 @@ def disagreement(
         problems: rows, width, and outputs of each of the weights.
     """
     generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        # In the dtype at once: this runs beside a model, and float32 copies would count.
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    worst = 0.0
+    # In the dtype at once: this runs beside a model, and float32 copies would count.
+    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    errors = []
     for rows, width, outputs in problems:
-        x, weights = random(rows, width), [random(one, width) for one in outputs]
-        for weight in weights:
-            weight /= width**0.5
+        x = random(rows, width)
+        weights = [random(one, width).div_(width**0.5) for one in outputs]
         none = [None] * len(outputs)
         biases = none if gated else [random(one) for one in outputs]
         residual = None if gated else random(rows, sum(outputs))
         for around in ((none, None, None), (biases, Norm(random(width), 1e-5), residual)):
             found = kernel(x, weights, *around).double()
             expected = linear_by_torch(x, weights, *around, gated).double()
-            error = (found - expected).norm(dim=1) / expected.norm(dim=1)
-            # Not max(): it would drop NaN.
-            worst = float(torch.stack([error.max(), error.new_tensor(worst)]).max())
-    return worst
+            errors.append((found - expected).norm(dim=1) / expected.norm(dim=1))
+    # Not Python's max(), which would drop NaN.
+    return float(torch.cat(errors).max())

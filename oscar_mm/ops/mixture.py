@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -222,24 +223,18 @@ def _disagreement(
     """Largest relative error of a row that chooses clearly, without the residual stream."""
     made, dtype = specialization, specialization.dtype
     generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    x, norm = random(made.rows, made.width), Norm(random(made.width), 1e-5)
-    experts = Experts(
-        random(made.experts, made.width),
-        random(made.experts, 2 * made.between, made.width) / made.width**0.5,
-        random(made.experts, made.width, made.between),
-        *(made.chosen, made.normalized),
-    )
+    # In the dtype at once: this runs beside a model, and float32 copies would count.
+    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    x, norm = random(1, made.width).repeat(made.rows, 1), Norm(random(made.width), 1e-5)
     # Logits far apart, so that rounding does not change which are the largest.
     direction = norm(x)[:1].float()
     steps = torch.randperm(made.experts, generator=generator, device=device).float()
-    experts = experts._replace(
-        router=(steps[:, None] * direction / direction.square().sum() / 2).to(dtype)
+    experts = Experts(
+        (steps[:, None] * direction / direction.square().sum() / 2).to(dtype),
+        random(made.experts, 2 * made.between, made.width).div_(made.width**0.5),
+        random(made.experts, made.width, made.between),
+        *(made.chosen, made.normalized),
     )
-    x = x[:1].expand(made.rows, -1).contiguous()
     found, expected = (
         (compute(x, norm, experts) - x).double() for compute in (kernels, mixture_by_torch)
     )

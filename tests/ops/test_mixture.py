@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from math import isnan
 
 import pytest
 import torch
@@ -57,6 +58,19 @@ def test_compiles(arch: str, down: bool) -> None:
             assert specialization.shared_bytes(macros) <= limit
         report = compile_text("experts.cu", text, arch, macros).reports["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
+def test_one_wrong_row_shows(value: float | None) -> None:
+    def kernels(x: torch.Tensor, *rest) -> torch.Tensor:
+        output = mixture_by_torch(x, *rest)
+        if value is not None:
+            output[1] = x[1] + value
+        return output
+
+    made = Specialization(3, 6, 2, True, 256, 256, torch.float32)
+    worst = module._disagreement(made, kernels, torch.device("cpu"))
+    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from math import isnan
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ def test_compiles(arch: str) -> None:
         report = compile_text("rope.cu", text, arch, macros(head_dim, torch.bfloat16))
         report = report.reports["rope"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
+def test_one_wrong_head_of_one_problem_shows(value: float | None) -> None:
+    def kernel(heads: torch.Tensor, *rest) -> None:
+        module._by_torch(heads, *rest)
+        if value is not None and rest[-1] is not None:
+            heads[1, 2] = value
+
+    worst = module._disagreement((64, torch.float32), kernel, torch.device("cpu"))
+    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 
 @pytest.mark.gpu
