@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_bytes
-from oscar_mm.decoding.steps import DecodeSteps, record_cuda_graph
+from oscar_mm.decoding.graphs import record_cuda_graph
+from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.modality import Modality
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -175,9 +177,9 @@ class Oscar(Way):
         self._fill(cache, decoder, rows, tokens)
         captures: list[str] = []
 
-        def record(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            on_gpu = decoder.device.type == "cuda"
-            replay = record_cuda_graph(function, decoder.device) if on_gpu else function
+        def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+            on_gpu = device.type == "cuda"
+            replay = record_cuda_graph(function, device) if on_gpu else function
             captures.append("graph" if on_gpu else "the same function again")
             return replay
 

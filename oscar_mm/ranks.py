@@ -61,6 +61,19 @@ class Ranks:
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Write the sum of all ranks' tensors into each, the same to the last bit."""
+        if self.count > 1:
+            distributed.all_reduce(tensor, group=self.group)
+
+    def all(self, holds: bool, device: torch.device) -> bool:
+        """Whether something holds on every rank; ``device`` is one that the ranks speak by."""
+        if self.count == 1:
+            return holds
+        vote = torch.tensor(int(holds), device=device)
+        distributed.all_reduce(vote, distributed.ReduceOp.MIN, group=self.group)
+        return bool(vote)
+
     def path(self, path: str | Path) -> Path:
         """A rank's own file: of ``chat.safetensors`` for example ``chat.0-of-2.safetensors``."""
         path = Path(path)

@@ -4,6 +4,12 @@ The names of the package come first, so that each is found where nothing else wa
 """
 
 # ruff: noqa: F401, F403, I001
+import os
+
+# Otherwise the question whether there is a GPU, which transformers asks when it is imported, makes
+# CUDA unusable in a process that is forked from this one.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 from oscar_mm import *
 
 import oscar_mm.cli

@@ -4,32 +4,74 @@ A step of transformers' modules launches some forty small operations a layer, be
 stands still. Here the same arithmetic takes seven: two norms, the gate and both residual sums are
 part of the products around them (``oscar_mm.ops.linear``). The modules stay the owners of weights,
 embeddings, frequencies of RoPE and mixtures of experts.
+
+Layers may be on several devices, which makes as many parts, and divided among ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.decoding.graphs import Record
+from oscar_mm.decoding.known import is_divided
 from oscar_mm.ops.linear import Norm, linear
 from oscar_mm.ops.mixture import Experts, mixture_kernels
 from oscar_mm.ops.rope import rope_
+from oscar_mm.ranks import Ranks
 
-KNOWN_LAYERS = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3VLTextDecoderLayer",
-    "Qwen3VLMoeTextDecoderLayer",
-    "Qwen3OmniMoeThinkerTextDecoderLayer",
-)
-"""Classes of transformers with this arithmetic."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-Weights = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]
+States = tuple[torch.Tensor, ...]
+
+
+class _Product(NamedTuple):
+    """Weights of one launch of ``linear``.
+
+    Attributes:
+        weights, biases: as of ``linear``; of a rank its part.
+        ranks: among which the inputs are divided, so that what they find is added up.
+    """
+
+    weights: States
+    biases: tuple[torch.Tensor | None, ...]
+    ranks: Ranks = Ranks()
+
+    @classmethod
+    def of(cls, block: nn.Module, *names: str) -> _Product:
+        return cls.of_modules([getattr(block, name) for name in names])
+
+    @classmethod
+    def of_modules(cls, modules: Sequence[nn.Module]) -> _Product:
+        weights, biases = (
+            tuple(_own(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
+        )
+        return cls(weights, biases, Ranks.of(modules[0]) if is_divided(modules[0], 1) else Ranks())
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As ``linear``; divided by inputs it has neither norm nor gate."""
+        if self.ranks.count == 1:
+            return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
+        if self.ranks.rank == 0:
+            found = linear(x, *self[:2], residual=residual)
+        else:
+            found = linear(x, self.weights)
+        self.ranks.add_up(found)
+        return found
 
 
 @dataclass(frozen=True)
@@ -38,15 +80,15 @@ class _Layer:
 
     attention: nn.Module
     attention_norm: Norm
-    projections: Weights
+    projections: _Product
     head_norms: tuple[Norm, Norm] | None
-    output: Weights
+    output: _Product
     mlp_norm: Norm
     mlp: nn.Module
-    gate_and_up: Weights | None
-    down: Weights | None
+    gate_and_up: _Product | None
+    down: _Product | None
     experts: Experts | None
-    """Of a mixture of experts, which has no other weights."""
+    """Of a mixture that is whole; one that is divided is left to its module."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> _Layer:
@@ -58,13 +100,13 @@ class _Layer:
         return cls(
             attention,
             _norm(layer.input_layernorm),
-            _weights(attention, *_PROJECTIONS),
+            _Product.of(attention, *_PROJECTIONS),
             head_norms,
-            _weights(attention, "o_proj"),
+            _Product.of(attention, "o_proj"),
             _norm(layer.post_attention_layernorm),
             mlp,
-            _weights(mlp, "gate_proj", "up_proj") if dense else None,
-            _weights(mlp, "down_proj") if dense else None,
+            _Product.of(mlp, "gate_proj", "up_proj") if dense else None,
+            _Product.of(mlp, "down_proj") if dense else None,
             None if dense else _experts(mlp),
         )
 
@@ -73,61 +115,80 @@ class _Layer:
     ) -> torch.Tensor:
         """(rows, hidden size) after the layer."""
         attention, head_dim = self.attention, self.attention.head_dim
-        states = linear(rows, *self.projections, norm=self.attention_norm)
+        states = self.projections(rows, norm=self.attention_norm)
         heads = states.view(len(rows), -1, head_dim)
-        query_heads, kv_heads = (len(one) // head_dim for one in self.projections[0][:2])
+        query_heads, kv_heads = (len(one) // head_dim for one in self.projections.weights[:2])
         rope_(heads[:, : query_heads + kv_heads], query_heads, cosine, sine, self.head_norms)
         sizes = (query_heads, kv_heads, kv_heads)
         query, key, value = (x.unsqueeze(2) for x in heads.split(sizes, 1))
         key, value = cache.update(key, value, attention.layer_idx)
         found, _ = attend(attention, query, key, value, None, scaling=attention.scaling)
-        rows = linear(found.reshape(len(rows), -1), *self.output, residual=rows)
-        if self.experts is not None:
+        rows = self.output(found.reshape(len(rows), -1), residual=rows)
+        if self.gate_and_up is None:
             return self._by_experts(rows)
-        between = linear(rows, *self.gate_and_up, norm=self.mlp_norm, gated=True)
-        return linear(between, *self.down, residual=rows)
+        between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
+        return self.down(between, residual=rows)
 
     def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        kernels = mixture_kernels(rows, self.experts)
+        kernels = None if self.experts is None else mixture_kernels(rows, self.experts)
         if kernels is not None:
             return kernels(rows, self.mlp_norm, self.experts)
         return rows + self.mlp(self.mlp_norm.at_once(rows)[:, None])[:, 0]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Layers one after the other on a device.
+
+    Attributes:
+        kept: what comes from another device, at addresses that stay.
+    """
+
+    device: torch.device
+    layers: Sequence[_Layer]
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def brought(self, states: States) -> States:
+        """The states on this device."""
+        if all(x.device == self.device for x in states):
+            return states
+        if not self.kept:
+            self.kept.extend(torch.empty_like(x, device=self.device) for x in states)
+        for mine, x in zip(self.kept, states, strict=True):
+            mine.copy_(x, non_blocking=True)
+        return tuple(self.kept)
+
+
 class TokenLayers:
-    """A model, for one token of each row at a time.
+    """A model, for one token of each row at a time, of an answer's rows.
 
     Args:
-        model: of transformers, with attention "oscar"; ``can_take`` must hold of it.
+        model: of transformers, with attention "oscar"; ``oscar_mm.decoding.known`` must know it.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        decoder = model.get_decoder()
-        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
-        self._layers = [_Layer.of(layer) for layer in decoder.layers]
-        self._norm = _norm(decoder.norm)
-        head = model.get_output_embeddings()
-        self._head = (head.weight,), (head.bias,)
-
-    @staticmethod
-    def can_take(model: nn.Module) -> bool:
-        """Whether the decoder is of a known kind, and nobody has changed how its modules run."""
         decoder, head = model.get_decoder(), model.get_output_embeddings()
-        layers = getattr(decoder, "layers", ())
-        config = model.config.get_text_config(decoder=True)
-        return (
-            type(head) is nn.Linear
-            and config.hidden_act == "silu"
-            and getattr(config, "sliding_window", None) is None
-            and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
-            and all(_is_plain(module) for module in (model, head, *decoder.modules()))
-            and len({weight.device for weight in decoder.parameters()} | {head.weight.device}) == 1
-        )
+        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        places = [(x.input_layernorm.weight.device, _Layer.of(x)) for x in decoder.layers]
+        ends = [(self._embed.weight.device, None), *places, (head.weight.device, None)]
+        self._parts = [
+            _Part(device, [layer for _, layer in some if layer is not None])
+            for device, some in groupby(ends, key=lambda place: place[0])
+        ]
+        norm = _norm(decoder.norm)
+        self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
+        self._head = head
+        self._whole_head = None if is_divided(head) else _Product.of_modules([head])
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Those that it computes on."""
+        return {part.device for part in self._parts}
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Logits, (batch, vocabulary).
+        """Logits, (batch, vocabulary), where the ids are.
 
         Args:
             ids: (batch, 1) tokens.
@@ -135,38 +196,70 @@ class TokenLayers:
                 take the last three.
             cache: takes the tokens' keys and values.
         """
+        states = ids, positions
+        for part in self._parts:
+            states = self._computed(part, part.brought(states), cache)
+        return states[0].to(ids.device)
+
+    def recorded(
+        self, record: Record, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
+    ) -> Callable[[], torch.Tensor]:
+        """The same as a function that does it again, each part recorded; called once before.
+
+        Args:
+            record: of ``oscar_mm.decoding.graphs``.
+            ids, positions: at addresses that stay.
+        """
+        given = ids, positions
+        replays = [
+            record(partial(self._computed, part, tuple(part.kept) or given, cache), part.device)
+            for part in self._parts
+        ]
+
+        def replay() -> torch.Tensor:
+            states = given
+            for part, again in zip(self._parts, replays, strict=True):
+                part.brought(states)
+                states = again()
+            return states[0].to(ids.device)
+
+        return replay
+
+    def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
+        """What the next part is given; at last the logits alone."""
+        if part is self._parts[0]:
+            states = self._begun(*states)
+            cache.attend_packed(None)
+        rows, cosine, sine = states
+        for layer in part.layers:
+            rows = layer(rows, cosine, sine, cache)
+        if part is not self._parts[-1]:
+            return rows, cosine, sine
+        if self._whole_head is not None:
+            return (self._whole_head(rows, norm=self._norm),)
+        return (self._head(self._norm.at_once(rows)),)
+
+    def _begun(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
+        """Embeddings, (batch, hidden size), and angles' cosines and sines, (batch, head_dim)."""
         hidden = self._embed(ids)
         angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
         cosine, sine = (x.expand(len(ids), 1, -1)[:, 0].contiguous() for x in angles)
-        cache.attend_packed(None)
-        rows = hidden[:, 0]
-        for layer in self._layers:
-            rows = layer(rows, cosine, sine, cache)
-        return linear(rows, *self._head, norm=self._norm)
+        return hidden[:, 0], cosine, sine
+
+
+def _own(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """A rank's part of a weight; all of one that is not divided."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _norm(module: nn.Module) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
+    return Norm(_own(module.weight), module.variance_epsilon)
 
 
-def _weights(module: nn.Module, *names: str) -> Weights:
-    found = [getattr(module, name) for name in names]
-    return tuple(one.weight for one in found), tuple(one.bias for one in found)
-
-
-def _experts(mlp: nn.Module) -> Experts:
+def _experts(mlp: nn.Module) -> Experts | None:
     router, experts = mlp.gate, mlp.experts
-    normalized = getattr(router, "norm_topk_prob", True)
     weights = router.weight, experts.gate_up_proj, experts.down_proj
+    if any(hasattr(weight, "to_local") for weight in weights):
+        return None
+    normalized = getattr(router, "norm_topk_prob", True)
     return Experts(*weights, router.top_k, normalized)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """No hooks of others, no forward of its own, no weights that are more than tensors."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return (
-        all(getattr(hook, "__module__", "").startswith("oscar_mm.") for hook in hooks)
-        and "forward" not in vars(module)
-        and all(type(weight) is nn.Parameter for weight in module.parameters(recurse=False))
-        and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
-    )

@@ -9,10 +9,7 @@ has seen the tokens that it is fed with.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,19 +20,15 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.fixed import FixedTables
 from oscar_mm.cache.step import Step
 from oscar_mm.decoding.ahead import Ahead
+from oscar_mm.decoding.graphs import Record, recorder
+from oscar_mm.decoding.known import devices, is_known
 from oscar_mm.decoding.layers import TokenLayers
 from oscar_mm.modality import PADDING, Modality
-from oscar_mm.ops.kernel import switched_off
 from oscar_mm.ranks import Ranks
 
-SWITCH = "OSCAR_MM_CUDA_GRAPHS"
-"""Environment variable: "off" leaves steps eager."""
 EAGER_STEPS = 3
 """Steps before a capture, which takes as long as a few of them."""
-Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
-"""Makes of a function on fixed tensors one that does the same again, maybe without running it."""
 _log = logging.getLogger("oscar_mm")
-_CAPTURES = threading.Lock()
 
 
 class DecodeSteps:
@@ -61,13 +54,14 @@ class DecodeSteps:
         record: Record | str | None = "auto",
     ) -> None:
         self.model, self.cache, self.axes = model, cache, axes
-        self._record = _recorder(model, cache, device) if record == "auto" else record
-        self._layers = TokenLayers(model) if TokenLayers.can_take(model) else None
+        self._ranks = Ranks.of(model)
+        self._layers = TokenLayers(model) if is_known(model) else None
         self._taken = 0
         # What a step is fed with, at addresses that stay.
         self._ids = torch.zeros((len(position), 1), dtype=torch.long, device=device)
         self._positions = position.to(device, copy=True).view(*[1] * len(axes), -1, 1)
         self._fixed = FixedTables(len(position))
+        self._record = self._recorder() if record == "auto" else record
         self._foreseen: tuple[Any, ...] | None = None
         """State of the ledger whose tables are written."""
         self._ahead: Ahead | None = None
@@ -126,6 +120,15 @@ class DecodeSteps:
         promises = ledger.allocators[16].promises
         self._ahead = Ahead(tokens, self._state(), promises, writes, logits)
 
+    def _recorder(self) -> Record | None:
+        """CUDA graphs, where that is known to work."""
+        if self._layers is not None:
+            return recorder(self.model, self._layers.devices)
+        # What modules of several devices or ranks say to each other in a graph was never tried.
+        places = devices(self.model)
+        alone = self._ranks.count == 1 and places == {self._ids.device}
+        return recorder(self.model, places) if alone else None
+
     def _on_fixed_tables(
         self, tokens: torch.Tensor, ended: torch.Tensor, ahead: Ahead | None
     ) -> torch.Tensor:
@@ -161,7 +164,7 @@ class DecodeSteps:
 
     def _repeatable(self) -> torch.Tensor:
         """The step, on tensors that stay where they are."""
-        positions = self._positions.expand(*self.axes, -1, 1)
+        positions = self._expanded_positions()
         if self._layers is not None:
             return self._layers(self._ids, positions, self.cache)
         output = self.model(
@@ -171,6 +174,9 @@ class DecodeSteps:
             use_cache=True,
         )
         return output.logits[:, -1]
+
+    def _expanded_positions(self) -> torch.Tensor:
+        return self._positions.expand(*self.axes, -1, 1)
 
     def _by_record(self, step: Step) -> torch.Tensor:
         layout = self._fixed.version, *self.cache.ledger.store.layout
@@ -191,10 +197,16 @@ class DecodeSteps:
         """Record the step; False if that failed, for good."""
         self._replay = None  # its memory goes back before the next one takes some
         try:
-            self._replay = self._record(self._repeatable)
+            if self._layers is not None:
+                given = self._ids, self._expanded_positions(), self.cache
+                self._replay = self._layers.recorded(self._record, *given)
+            else:
+                self._replay = self._record(self._repeatable, self._ids.device)
         except Exception as error:
             _log.warning("decode steps run eagerly, a CUDA graph could not be made: %s", error)
-            self._record = None
+        # Among ranks all or none: what is launched ahead is more than an eager rank would do.
+        if not self._ranks.all(self._replay is not None, self._ids.device):
+            self._record = self._replay = None
             self._mark(self.cache.ledger.steps - 1)
         return self._replay is not None
 
@@ -228,44 +240,3 @@ class DecodeSteps:
 def _codes(ended: torch.Tensor) -> np.ndarray:
     """(batch, 1) modality ids of a step's tokens, as the ledger takes them."""
     return np.where(ended.numpy(), np.int8(PADDING), np.int8(Modality.TEXT))[:, None]
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one that graphs of a GPU are captured on: cuBLAS keeps 32 MiB for every stream it saw."""
-    return torch.cuda.Stream(device)
-
-
-def record_cuda_graph(
-    function: Callable[[], torch.Tensor], device: torch.device
-) -> Callable[[], torch.Tensor]:
-    """Capture a function's work on a GPU; what comes back launches it and returns the same tensor
-    again."""
-    graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
-    # One capture at a time, as they share a stream; out of it again also where the capture fails at
-    # its end. Other threads may allocate meanwhile: they are not part of it.
-    with (
-        _CAPTURES,
-        torch.cuda.stream(aside),
-        torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
-    ):
-        result = function()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
-
-    return replay
-
-
-def _recorder(model: nn.Module, cache: OscarCache, device: torch.device) -> Record | None:
-    """CUDA graphs, where whole layers are on one GPU and attend by our kernels to all tokens."""
-    if device.type != "cuda" or switched_off() or os.environ.get(SWITCH) == "off":
-        return None
-    if Ranks.of(model).count > 1:
-        return None  # their communication in a graph was never tried
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "sliding_window", None) is not None:
-        return None
-    devices = {weight.device for weight in model.parameters()}
-    return partial(record_cuda_graph, device=device) if devices == {device} else None

@@ -6,18 +6,21 @@ steps. What stands for a graph is the same function again, see ``tests.decoding.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.step import Step
-from oscar_mm.decoding import steps
+from oscar_mm.decoding import loop, steps
 from oscar_mm.decoding.ahead import Ahead
 from oscar_mm.decoding.choice import Choice
 from oscar_mm.decoding.loop import decode
 from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.memory import MemoryReport
 from tests.decoding.test_steps import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
@@ -31,9 +34,11 @@ Tokens = list[list[int | None]]
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache says how its steps are recorded, for its forks too."""
     monkeypatch.setattr(steps, "EAGER_STEPS", 1)
-    monkeypatch.setattr(
-        steps, "_recorder", lambda _, cache, __: getattr(cache.store, "record", None)
-    )
+
+    def recorded_as_asked(model: nn.Module, cache: OscarCache, *rest: Any) -> DecodeSteps:
+        return DecodeSteps(model, cache, *rest, record=getattr(cache.store, "record", None))
+
+    monkeypatch.setattr(loop, "DecodeSteps", recorded_as_asked)
 
 
 @pytest.fixture
@@ -200,14 +205,14 @@ def test_seeds_and_penalties(oscar) -> None:
 class Broken(Repeat):
     """NaN comes of the twelfth replay."""
 
-    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        replay = super().__call__(function)
+    def __call__(self, function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+        replay = super().__call__(function, device)
 
-        def breaking() -> torch.Tensor:
-            logits = replay()
+        def breaking() -> tuple[torch.Tensor]:
+            [logits] = replay()
             if self.replays == 12:
                 logits[1, 3] = float("nan")
-            return logits
+            return (logits,)
 
         return breaking
 
@@ -235,10 +240,10 @@ def test_a_step_is_launched_before_the_host_waits_for_its_tokens(oscar, monkeypa
     log: list[str] = []
 
     class Logged(Repeat):
-        def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            replay = super().__call__(function)
+        def __call__(self, function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+            replay = super().__call__(function, device)
 
-            def logged() -> torch.Tensor:
+            def logged() -> Any:
                 log.append("launch")
                 return replay()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding.layers import TokenLayers
+from oscar_mm.decoding.known import is_known
+from oscar_mm.decoding.layers import TokenLayers, _Part
 from oscar_mm.modality import Modality
 
 PIPELINES = {
@@ -47,7 +50,7 @@ def filled(model: nn.Module, policy: str) -> OscarCache:
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @torch.inference_mode()
 def test_logits_are_those_of_the_modules(model, policy: str) -> None:
-    assert TokenLayers.can_take(model)
+    assert is_known(model)
     layers, steps = TokenLayers(model), 4
     caches = [filled(model, policy) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
@@ -66,6 +69,44 @@ def test_logits_are_those_of_the_modules(model, policy: str) -> None:
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     keys = [cache.layers[-1].unpacked(cache.ledger.sequences, PAST + steps)[0] for cache in caches]
     assert (keys[0] - keys[1]).abs().max() < 1e-4 * keys[0].abs().max()
+
+
+def test_layers_on_two_devices_are_those_on_one(model) -> None:
+    """What is on the second of them comes over, eagerly and in what is recorded."""
+    # Tensors on "cpu:0" say that they are on "cpu", so everything comes over every time.
+    second = torch.device("cpu", 0)
+    whole, parted = TokenLayers(model), TokenLayers(model)
+    [part] = parted._parts
+    parted._parts = [replace(part, layers=part.layers[:1]), _Part(second, part.layers[1:])]
+    caches = [filled(model, "bf16") for _ in range(3)]
+    ids, positions = torch.tensor([[21], [22], [23]]), torch.full((*axes(model), ROWS, 1), PAST)
+    recorded, devices = None, []
+
+    def record(function, device):
+        devices.append(device)
+        return function
+
+    for _ in range(4):
+        for cache in caches:
+            cache.expect(torch.zeros(ROWS, 1, dtype=torch.long))
+        expected = whole(ids, positions, caches[0])
+        assert torch.equal(parted(ids, positions, caches[1]), expected)
+        if recorded is None:
+            recorded = parted.recorded(record, ids, positions, caches[2])
+        assert torch.equal(recorded(), expected)
+        ids += 3
+        positions += 1
+    assert devices == [torch.device("cpu"), second]
+
+
+def test_what_accelerate_puts_around_modules_is_known_where_weights_stay(model) -> None:
+    stays, comes_and_goes = copy.deepcopy(model), copy.deepcopy(model)
+    names = [name for name, _ in stays.named_children()]
+    dispatch_model(stays, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
+    assert hasattr(stays.get_decoder(), "_hf_hook") or hasattr(stays, "_hf_hook")
+    assert is_known(stays)
+    cpu_offload(comes_and_goes, torch.device("cpu"))
+    assert not is_known(comes_and_goes)
 
 
 def test_a_changed_model_is_left_to_its_modules(model) -> None:
@@ -88,4 +129,4 @@ def test_a_changed_model_is_left_to_its_modules(model) -> None:
     for change in (watched, hooked, replaced, adapted, unknown):
         changed = copy.deepcopy(model)
         change(changed)
-        assert not TokenLayers.can_take(changed), change.__name__
+        assert not is_known(changed), change.__name__

@@ -1,13 +1,15 @@
 """Decode steps on fixed tensors, as a graph replays them, against eager ones: bit for bit."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.fixed import FixedTables
-from oscar_mm.decoding import steps
+from oscar_mm.decoding import loop, steps
 from oscar_mm.decoding.loop import decode
 from oscar_mm.decoding.sampling import Sampling
 from tests.prompts import REQUESTS
@@ -23,10 +25,10 @@ class Repeat:
     def __init__(self) -> None:
         self.captures = self.replays = 0
 
-    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def __call__(self, function: Callable[[], Any], _: torch.device) -> Callable[[], Any]:
         self.captures += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             self.replays += 1
             return function()
 
@@ -37,7 +39,7 @@ def answer(
     oscar, monkeypatch, record, *, policy, tokens, ends=frozenset(), requests=BATCH, cache=None
 ):
     """Token lists of each row, and the cache."""
-    monkeypatch.setattr(steps, "_recorder", lambda *_: record)
+    monkeypatch.setattr(loop, "DecodeSteps", partial(steps.DecodeSteps, record=record))
     cache = OscarCache(policy) if cache is None else cache
     sampling = Sampling(max_new_tokens=tokens)
     answer = decode(oscar.model, oscar.prompt(requests), cache, sampling, end_tokens=ends)
@@ -92,7 +94,7 @@ def test_a_fork_goes_on_by_itself(oscar, monkeypatch) -> None:
 
 @pytest.mark.parametrize("after_running", [False, True])
 def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, after_running) -> None:
-    def fail(function):
+    def fail(function, _):
         if after_running:
             kept = [layer.blocks.storage.clone() for layer in cache.layers]
             function()

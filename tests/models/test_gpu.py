@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+from functools import partial
 
 import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding import steps
+from oscar_mm.decoding import loop
+from oscar_mm.decoding.graphs import record_cuda_graph
+from oscar_mm.decoding.steps import DecodeSteps
 from tests.models.test_answers import CARDS
 
 CUDA = torch.device("cuda")
@@ -31,14 +34,14 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     ]
     captures = []
 
-    def record(function):
+    def record(function, device):
         captures.append(function)
-        return steps.record_cuda_graph(function, CUDA)
+        return record_cuda_graph(function, device)
 
     answers = {}
     for how in ("eager", "graph"):
         recorder = record if how == "graph" else None
-        monkeypatch.setattr(steps, "_recorder", lambda *_, chosen=recorder: chosen)
+        monkeypatch.setattr(loop, "DecodeSteps", partial(DecodeSteps, record=recorder))
         with caplog.at_level(logging.WARNING, "oscar_mm"):
             answers[how] = [
                 pipe(**media, prompt=question, max_new_tokens=200).text
@@ -79,11 +82,11 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
     pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16")
     captures, held = [], []
 
-    def record(function):
+    def record(function, device):
         captures.append(function)
-        return steps.record_cuda_graph(function, CUDA)
+        return record_cuda_graph(function, device)
 
-    monkeypatch.setattr(steps, "_recorder", lambda *_: record)
+    monkeypatch.setattr(loop, "DecodeSteps", partial(DecodeSteps, record=record))
     for _ in range(4):
         captures.clear()
         pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=40)

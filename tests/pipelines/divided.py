@@ -3,7 +3,8 @@
 import json
 import runpy
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import distributed
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.decoding import graphs
+from oscar_mm.decoding.known import is_known
 from oscar_mm.pipelines.twin import with_policy
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
@@ -33,6 +36,22 @@ def pipeline(
 ) -> OscarVLPipeline | OscarOmniPipeline:
     kind = OscarOmniPipeline if "omni" in name else OscarVLPipeline
     return kind(model, dtype=dtype, **arguments)
+
+
+@contextmanager
+def captures() -> Iterator[list[torch.device]]:
+    """The devices that graphs are captured on meanwhile."""
+    found: list[torch.device] = []
+
+    def noted(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+        found.append(device)
+        return record(function, device)
+
+    record, graphs.record_cuda_graph = graphs.record_cuda_graph, noted
+    try:
+        yield found
+    finally:
+        graphs.record_cuda_graph = record
 
 
 def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
@@ -124,7 +143,10 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
     results: dict[str, Any] = {}
     for name, model in models.items():
         pipe = pipeline(name, model, dtype, tp_plan="auto")
-        results[name] = asked(pipe, CARDS_OF[name])
+        with captures() as devices:
+            results[name] = asked(pipe, CARDS_OF[name])
+        results[name]["captures"] = len(devices)
+        results[name]["known"] = is_known(pipe.model)
         if name == "pocket-vl":
             results[name] |= asked_more(pipe, folder / "chat.safetensors")
             results[name]["refused"] = refused(pipe)

@@ -45,6 +45,7 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
     expected = asked(alone, CARDS_OF[name])
     for found in ranks:
         assert found[name]["turns"] == expected["turns"]
+        assert found[name]["known"]
         held, whole = found[name]["memory"], expected["memory"]
         assert held["ranks"] == 2 and whole["ranks"] == 1
         assert 2 * held["bf16_bytes"] == whole["bf16_bytes"]

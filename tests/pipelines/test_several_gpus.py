@@ -8,9 +8,17 @@ import torch
 from benchmarks import several_gpus
 from benchmarks.record import Record
 from oscar_mm import OscarVLPipeline
-from oscar_mm.decoding import steps
 from tests.models.test_answers import CARDS
-from tests.pipelines.divided import CARDS_OF, QUESTION, asked, asked_more, heard, pipeline, run
+from tests.pipelines.divided import (
+    CARDS_OF,
+    QUESTION,
+    asked,
+    asked_more,
+    captures,
+    heard,
+    pipeline,
+    run,
+)
 
 POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
 DECODER = "model.language_model"
@@ -27,32 +35,30 @@ pytestmark = [
 ]
 
 
-def test_a_graph_on_the_second_gpu(monkeypatch, caplog) -> None:
-    captures, record = [], steps.record_cuda_graph
-
-    def counted(function, device):
-        captures.append(device)
-        return record(function, device)
-
-    monkeypatch.setattr(steps, "record_cuda_graph", counted)
+def test_a_graph_on_the_second_gpu(caplog) -> None:
     pipes = [OscarVLPipeline("pocket-vl", device=f"cuda:{gpu}", dtype="bfloat16") for gpu in (0, 1)]
-    with caplog.at_level(logging.WARNING, "oscar_mm"):
+    with caplog.at_level(logging.WARNING, "oscar_mm"), captures() as devices:
         first, second = (
             pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=80).token_ids
             for pipe in pipes
         )
     assert first == second
-    assert {device.index for device in captures} == {0, 1}
+    assert {device.index for device in devices} == {0, 1}
     assert not caplog.records
 
 
 @pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
-def test_layers_on_two_gpus(policy, tmp_path) -> None:
+def test_layers_on_two_gpus(policy, tmp_path, caplog) -> None:
     how = {"dtype": "bfloat16", "policy": policy}
     one = OscarVLPipeline("pocket-vl", device="cuda:0", **how)
     two = OscarVLPipeline("pocket-vl", device_map=HALVES, **how)
     assert set(two.layer_devices.values()) == {torch.device("cuda", index) for index in (0, 1)}
-    expected, found = asked(one, 8), asked(two, 8)
+    expected = asked(one, 8)
+    with caplog.at_level(logging.WARNING, "oscar_mm"), captures() as devices:
+        found = asked(two, 8)
+    # A step is a graph on each of them.
+    assert {device.index for device in devices[:2]} == {0, 1}
+    assert not caplog.records
     assert found["turns"] == expected["turns"]
     by_device = found["memory"]["by_device"]
     assert by_device["cuda:0"] == by_device["cuda:1"] > 0
@@ -114,6 +120,7 @@ def test_heads_on_two_gpus(dtype, tmp_path) -> None:
         assert [rank[name]["turns"] for rank in found] == [turns, turns]
         for rank, told in enumerate(found):
             assert set(told[name]["memory"]["by_device"]) == {"cpu", f"cuda:{rank}"}
+            assert told[name]["captures"] >= 2
     assert found[0]["pocket-vl"] != found[1]["pocket-vl"]  # devices
     assert found[0]["pocket-vl"]["sampled"] == found[1]["pocket-vl"]["sampled"]
     assert [rank["pocket-omni"]["heard"] for rank in found] == 2 * [heard(one)]

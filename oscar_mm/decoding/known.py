@@ -1,0 +1,113 @@
+"""Known decoders: which models ``TokenLayers`` may run in the place of their own modules.
+
+That leaves out what transformers or a user has put around a module, so everything that is around
+one has to be known: hooks of ours, of accelerate where it only moves tensors from one device to the
+next, and of transformers where it divides a layer among ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+KNOWN_LAYERS = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3VLTextDecoderLayer",
+    "Qwen3VLMoeTextDecoderLayer",
+    "Qwen3OmniMoeThinkerTextDecoderLayer",
+)
+"""Classes of transformers with this arithmetic."""
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Of which a rank has some outputs, from all inputs."""
+BY_INPUTS = ("o_proj", "down_proj")
+"""Of which a rank has all outputs from some inputs, to be added up."""
+
+
+def is_known(model: nn.Module) -> bool:
+    """Whether the decoder is of a known kind, and nobody has changed how its modules run."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers = getattr(decoder, "layers", ())
+    config = model.config.get_text_config(decoder=True)
+    return (
+        type(head) is nn.Linear
+        and config.hidden_act == "silu"
+        and getattr(config, "sliding_window", None) is None
+        and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
+        and all(_is_plain(module) for module in (model, head, *decoder.modules()))
+        and all(len(devices(layer)) == 1 and _is_divided_as_known(layer) for layer in layers)
+        and len(devices(decoder.embed_tokens) | devices(decoder.rotary_emb)) == 1
+    )
+
+
+def devices(module: nn.Module) -> set[torch.device]:
+    """Those of its weights and buffers."""
+    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+
+
+def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
+    """Whether a rank has a part of a module's weights only.
+
+    Args:
+        dimension: by which; None for any.
+    """
+    # A DTensor's.
+    placements = getattr(getattr(module, "weight", None), "placements", ())
+    return any(one.is_shard(dimension) for one in placements)
+
+
+def _is_divided_as_known(layer: nn.Module) -> bool:
+    """Whole, or with heads and what is between the MLP's products divided."""
+    blocks = [layer.self_attn]
+    if hasattr(layer.mlp, "gate_proj"):
+        blocks.append(layer.mlp)
+    for block in blocks:
+        by_outputs, by_inputs = _named(block, BY_OUTPUTS), _named(block, BY_INPUTS)
+        parts = [is_divided(one, 0) for one in by_outputs] + [
+            is_divided(one, 1) for one in by_inputs
+        ]
+        if any(parts) and not all(parts):
+            return False
+    rest = set(layer.modules()) - {one for block in blocks for one in block.children()}
+    return not any(is_divided(module) for module in rest)
+
+
+def _named(block: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    return [getattr(block, name) for name in names if hasattr(block, name)]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """No hooks of others, no forward of its own, no weights that are more than tensors."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return (
+        all(getattr(hook, "__module__", "").startswith("oscar_mm.") for hook in hooks)
+        and _runs_as_written(module)
+        and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
+    )
+
+
+def _runs_as_written(module: nn.Module) -> bool:
+    """No forward but the class's, or that one with what accelerate or transformers puts around."""
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    forward = vars(module).get("forward")
+    if forward is None:
+        return all(type(weight) is nn.Parameter for weight in weights)
+    if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":
+        return all(
+            type(weight) is nn.Parameter or hasattr(weight, "to_local") for weight in weights
+        )
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return getattr(module, "_old_forward", None) is not None and all(_only_moves(x) for x in hooks)
+
+
+def _only_moves(hook: object) -> bool:
+    """Whether a hook brings inputs to the device where the weights stay."""
+    kind = type(hook)
+    return (kind.__module__, kind.__name__) == (
+        "accelerate.hooks",
+        "AlignDevicesHook",
+    ) and not hook.offload
