@@ -52,12 +52,13 @@ class Choices:
     """Chooses the tokens of all rows, step by step.
 
     Args:
-        choosers: one for each row; None where the likeliest token is taken.
+        choosers: with the (n,) indices of the rows that each chooses for, on the device; of rows
+            without one the likeliest token is taken.
         ranks: what rank 0 chooses all ranks take: by themselves they sample, and may round,
             differently.
     """
 
-    def __init__(self, choosers: Sequence[Chooser | None], ranks: Ranks) -> None:
+    def __init__(self, choosers: Sequence[tuple[torch.Tensor, Chooser]], ranks: Ranks) -> None:
         self._choosers, self._ranks = choosers, ranks
 
     @classmethod
@@ -78,23 +79,32 @@ class Choices:
         """
         ids = prompt.inputs["input_ids"].to(device)
         real = (prompt.modalities != PADDING).to(device)
-        choosers: list[Chooser | None] = []
+
+        def seen(row: int) -> torch.Tensor:
+            its_ids = ids[row][real[row]]
+            return its_ids if history is None else torch.cat([history[row].to(device), its_ids])
+
+        alike: dict[tuple[float, ...], list[int]] = {}
         for row, sampling in enumerate(samplings):
-            seen = ids[row][real[row]]
-            if history is not None:
-                seen = torch.cat([history[row].to(device), seen])
-            choosers.append(Chooser(sampling, seen) if sampling.changes_logits else None)
+            if sampling.changes_logits:
+                alike.setdefault(sampling.rules, []).append(row)
+        choosers = [
+            (
+                torch.tensor(rows, device=device),
+                Chooser([samplings[row] for row in rows], [seen(row) for row in rows]),
+            )
+            for rows in alike.values()
+        ]
         return cls(choosers, ranks)
 
     def __call__(self, logits: torch.Tensor) -> Choice:
         """The choice from (batch, vocabulary) logits, which may be overwritten afterwards."""
         # NaN is the highest of all.
         highest, tokens = logits.max(-1)
-        for row, chooser in enumerate(self._choosers):
-            if chooser is not None:
-                # Sampling from NaN would end the CUDA context; what is chosen instead is not told.
-                scores = logits[row].float().nan_to_num(0.0, math.inf, -math.inf)
-                tokens[row] = chooser.choose(scores)
+        for rows, chooser in self._choosers:
+            # Where there is NaN something is chosen all the same, and not told.
+            scores = logits[rows].float().nan_to_num(0.0, math.inf, -math.inf)
+            tokens[rows] = chooser.choose(scores)
         told = tokens.masked_fill(highest.isnan(), _BROKEN)
         self._ranks.agree(told)
         if self._ranks.count > 1:

@@ -39,7 +39,6 @@ def is_known(model: nn.Module) -> bool:
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
         and all(_is_plain(module) for module in (model, head, *decoder.modules()))
         and all(len(devices(layer)) == 1 and _is_divided_as_known(layer) for layer in layers)
-        and len(devices(decoder.embed_tokens) | devices(decoder.rotary_emb)) == 1
     )
 
 

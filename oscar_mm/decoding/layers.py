@@ -10,6 +10,7 @@ Layers may be on several devices, which makes as many parts, and divided among r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +18,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding.graphs import Record
-from oscar_mm.decoding.known import is_divided
+from oscar_mm.decoding.known import devices, is_divided
 from oscar_mm.ops.linear import Norm, linear
 from oscar_mm.ops.mixture import Experts, mixture_kernels
 from oscar_mm.ops.rope import rope_
@@ -168,7 +170,8 @@ class TokenLayers:
 
     def __init__(self, model: nn.Module) -> None:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
-        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        self._embed = decoder.embed_tokens
+        self._rotary = _beside(self._embed, decoder.rotary_emb)
         places = [(x.input_layernorm.weight.device, _Layer.of(x)) for x in decoder.layers]
         ends = [(self._embed.weight.device, None), *places, (head.weight.device, None)]
         self._parts = [
@@ -245,6 +248,16 @@ class TokenLayers:
         angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
         cosine, sine = (x.expand(len(ids), 1, -1)[:, 0].contiguous() for x in angles)
         return hidden[:, 0], cosine, sine
+
+
+def _beside(embed: nn.Module, rotary: nn.Module) -> nn.Module:
+    """RoPE's frequencies where the embeddings are; accelerate puts them where layers end."""
+    device = embed.weight.device
+    if devices(rotary) == {device}:
+        return rotary
+    copied = copy.deepcopy(rotary)
+    remove_hook_from_module(copied)
+    return copied.to(device)
 
 
 def _own(weight: torch.Tensor | None) -> torch.Tensor | None:

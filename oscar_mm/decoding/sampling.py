@@ -1,4 +1,4 @@
-"""Sampling: how the next token is chosen, checked when made; Chooser: the choices of one row."""
+"""Sampling: how the next token is chosen, checked when made; Chooser: choices by such rules."""
 
 from __future__ import annotations
 
@@ -82,6 +82,11 @@ class Sampling:
         """Whether the next token is another than that of the highest logit."""
         return self.temperature > 0 or self.repetition_penalty != 1.0
 
+    @property
+    def rules(self) -> tuple[float, ...]:
+        """What rows have in common whose tokens may be chosen together."""
+        return self.temperature, self.top_p, self.top_k, self.repetition_penalty
+
     def processors(self) -> LogitsProcessorList:
         """What changes the logits before a token is chosen, in transformers' order."""
         processors = LogitsProcessorList()
@@ -104,28 +109,41 @@ class Sampling:
 
 
 class Chooser:
-    """Next tokens of one row by the rules of a ``Sampling``, whatever rows stand beside it.
+    """Next tokens of rows with the same rules, each the same whatever rows stand beside it.
 
     Args:
-        sampling: the rules.
-        seen: (tokens,) ids of the prompt, without padding.
+        samplings: of each row; they may differ in their seeds.
+        seen: for each row the (tokens,) ids of the prompt, without padding.
     """
 
-    def __init__(self, sampling: Sampling, seen: torch.Tensor) -> None:
-        self._samples = sampling.temperature > 0
-        self._processors = sampling.processors()
-        self._generator = sampling.generator(seen.device)
-        self._seen = seen[None]
+    def __init__(self, samplings: Sequence[Sampling], seen: Sequence[torch.Tensor]) -> None:
+        self._samples = samplings[0].temperature > 0
+        self._processors = samplings[0].processors()
+        self._generators = [one.generator(seen[0].device) for one in samplings]
+        longest = max(map(len, seen))
+        # What has been seen may be seen again.
+        self._seen = torch.stack([torch.cat([x, x[:1].expand(longest - len(x))]) for x in seen])
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """() the next token, from (vocabulary,) float32 logits; it counts as seen from now on."""
-        scores = self._processors(self._seen, logits[None])
+        """(rows,) next tokens, from (rows, vocabulary) float32 logits; they count as seen from now
+        on."""
+        scores = self._processors(self._seen, logits)
         if self._samples:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
-        else:
-            token = scores.argmax(-1, keepdim=True)
-        self._seen = torch.cat([self._seen, token], dim=1)
-        return token[0, 0]
+            scores = scores.softmax(-1).div_(self._noise(scores))
+        tokens = scores.argmax(-1, keepdim=True)
+        self._seen = torch.cat([self._seen, tokens], dim=1)
+        return tokens[:, 0]
+
+    def _noise(self, scores: torch.Tensor) -> torch.Tensor:
+        """Exponential variates: the largest p / e is at i with probability p_i, which is how
+        ``torch.multinomial`` draws one of many."""
+        noise = torch.empty_like(scores)
+        if None in self._generators:
+            noise.exponential_()
+        for row, generator in enumerate(self._generators):
+            if generator is not None:
+                noise[row].exponential_(generator=generator)
+        return noise
 
 
 def _whole(value: Any, least: int) -> bool:

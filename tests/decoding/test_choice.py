@@ -15,9 +15,13 @@ SAMPLINGS = (
 )
 
 
-def choosers(device: str = "cpu") -> list[Chooser | None]:
-    seen = SEEN.to(device)
-    return [Chooser(one, seen) if one.changes_logits else None for one in SAMPLINGS]
+def choosers(device: str = "cpu") -> list[tuple[torch.Tensor, Chooser]]:
+    """Of the rows that are not simply the likeliest."""
+    return [
+        (torch.tensor([row], device=device), Chooser([sampling], [SEEN.to(device)]))
+        for row, sampling in enumerate(SAMPLINGS)
+        if sampling.changes_logits
+    ]
 
 
 def logits(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -28,14 +32,15 @@ def logits(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_row_by_its_sampling(dtype: torch.dtype) -> None:
-    choose, alone = Choices(choosers(), Ranks()), choosers()
+    choose = Choices(choosers(), Ranks())
+    alone = {int(row): chooser for row, chooser in choosers()}
     for seed in range(20):
         given = logits(seed, dtype)
         choice = choose(given)
         assert torch.equal(given, logits(seed, dtype))
         expected = [
-            int(row.float().argmax() if one is None else one.choose(row.float()))
-            for row, one in zip(given, alone, strict=True)
+            int(alone[row].choose(one[None]) if row in alone else one.argmax())
+            for row, one in enumerate(given.float())
         ]
         assert choice.tokens.tolist() == choice.listed() == expected
 
@@ -57,7 +62,7 @@ def test_all_ranks_take_what_the_first_one_chose() -> None:
             tensor.copy_(torch.tensor(said))
 
     for said in ([5, 6, 7], [5, -1, 7]):
-        choice = Choices([None] * 3, Second(2, 1))(logits(2))
+        choice = Choices([], Second(2, 1))(logits(2))
         assert choice.tokens.tolist() == [5, max(0, said[1]), 7]
         if min(said) < 0:
             with pytest.raises(FloatingPointError):

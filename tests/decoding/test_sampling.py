@@ -67,12 +67,45 @@ def test_a_row_is_chosen_by_itself() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     prompt = torch.tensor([3, 7])
     assert not Sampling(top_p=0.5, top_k=3, seed=1).changes_logits
-    penalized = Chooser(Sampling(repetition_penalty=1e6), prompt)
-    chosen = [int(penalized.choose(row)) for row in logits.abs() + 1]
+    penalized = Chooser([Sampling(repetition_penalty=1e6)], [prompt])
+    chosen = [int(penalized.choose(row[None])) for row in logits.abs() + 1]
     assert len({*chosen, 3, 7}) == 7, "what was seen comes again"
     sampling = Sampling(temperature=1.0, seed=4)
     assert sampling.changes_logits
-    one, other = Chooser(sampling, prompt), Chooser(sampling, prompt)
+    one, other = (Chooser([sampling], [prompt]) for _ in range(2))
     torch.manual_seed(0)
-    first = [int(one.choose(row)) for row in logits]
-    assert [int(other.choose(row)) for row in logits] == first
+    first = [int(one.choose(row[None])) for row in logits]
+    assert [int(other.choose(row[None])) for row in logits] == first
+
+
+@pytest.mark.parametrize("rules", [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "repetition_penalty": 1.5},
+    {"repetition_penalty": 3.0},
+])  # fmt: skip
+def test_rows_that_are_chosen_together_are_chosen_as_alone(rules: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(8, 3, 50, generator=generator)
+    samplings = [Sampling(seed=seed, **rules) for seed in (5, None, 6)]
+    prompts = [torch.randint(50, (n,), generator=generator) for n in (3, 4, 9)]
+    together = Chooser(samplings, prompts)
+    found = torch.stack([together.choose(step) for step in logits])
+    for row in range(3):
+        if samplings[row].seed is None and rules.get("temperature"):
+            continue
+        alone = Chooser([samplings[row]], [prompts[row]])
+        expected = [int(alone.choose(step[None])) for step in logits[:, row]]
+        assert found[:, row].tolist() == expected
+    assert len(set(map(tuple, found.tolist()))) > 2
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_tokens_come_as_often_as_they_are_likely(seeded: bool) -> None:
+    torch.manual_seed(0)
+    rows, expected = 4000, torch.tensor([0.0, 0.1, 0.2, 0.7])
+    samplings = [Sampling(temperature=1.0, seed=row if seeded else None) for row in range(rows)]
+    chooser = Chooser(samplings, rows * [torch.tensor([0])])
+    found = chooser.choose(expected.log().expand(rows, -1)).bincount(minlength=4) / rows
+    # Four standard deviations of the likeliest.
+    assert (found - expected).abs().max() < 4 * (0.7 * 0.3 / rows) ** 0.5
+    assert found[0] == 0

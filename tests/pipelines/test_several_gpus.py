@@ -23,9 +23,9 @@ from tests.pipelines.divided import (
 POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
 DECODER = "model.language_model"
 HALVES = {
-    **dict.fromkeys(("model.visual", f"{DECODER}.embed_tokens", f"{DECODER}.rotary_emb"), 0),
+    **dict.fromkeys(("model.visual", f"{DECODER}.embed_tokens"), 0),
     **{f"{DECODER}.layers.{layer}": layer // 2 for layer in range(4)},
-    f"{DECODER}.norm": 1,
+    **dict.fromkeys((f"{DECODER}.norm", f"{DECODER}.rotary_emb"), 1),
     "lm_head": 1,
 }
 """Of pocket-vl: two of its four layers on each GPU."""
@@ -75,7 +75,10 @@ def test_devices_that_are_found_by_themselves(name) -> None:
     one = pipeline(name, name, "bfloat16", device="cuda:0")
     two = pipeline(name, name, "bfloat16", device_map="auto")
     cards = CARDS_OF[name]
-    assert asked(two, cards)["turns"] == asked(one, cards)["turns"]
+    with captures() as devices:
+        found = asked(two, cards)
+    assert set(devices) == set(two.layer_devices.values())
+    assert found["turns"] == asked(one, cards)["turns"]
 
 
 def test_a_chat_changes_between_one_gpu_and_two(tmp_path) -> None:
