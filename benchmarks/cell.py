@@ -120,7 +120,7 @@ class Stepping:
     """Steps one after the other, in the order of ``oscar_mm.decoding.loop.decode``."""
 
     def __init__(self, run: Run, device: torch.device, rows: int) -> None:
-        self._run, self._choose = run, Choices([None] * rows, Ranks())
+        self._run, self._choose = run, Choices([], Ranks())
         # Rows that begin alike would choose the same experts.
         self._tokens = 1 + torch.arange(rows, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool)

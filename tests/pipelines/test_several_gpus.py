@@ -77,7 +77,8 @@ def test_devices_that_are_found_by_themselves(name) -> None:
     cards = CARDS_OF[name]
     with captures() as devices:
         found = asked(two, cards)
-    assert set(devices) == set(two.layer_devices.values())
+    # And where embeddings or the output layer are by themselves.
+    assert set(two.layer_devices.values()) <= set(devices)
     assert found["turns"] == asked(one, cards)["turns"]
 
 
