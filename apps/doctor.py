@@ -107,7 +107,7 @@ def _devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
-    from oscar_mm.ops.kernel import architecture, switched_off
+    from oscar_mm.ops.gpu import architecture, switched_off
 
     memory = psutil.virtual_memory()
     devices = [

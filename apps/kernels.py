@@ -19,7 +19,7 @@ from oscar_mm.ops import rope as rope_module
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.kernel import copies_in_bulk, multiprocessors
+from oscar_mm.ops.gpu import copies_in_bulk, multiprocessors
 from oscar_mm.ops.linear import Norm, linear
 from oscar_mm.ops.mixture import Experts, mixture
 from oscar_mm.ops.pack import pack_jobs

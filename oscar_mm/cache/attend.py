@@ -17,7 +17,7 @@ from oscar_mm.cache.step import Step
 from oscar_mm.cache.tables import Tables, tables_of
 from oscar_mm.ops.decode import decode, empty_output
 from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.kernel import multiprocessors
+from oscar_mm.ops.gpu import multiprocessors
 from oscar_mm.ops.merged_attention import MergedAttention
 from oscar_mm.ops.packed_attention import (
     MAX_QUERY_TOKENS,

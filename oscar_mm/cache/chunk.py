@@ -45,7 +45,9 @@ class Chunk:
         """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.attend``."""
         layer, step = self._layer, self._step
         real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
-        layer.settle_basis(key, query, module, None if real is None else real.to(key.device))
+        if not layer.sigma_is_final:
+            tokens = None if real is None else real.to(key.device)
+            layer.settle_basis(key, query, module, tokens)
         past = layer.cache.get_seq_length() - key.shape[2]
         if sliding_window is None or past + key.shape[2] <= sliding_window:
             output = attend_stored(layer, query, key, value, scaling, step)

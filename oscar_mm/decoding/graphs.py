@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from oscar_mm.ops.kernel import switched_off
+from oscar_mm.ops.gpu import switched_off
 
 SWITCH = "OSCAR_MM_CUDA_GRAPHS"
 """Environment variable: "off" leaves steps eager."""

@@ -118,14 +118,14 @@ class _Layer:
         """(rows, hidden size) after the layer."""
         attention, head_dim = self.attention, self.attention.head_dim
         states = self.projections(rows, norm=self.attention_norm)
-        heads = states.view(len(rows), -1, head_dim)
-        query_heads, kv_heads = (len(one) // head_dim for one in self.projections.weights[:2])
+        heads = states.view(rows.shape[0], -1, head_dim)
+        query_heads, kv_heads = (x.shape[0] // head_dim for x in self.projections.weights[:2])
         rope_(heads[:, : query_heads + kv_heads], query_heads, cosine, sine, self.head_norms)
         sizes = (query_heads, kv_heads, kv_heads)
         query, key, value = (x.unsqueeze(2) for x in heads.split(sizes, 1))
         key, value = cache.update(key, value, attention.layer_idx)
         found, _ = attend(attention, query, key, value, None, scaling=attention.scaling)
-        rows = self.output(found.reshape(len(rows), -1), residual=rows)
+        rows = self.output(found.reshape(rows.shape[0], -1), residual=rows)
         if self.gate_and_up is None:
             return self._by_experts(rows)
         between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)

@@ -26,8 +26,6 @@ from oscar_mm.decoding.layers import TokenLayers
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ranks import Ranks
 
-EAGER_STEPS = 3
-"""Steps before a capture, which takes as long as a few of them."""
 _log = logging.getLogger("oscar_mm")
 
 
@@ -56,7 +54,6 @@ class DecodeSteps:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = Ranks.of(model)
         self._layers = TokenLayers(model) if is_known(model) else None
-        self._taken = 0
         # What a step is fed with, at addresses that stay.
         self._ids = torch.zeros((len(position), 1), dtype=torch.long, device=device)
         self._positions = position.to(device, copy=True).view(*[1] * len(axes), -1, 1)
@@ -77,8 +74,7 @@ class DecodeSteps:
             ended: (batch,) bool on the CPU: rows that go on as padding, which is not stored.
         """
         ahead, self._ahead = self._ahead, None
-        self._taken += 1
-        if self._record is None or self._taken <= EAGER_STEPS:
+        if self._record is None:
             self._ids.copy_(tokens[:, None])
             self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
             logits = self._repeatable()
@@ -183,6 +179,7 @@ class DecodeSteps:
         if step.packs or layout != self._layout:
             self._pack_first(step)
         if not self._fixed.known:
+            # The first step is eager: it asks for tables, and for kernels that are compiled now.
             return self._repeatable()
         if layout != self._layout:
             places = self._places()

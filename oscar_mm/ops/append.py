@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from oscar_mm.cache.layout import BLOCK_TOKENS
+from oscar_mm.ops.gpu import current_stream
 from oscar_mm.ops.kernel import Kernel, load_kernel, tell_once
 from oscar_mm.ops.library import STATES, Arguments, define
 from oscar_mm.ops.trust import Trusted
@@ -138,7 +139,7 @@ def _by_kernel(
         row_bytes,
     )
     threads = min(_MAX_THREADS, -(-2 * kv_heads * row_bytes // 16 // 32) * 32)
-    stream = torch.cuda.current_stream(keys.device).cuda_stream
+    stream = current_stream(keys.device)
     block = (max(threads, 32), 1, 1)
     kernel.launch((len(writes), 1, 1), block, 0, params, stream, dependent=True)
 

@@ -9,42 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from oscar_mm.ops.gpu import architecture
 from oscar_mm.ops.nvrtc import KernelError, Report, compile_kernel, not_installed
 
-SWITCH = "OSCAR_MM_KERNELS"
-"""Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
-of GPUs before sm_90, on any GPU)."""
 SCALINGS = {None: 0, "per_head": 1, "shared": 2}
 """Token scaling as the kernels' macro SCALING."""
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Dtypes of keys and values that the kernels take, as their macro ELEMENT."""
+_MOST_CONFIGS = 256
+"""Of launches of a kernel, kept because making one takes as long as launching."""
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
-_ARCHITECTURES = {
-    (8, 0): "sm_80",
-    (8, 6): "sm_86",
-    (8, 9): "sm_89",
-    (9, 0): "sm_90a",
-    (10, 0): "sm_100a",
-    (12, 0): "sm_120",
-}
 _kernels: dict[tuple[object, ...], Kernel] = {}
 _loading = threading.Lock()
-
-
-def switched_off() -> bool:
-    """Whether the user wants PyTorch operations instead of kernels."""
-    return os.environ.get(SWITCH) == "off"
 
 
 def tell_once(what: str, reason: str) -> None:
@@ -53,31 +38,6 @@ def tell_once(what: str, reason: str) -> None:
     if message not in _told:
         _told.add(message)
         _log.warning(message)
-
-
-def architecture(device: torch.device) -> str | None:
-    """What to compile for on a device; None if the kernels do not run there."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    capability = torch.cuda.get_device_capability(device)
-    if capability in _ARCHITECTURES:
-        return _ARCHITECTURES[capability]
-    # Code for a lower minor version of the same generation runs; that with an "a" runs nowhere
-    # else, and no code runs on another generation.
-    lower = [known for known in _ARCHITECTURES if known[0] == capability[0] and known < capability]
-    return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
-
-
-def copies_in_bulk(device: torch.device) -> bool:
-    """Whether kernels use the bulk copy engine (csrc/copy.cuh): from sm_90 on, unless switched off.
-
-    Raises:
-        KernelError: kernels do not run on the device.
-    """
-    arch = architecture(device)
-    if arch is None:
-        raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
-    return int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
 
 
 def load_kernel(
@@ -150,6 +110,7 @@ class Kernel:
             "entering its primary context", driver.cuDevicePrimaryCtxRetain(handle)
         )
         self._context_address = int(self._context)
+        self._early_configs: dict[tuple[Any, ...], Any] = {}
         with self._in_context():
             self._module = self._checked("loading", driver.cuModuleLoadData(code))
             self._function = self._checked(
@@ -230,6 +191,22 @@ class Kernel:
             )
             self._checked("launching", launched)
             return
+        key = grid, block, shared_bytes, stream
+        config = self._early_configs.get(key)
+        if config is None:
+            if len(self._early_configs) >= _MOST_CONFIGS:
+                self._early_configs.clear()
+            config = self._early_configs[key] = self._early_config(*key)
+        self._checked("launching", driver.cuLaunchKernelEx(config, self._function, address, 0))
+
+    def _early_config(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+    ) -> Any:
+        driver = self._driver
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
@@ -238,7 +215,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes, config.hStream = shared_bytes, stream
         config.attrs, config.numAttrs = [early], 1
-        self._checked("launching", driver.cuLaunchKernelEx(config, self._function, address, 0))
+        return config
 
     def _allow_shared(self, handle: Any) -> int:
         """Allow launches what the device has, not only 48 KiB; dynamic bytes of a thread block."""
@@ -286,11 +263,3 @@ def aligned_rows(states: torch.Tensor) -> torch.Tensor:
     unit = 16 // states.element_size()
     aligned = states.data_ptr() % 16 == 0 and all(x % unit == 0 for x in states.stride()[:3])
     return states if aligned else states.contiguous()
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -16,13 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from oscar_mm.ops import linear_params, linear_rows
-from oscar_mm.ops.kernel import (
-    ELEMENTS,
-    Kernel,
-    copies_in_bulk,
-    load_kernel,
-    multiprocessors,
-)
+from oscar_mm.ops.gpu import copies_in_bulk, current_stream, multiprocessors, shared_of_one
+from oscar_mm.ops.kernel import ELEMENTS, Kernel, load_kernel
 from oscar_mm.ops.linear_rows import LinearRowsKernel
 from oscar_mm.ops.linear_torch import (
     WORST_ERROR,
@@ -89,13 +84,15 @@ class LinearKernel:
         macros = specialization.macros(self._depth, bulk)
         self._kernel: Kernel = load_kernel("linear.cu", macros, device)
         self.key, self._blocks = self._kernel.key, multiprocessors(device)
+        self._least_shared = shared_of_one(device)
 
     def takes(self, width: int, norm: bool) -> bool:
         """Whether rows of so many elements fit its shared memory."""
         return self._shared_bytes(width, norm) <= self._kernel.shared_limit
 
     def _shared_bytes(self, width: int, norm: bool) -> int:
-        return 2 * (WARPS * self._depth * PIECE + (self.specialization.rows + norm) * width)
+        needed = 2 * (WARPS * self._depth * PIECE + (self.specialization.rows + norm) * width)
+        return max(needed, self._least_shared)
 
     def __call__(
         self,
@@ -107,7 +104,7 @@ class LinearKernel:
     ) -> torch.Tensor:
         """See ``linear``."""
         total = linear_params.total_outputs(weights, self.specialization.gated)
-        output = x.new_empty(len(x), total)
+        output = x.new_empty(x.shape[0], total)
         params = Params(
             x.data_ptr(),
             None if norm is None else norm.weight.data_ptr(),
@@ -119,7 +116,7 @@ class LinearKernel:
             (WARPS * 32, 1, 1),
             self._shared_bytes(x.shape[1], norm is not None),
             params,
-            torch.cuda.current_stream(x.device).cuda_stream,
+            current_stream(x.device),
             dependent=True,
         )
         return output
@@ -128,10 +125,10 @@ class LinearKernel:
 def depth_for(shared_bytes: int) -> int:
     """Pieces of a warp on their way, where a thread block may have so many bytes of shared memory.
 
-    Four take 128 KiB, so that no two thread blocks share a multiprocessor: with 96 KiB the next
-    kernel's weights came in while this one's were read, 10% to 40% slower (H200).
+    Three, 96 KiB of a thread block, keep an H200's memory busy. What is asked for next comes after
+    all that is on its way, so with more it only comes later.
     """
-    return 4 if shared_bytes >= 200 << 10 else 2
+    return 3 if shared_bytes >= 200 << 10 else 2
 
 
 def linear(

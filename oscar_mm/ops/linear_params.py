@@ -22,7 +22,7 @@ FIELDS = (
 
 def total_outputs(weights: Sequence[torch.Tensor], gated: bool) -> int:
     """Elements of a row of the result."""
-    return len(weights[0]) if gated else sum(map(len, weights))
+    return weights[0].shape[0] if gated else sum(one.shape[0] for one in weights)
 
 
 def values(
@@ -37,7 +37,7 @@ def values(
         _ADDRESSES(*map(_address, biases)),
         _address(residual),
         _address(output),
-        _SIZES(*map(len, weights)),
+        _SIZES(*(one.shape[0] for one in weights)),
         *(output.shape[1], weights[0].shape[1]),
     )
 

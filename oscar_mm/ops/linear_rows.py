@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.ops import linear_params
-from oscar_mm.ops.kernel import (
-    ELEMENTS,
-    load_kernel,
-    multiprocessors,
-)
+from oscar_mm.ops.gpu import current_stream, multiprocessors
+from oscar_mm.ops.kernel import ELEMENTS, load_kernel
 from oscar_mm.ops.linear_torch import WORST_ERROR, Norm, disagreement
 from oscar_mm.ops.trust import Trusted
 
@@ -163,7 +160,7 @@ class LinearRowsKernel:
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """As ``linear``; with a gate no bias is added."""
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+        stream = current_stream(x.device)
         if norm is not None:
             x = self._normalized(x, norm, stream)
         total = linear_params.total_outputs(weights, self.specialization.gated)

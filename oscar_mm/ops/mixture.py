@@ -17,13 +17,8 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
-from oscar_mm.ops.kernel import (
-    ELEMENTS,
-    Kernel,
-    copies_in_bulk,
-    load_kernel,
-    multiprocessors,
-)
+from oscar_mm.ops.gpu import copies_in_bulk, current_stream, multiprocessors, shared_of_one
+from oscar_mm.ops.kernel import ELEMENTS, Kernel, load_kernel
 from oscar_mm.ops.linear import (
     AT_ONCE,
     MOST_ROWS,
@@ -38,10 +33,8 @@ from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.trust import Trusted
 
 _MOST_CHOSEN, _MOST_EXPERTS = 32, 512
-_EARLY = 3
-"""Pieces of the second kernel that do not wait for the first; 0, 3, 5 and 8 differ by 3% (H200)."""
-_STATIC_BYTES = 16 << 10
-"""Of shared memory, more than the kernels' own variables take."""
+_EARLY = 1
+"""Pieces of the second kernel that do not wait for the first."""
 _WORST_ERROR = 0.02
 
 
@@ -89,19 +82,12 @@ class Specialization:
     def macros(self, down: bool, limit: int, bulk: bool) -> dict[str, str | int]:
         """Macros that csrc/experts.cu is compiled with.
 
-        The second kernel asks for its weights before its x is there, so it has as many pieces on
-        their way as there is room for: of 8 experts all that a warp needs for an output.
-
         Args:
             down: of the second kernel.
             limit: bytes of shared memory that a thread block may have.
             bulk: copies by the bulk copy engine.
         """
         piece = min(PIECE, self.between if down else self.width)
-        depth = depth_for(limit) * PIECE // piece
-        if down:
-            room = (limit - _STATIC_BYTES - self._row_bytes(down)) // (2 * WARPS * piece)
-            depth = max(depth, min(room, self.chosen * -(-self.between // piece), 32))
         return {
             "DOWN": int(down),
             "CHOSEN": self.chosen,
@@ -110,22 +96,18 @@ class Specialization:
             "ROWS": self.rows,
             "ELEMENT": ELEMENTS[self.dtype],
             "WARPS": WARPS,
-            "DEPTH": depth,
-            "EARLY": min(_EARLY, depth),
+            "DEPTH": min(depth_for(limit) * PIECE // piece, 32),
+            "EARLY": _EARLY,
             "PIECE": piece,
             "BULK": int(bulk),
         }
 
     def shared_bytes(self, macros: dict[str, str | int]) -> int:
         """Of a thread block: pieces, then rows of x, then the norm's weight."""
-        pieces = 2 * WARPS * macros["DEPTH"] * macros["PIECE"]
-        return pieces + self._row_bytes(bool(macros["DOWN"]))
-
-    def _row_bytes(self, down: bool) -> int:
-        """Of x and the norm's weight."""
-        if down:
-            return 2 * self.rows * self.between * self.chosen
-        return 2 * (self.rows + 1) * self.width
+        pieces = WARPS * macros["DEPTH"] * macros["PIECE"]
+        if macros["DOWN"]:
+            return 2 * (pieces + self.rows * self.chosen * self.between)
+        return 2 * (pieces + (self.rows + 1) * self.width)
 
 
 class MixtureKernels:
@@ -142,7 +124,7 @@ class MixtureKernels:
         self._kernels: list[tuple[Kernel, int]] = []
         for down in (False, True):
             macros = specialization.macros(down, limit, bulk)
-            shared = specialization.shared_bytes(macros)
+            shared = max(specialization.shared_bytes(macros), shared_of_one(device))
             kernel = load_kernel("experts.cu", macros, device)
             if shared > kernel.shared_limit:
                 raise KernelError(
@@ -158,7 +140,7 @@ class MixtureKernels:
         logits = linear(x, [experts.router], norm=norm)
         between = x.new_empty(made.rows, made.chosen, made.between)
         output = torch.empty_like(x)
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+        stream = current_stream(x.device)
         inward = Params(
             *(x.data_ptr(), norm.weight.data_ptr(), logits.data_ptr()),
             *(experts.gate_and_up.data_ptr(), None, between.data_ptr()),

@@ -12,14 +12,8 @@ from functools import partial
 import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.kernel import (
-    ELEMENTS,
-    SCALINGS,
-    Kernel,
-    aligned_rows,
-    load_kernel,
-    multiprocessors,
-)
+from oscar_mm.ops.gpu import current_stream, multiprocessors
+from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, aligned_rows, load_kernel
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.pack_torch import pack_by_torch
 from oscar_mm.ops.quantize import Recipe
@@ -133,7 +127,7 @@ def launch(
 ) -> None:
     """As the operation ``pack`` (``oscar_mm.ops.pack``), with at least one job."""
     keys, values = aligned_rows(keys), aligned_rows(values)
-    stream = torch.cuda.current_stream(keys.device).cuda_stream
+    stream = current_stream(keys.device)
     named = {
         "keys": keys,
         "values": values,

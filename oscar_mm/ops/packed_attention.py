@@ -16,17 +16,8 @@ from oscar_mm.cache.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.tables import COLUMNS
 from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.kernel import (
-    ELEMENTS,
-    SCALINGS,
-    Kernel,
-    aligned_rows,
-    copies_in_bulk,
-    load_kernel,
-    multiprocessors,
-    switched_off,
-    tell_once,
-)
+from oscar_mm.ops.gpu import copies_in_bulk, current_stream, multiprocessors, switched_off
+from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, aligned_rows, load_kernel, tell_once
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.samples import CHECKED_HEADS, random_past
 from oscar_mm.ops.trust import Trusted
@@ -193,10 +184,10 @@ class PackedAttention:
         batch, query_heads, tokens, head_dim = queries.shape
         keys, values = aligned_rows(keys), aligned_rows(values)
         kv_heads = keys.shape[1]
-        stream = torch.cuda.current_stream(queries.device).cuda_stream
+        stream = current_stream(queries.device)
         columns = query_heads // kv_heads * tokens
         segments = batch * kv_heads * -(-columns // COLUMNS)
-        parts = segments + len(assignments)
+        parts = segments + assignments.shape[0]
         partials = output.new_empty(parts * COLUMNS * (head_dim + 3), dtype=torch.float32)
         pools = [*(pool.data_ptr() for pool in pages), None, None][:2]
         params = Params(
@@ -210,7 +201,7 @@ class PackedAttention:
             0 if sigma is None else len(sigma),
             scaling,
         )
-        grid, block = (len(assignments), 1, 1), (self.warps * 32, 1, 1)
+        grid, block = (assignments.shape[0], 1, 1), (self.warps * 32, 1, 1)
         self._kernel.launch(grid, block, self._shared_bytes, params, stream, dependent=True)
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
@@ -222,7 +213,7 @@ class PackedAttention:
         capture = self._kernel.capture_on(stream)
         place = stream, capture is not None
         owner, arrivals = self._arrivals.get(place, (None, None))
-        if arrivals is None or owner != capture or len(arrivals) < segments:
+        if arrivals is None or owner != capture or arrivals.shape[0] < segments:
             arrivals = torch.zeros(max(segments, 1024), dtype=torch.int32, device=device)
             self._arrivals[place] = capture, arrivals
         return arrivals

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from oscar_mm.ops.gpu import current_stream
 from oscar_mm.ops.kernel import ELEMENTS, Kernel, load_kernel
 from oscar_mm.ops.linear import Norm
 from oscar_mm.ops.trust import Trusted
@@ -69,7 +70,7 @@ class RopeKernel:
             *(heads.stride(0), query_heads, count),
             0.0 if norms is None else norms[0].epsilon,
         )
-        stream = torch.cuda.current_stream(heads.device).cuda_stream
+        stream = current_stream(heads.device)
         self._kernel.launch(
             (-(-count // _WARPS), rows, 1),
             (_WARPS * 32, 1, 1),

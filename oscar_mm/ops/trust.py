@@ -20,8 +20,9 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from oscar_mm.ops.gpu import SWITCH, switched_off
 from oscar_mm.ops.kept import cache_folder, keep, key_of, load
-from oscar_mm.ops.kernel import SWITCH, switched_off, tell_once
+from oscar_mm.ops.kernel import tell_once
 from oscar_mm.ops.nvrtc import KernelError
 
 _log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops.dequantize import unpack_by_torch
+from oscar_mm.ops.gpu import current_stream
 from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, load_kernel
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_pages
@@ -74,7 +75,7 @@ def launch(
         page_format.kv_heads,
         0 if sigma is None else len(sigma),
     )
-    stream = torch.cuda.current_stream(pages.device).cuda_stream
+    stream = current_stream(pages.device)
     kernel.launch((len(slots), page_format.kv_heads, 1), (_THREADS, 1, 1), 0, params, stream)
 
 

@@ -79,7 +79,7 @@ def test_a_capture_holds_until_a_pool_or_a_table_grows(oscar, monkeypatch) -> No
     answer(oscar, monkeypatch, repeat, policy="bf16", tokens=100, requests=BATCH[:1])
     # A block of 16 bits takes 32 tokens.
     assert 1 < repeat.captures <= 5
-    assert repeat.replays == 100 - 1 - steps.EAGER_STEPS - 1
+    assert repeat.replays == 100 - 1 - 1
 
 
 def test_a_fork_goes_on_by_itself(oscar, monkeypatch) -> None:
@@ -88,7 +88,6 @@ def test_a_fork_goes_on_by_itself(oscar, monkeypatch) -> None:
     twin = cache.fork()
     how = {"policy": "compact", "tokens": 40, "requests": [REQUESTS["text"]]}
     eager, _ = answer(oscar, monkeypatch, None, cache=cache, **how)
-    monkeypatch.setattr(steps, "EAGER_STEPS", 0)
     assert answer(oscar, monkeypatch, Repeat(), cache=twin, **how)[0] == eager
 
 

@@ -11,7 +11,7 @@ from oscar_mm.cache.layout import PageFormat
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.kernel import multiprocessors
+from oscar_mm.ops.gpu import multiprocessors
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.samples import (
     JOB_SLOTS,

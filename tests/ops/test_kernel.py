@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from oscar_mm.ops import kernel, nvrtc
-from oscar_mm.ops.kernel import architecture, load_kernel
+from oscar_mm.ops.gpu import architecture
+from oscar_mm.ops.kernel import load_kernel
 from oscar_mm.ops.nvrtc import KernelError
 
 SOURCE = """

@@ -69,7 +69,7 @@ def test_compiles(arch: str, gated: bool) -> None:
 
 
 def test_depth_by_shared_memory() -> None:
-    assert module.depth_for(227 << 10) == 4
+    assert module.depth_for(227 << 10) == 3
     assert module.depth_for(99 << 10) == 2
 
 

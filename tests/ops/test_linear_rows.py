@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oscar_mm.ops import linear_rows as module
-from oscar_mm.ops.kernel import copies_in_bulk, multiprocessors
+from oscar_mm.ops.gpu import copies_in_bulk, multiprocessors
 from oscar_mm.ops.linear import LinearKernel, _kernel_for
 from oscar_mm.ops.linear_rows import LinearRowsKernel, NormParams, Params, Specialization
 from oscar_mm.ops.linear_torch import Norm, linear_by_torch

@@ -12,7 +12,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops import pack_kernel
 from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.kernel import SWITCH
+from oscar_mm.ops.gpu import SWITCH
 from oscar_mm.ops.nvrtc import compile_text, csrc_folder
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.pack_kernel import (

@@ -10,7 +10,7 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.attend import attend_stored
 from oscar_mm.modality import PADDING
 from oscar_mm.ops import packed_attention as host
-from oscar_mm.ops.kernel import SWITCH
+from oscar_mm.ops.gpu import SWITCH
 from oscar_mm.ops.packed_attention import PackedAttention, packed_attention
 from oscar_mm.ops.trust import Trusted
 from oscar_mm.policy import ModalityBits

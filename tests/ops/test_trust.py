@@ -15,7 +15,7 @@ from oscar_mm.ops import kept, pack_kernel, packed_attention, trust, unpack_kern
 from oscar_mm.ops import kernel as kernel_module
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.dequantize import unpack_by_torch
-from oscar_mm.ops.kernel import SWITCH
+from oscar_mm.ops.gpu import SWITCH
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.pack_torch import pack_by_torch
 from oscar_mm.ops.packed_attention import Specialization
