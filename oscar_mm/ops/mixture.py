@@ -96,7 +96,7 @@ class Specialization:
             "ROWS": self.rows,
             "ELEMENT": ELEMENTS[self.dtype],
             "WARPS": WARPS,
-            "DEPTH": min(depth_for(limit) * PIECE // piece, 32),
+            "DEPTH": depth_for(limit),
             "EARLY": _EARLY,
             "PIECE": piece,
             "BULK": int(bulk),

@@ -93,7 +93,9 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
             continue
         found = kernel(x, weights, biases, norm, residual).double()
         expected = linear_by_torch(x, weights, biases, norm, residual, gated).double()
-        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        # Of five outputs all may be small by chance, with errors as of others.
+        typical = 0.5 * expected.shape[1] ** 0.5
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=typical)
         assert error.max() < (1e-3 if dtype == torch.float16 else 8e-3)
         again = kernel(x, weights, biases, norm, residual).double()
         assert torch.equal(found, again)
