@@ -5,16 +5,19 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding import graphs
+from oscar_mm.decoding import graphs, loop
 from oscar_mm.decoding.known import is_known
+from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.pipelines.twin import with_policy
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
@@ -118,6 +121,28 @@ def asked_more(pipe: OscarVLPipeline, saved: Path) -> dict[str, Any]:
     }
 
 
+def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None) -> dict[str, Any]:
+    """Token ids where steps are recorded, with the same function for a graph; and how many calls.
+
+    Args:
+        broken_rank: which cannot record.
+    """
+    calls: list[str] = []
+
+    def record(function: Callable[[], Any], _: torch.device) -> Callable[[], Any]:
+        if distributed.get_rank() == broken_rank:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def again() -> Any:
+            calls.append("replay")
+            return function()
+
+        return again
+
+    with patch.object(loop, "DecodeSteps", partial(DecodeSteps, record=record)):
+        return {"turns": asked(pipe, cards)["turns"], "replays": len(calls)}
+
+
 def heard(pipe: OscarOmniPipeline) -> list[int]:
     return pipe("What was said in clip 2?", audio=CLIPS[:3], max_new_tokens=12).token_ids
 
@@ -150,6 +175,8 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
         if name == "pocket-vl":
             results[name] |= asked_more(pipe, folder / "chat.safetensors")
             results[name]["refused"] = refused(pipe)
+            results[name]["recorded"] = asked_on_records(pipe, CARDS_OF[name], None)
+            results[name]["half recorded"] = asked_on_records(pipe, CARDS_OF[name], 1)
         if name == "pocket-omni":
             results[name]["heard"] = heard(pipe)
         if name == "omni with a talker":

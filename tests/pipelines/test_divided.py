@@ -66,6 +66,16 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_are_recorded_by_all_ranks_or_by_none(ranks) -> None:
+    for found in ranks:
+        pocket = found["pocket-vl"]
+        for kind in ("recorded", "half recorded"):
+            assert pocket[kind]["turns"] == pocket["turns"]
+        assert pocket["recorded"]["replays"] == ranks[0]["pocket-vl"]["recorded"]["replays"] > 8
+        assert pocket["half recorded"]["replays"] == 0
+
+
+@pytest.mark.slow
 def test_what_ranks_cannot_do_is_refused(ranks) -> None:
     for found in ranks:
         assert len(found["pocket-vl"]["refused"]) == 2
