@@ -65,9 +65,8 @@ def _is_divided_as_known(layer: nn.Module) -> bool:
         blocks.append(layer.mlp)
     for block in blocks:
         by_outputs, by_inputs = _named(block, BY_OUTPUTS), _named(block, BY_INPUTS)
-        parts = [is_divided(one, 0) for one in by_outputs] + [
-            is_divided(one, 1) for one in by_inputs
-        ]
+        parts = [is_divided(one, 0) for one in by_outputs]
+        parts += [is_divided(one, 1) for one in by_inputs]
         if any(parts) and not all(parts):
             return False
     rest = set(layer.modules()) - {one for block in blocks for one in block.children()}
@@ -105,8 +104,5 @@ def _runs_as_written(module: nn.Module) -> bool:
 
 def _only_moves(hook: object) -> bool:
     """Whether a hook brings inputs to the device where the weights stay."""
-    kind = type(hook)
-    return (kind.__module__, kind.__name__) == (
-        "accelerate.hooks",
-        "AlignDevicesHook",
-    ) and not hook.offload
+    kind = f"{type(hook).__module__}.{type(hook).__name__}"
+    return kind == "accelerate.hooks.AlignDevicesHook" and not hook.offload
