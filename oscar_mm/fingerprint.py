@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oscar_mm.ranks import Ranks
+from oscar_mm.ranks import Ranks, own_part
 
 _SAMPLES = 64
 _CONFIG = (
@@ -36,8 +36,7 @@ def model_fingerprint(model: Any) -> str:
     """
     sampled = []
     for parameter in model.parameters():
-        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        flat = own.detach().reshape(-1)
+        flat = own_part(parameter).detach().reshape(-1)
         places = torch.arange(min(_SAMPLES, len(flat)), device=flat.device)
         sampled.append((tuple(parameter.shape), flat[places * len(flat) // max(1, len(places))]))
     digests = sorted(

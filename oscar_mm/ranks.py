@@ -13,6 +13,17 @@ from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, of which each rank has a part or a copy."""
+    # Not by its class, whose import takes a while that models of one process need not wait.
+    return hasattr(tensor, "to_local")
+
+
+def own_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What this rank has of a tensor: all of one that is no DTensor, and None of None."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 @dataclass(frozen=True)
 class Ranks:
     """How many processes there are, and which one this is.
@@ -35,10 +46,8 @@ class Ranks:
         """Those of a model, or of a part of it, that transformers has divided."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
-        from torch.distributed.tensor import DTensor
-
         for weight in model.parameters():
-            if isinstance(weight, DTensor):
+            if is_dtensor(weight):
                 mesh = weight.device_mesh
                 return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
         return cls()

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from oscar_mm.ops.gpu import switched_off
 
@@ -42,16 +41,13 @@ def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> C
     return replay
 
 
-def recorder(model: nn.Module, devices: set[torch.device]) -> Record | None:
-    """CUDA graphs where they can be had, for steps that attend by our kernels to all tokens.
+def recorder(devices: set[torch.device]) -> Record | None:
+    """CUDA graphs where they can be had, for steps that attend by our kernels.
 
     Args:
         devices: on which steps compute.
     """
     if switched_off() or os.environ.get(SWITCH) == "off":
-        return None
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "sliding_window", None) is not None:
         return None
     return record_cuda_graph if all(device.type == "cuda" for device in devices) else None
 

@@ -7,10 +7,10 @@ next, and of transformers where it divides a layer among ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
+
+from oscar_mm.ranks import is_dtensor
 
 KNOWN_LAYERS = (
     "LlamaDecoderLayer",
@@ -21,25 +21,32 @@ KNOWN_LAYERS = (
     "Qwen3OmniMoeThinkerTextDecoderLayer",
 )
 """Classes of transformers with this arithmetic."""
-BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Of which a rank has some outputs, from all inputs."""
-BY_INPUTS = ("o_proj", "down_proj")
-"""Of which a rank has all outputs from some inputs, to be added up."""
+_DIVIDED_BY = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+}
+"""Products that ranks divide, and the dimension: 0 for some outputs from all inputs, 1 for all
+outputs from some inputs, to be added up."""
 
 
 def is_known(model: nn.Module) -> bool:
     """Whether the decoder is of a known kind, and nobody has changed how its modules run."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = getattr(decoder, "layers", ())
-    config = model.config.get_text_config(decoder=True)
     return (
         type(head) is nn.Linear
-        and config.hidden_act == "silu"
-        and getattr(config, "sliding_window", None) is None
+        and model.config.get_text_config(decoder=True).hidden_act == "silu"
+        and sees_all(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
         and all(_is_plain(module) for module in (model, head, *decoder.modules()))
         and all(len(devices(layer)) == 1 and _is_divided_as_known(layer) for layer in layers)
     )
+
+
+def sees_all(model: nn.Module) -> bool:
+    """Whether every token attends to all before it, not to a sliding window."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "sliding_window", None) is None
 
 
 def devices(module: nn.Module) -> set[torch.device]:
@@ -60,21 +67,14 @@ def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
 
 def _is_divided_as_known(layer: nn.Module) -> bool:
     """Whole, or with heads and what is between the MLP's products divided."""
-    blocks = [layer.self_attn]
-    if hasattr(layer.mlp, "gate_proj"):
-        blocks.append(layer.mlp)
-    for block in blocks:
-        by_outputs, by_inputs = _named(block, BY_OUTPUTS), _named(block, BY_INPUTS)
-        parts = [is_divided(one, 0) for one in by_outputs]
-        parts += [is_divided(one, 1) for one in by_inputs]
-        if any(parts) and not all(parts):
+    divided = {module for module in layer.modules() if is_divided(module)}
+    for block in (layer.self_attn, layer.mlp):
+        products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
+        as_known = {one for one, name in products.items() if is_divided(one, _DIVIDED_BY[name])}
+        if as_known and as_known != products.keys():
             return False
-    rest = set(layer.modules()) - {one for block in blocks for one in block.children()}
-    return not any(is_divided(module) for module in rest)
-
-
-def _named(block: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    return [getattr(block, name) for name in names if hasattr(block, name)]
+        divided -= as_known
+    return not divided
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -94,9 +94,7 @@ def _runs_as_written(module: nn.Module) -> bool:
     if forward is None:
         return all(type(weight) is nn.Parameter for weight in weights)
     if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":
-        return all(
-            type(weight) is nn.Parameter or hasattr(weight, "to_local") for weight in weights
-        )
+        return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     return getattr(module, "_old_forward", None) is not None and all(_only_moves(x) for x in hooks)

@@ -28,9 +28,8 @@ from oscar_mm.decoding.known import devices, is_divided
 from oscar_mm.ops.linear import Norm, linear
 from oscar_mm.ops.mixture import Experts, mixture_kernels
 from oscar_mm.ops.rope import rope_
-from oscar_mm.ranks import Ranks
+from oscar_mm.ranks import Ranks, is_dtensor, own_part
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 States = tuple[torch.Tensor, ...]
 
 
@@ -47,13 +46,9 @@ class _Product(NamedTuple):
     ranks: Ranks = Ranks()
 
     @classmethod
-    def of(cls, block: nn.Module, *names: str) -> _Product:
-        return cls.of_modules([getattr(block, name) for name in names])
-
-    @classmethod
-    def of_modules(cls, modules: Sequence[nn.Module]) -> _Product:
+    def of(cls, *modules: nn.Module) -> _Product:
         weights, biases = (
-            tuple(_own(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
+            tuple(own_part(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
         )
         return cls(weights, biases, Ranks.of(modules[0]) if is_divided(modules[0], 1) else Ranks())
 
@@ -102,13 +97,13 @@ class _Layer:
         return cls(
             attention,
             _norm(layer.input_layernorm),
-            _Product.of(attention, *_PROJECTIONS),
+            _Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms,
-            _Product.of(attention, "o_proj"),
+            _Product.of(attention.o_proj),
             _norm(layer.post_attention_layernorm),
             mlp,
-            _Product.of(mlp, "gate_proj", "up_proj") if dense else None,
-            _Product.of(mlp, "down_proj") if dense else None,
+            _Product.of(mlp.gate_proj, mlp.up_proj) if dense else None,
+            _Product.of(mlp.down_proj) if dense else None,
             None if dense else _experts(mlp),
         )
 
@@ -181,7 +176,7 @@ class TokenLayers:
         norm = _norm(decoder.norm)
         self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
         self._head = head
-        self._whole_head = None if is_divided(head) else _Product.of_modules([head])
+        self._whole_head = None if is_divided(head) else _Product.of(head)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -260,19 +255,14 @@ def _beside(embed: nn.Module, rotary: nn.Module) -> nn.Module:
     return copied.to(device)
 
 
-def _own(weight: torch.Tensor | None) -> torch.Tensor | None:
-    """A rank's part of a weight; all of one that is not divided."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
-
-
 def _norm(module: nn.Module) -> Norm:
-    return Norm(_own(module.weight), module.variance_epsilon)
+    return Norm(own_part(module.weight), module.variance_epsilon)
 
 
 def _experts(mlp: nn.Module) -> Experts | None:
     router, experts = mlp.gate, mlp.experts
     weights = router.weight, experts.gate_up_proj, experts.down_proj
-    if any(hasattr(weight, "to_local") for weight in weights):
+    if any(map(is_dtensor, weights)):
         return None
     normalized = getattr(router, "norm_topk_prob", True)
     return Experts(*weights, router.top_k, normalized)

@@ -21,7 +21,7 @@ from oscar_mm.cache.fixed import FixedTables
 from oscar_mm.cache.step import Step
 from oscar_mm.decoding.ahead import Ahead
 from oscar_mm.decoding.graphs import Record, recorder
-from oscar_mm.decoding.known import devices, is_known
+from oscar_mm.decoding.known import devices, is_known, sees_all
 from oscar_mm.decoding.layers import TokenLayers
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ranks import Ranks
@@ -119,11 +119,11 @@ class DecodeSteps:
     def _recorder(self) -> Record | None:
         """CUDA graphs, where that is known to work."""
         if self._layers is not None:
-            return recorder(self.model, self._layers.devices)
+            return recorder(self._layers.devices)
         # What modules of several devices or ranks say to each other in a graph was never tried.
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
-        return recorder(self.model, places) if alone else None
+        return recorder(places) if alone and sees_all(self.model) else None
 
     def _on_fixed_tables(
         self, tokens: torch.Tensor, ended: torch.Tensor, ahead: Ahead | None

@@ -58,6 +58,11 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a thread block may have on a GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 @lru_cache(maxsize=16)
 def shared_of_one(device: torch.device) -> int:
     """Bytes of shared memory of which a GPU's multiprocessor has room for one thread block only.

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from oscar_mm.ops import linear_params, linear_rows
-from oscar_mm.ops.gpu import copies_in_bulk, current_stream, multiprocessors, shared_of_one
+from oscar_mm.ops.gpu import (
+    copies_in_bulk,
+    current_stream,
+    multiprocessors,
+    shared_limit,
+    shared_of_one,
+)
 from oscar_mm.ops.kernel import ELEMENTS, Kernel, load_kernel
 from oscar_mm.ops.linear_rows import LinearRowsKernel
 from oscar_mm.ops.linear_torch import (
@@ -78,9 +84,7 @@ class LinearKernel:
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         bulk = copies_in_bulk(device)
         self.specialization = specialization
-        self._depth = depth_for(
-            torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        )
+        self._depth = depth_for(shared_limit(device))
         macros = specialization.macros(self._depth, bulk)
         self._kernel: Kernel = load_kernel("linear.cu", macros, device)
         self.key, self._blocks = self._kernel.key, multiprocessors(device)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.ops import linear_params
-from oscar_mm.ops.gpu import current_stream, multiprocessors
+from oscar_mm.ops.gpu import current_stream, multiprocessors, shared_limit
 from oscar_mm.ops.kernel import ELEMENTS, load_kernel
 from oscar_mm.ops.linear_torch import WORST_ERROR, Norm, disagreement
 from oscar_mm.ops.trust import Trusted
@@ -138,9 +138,7 @@ class LinearRowsKernel:
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         self.specialization = specialization
-        self.tiling = tiling_for(
-            torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        )
+        self.tiling = tiling_for(shared_limit(device))
         macros = self.tiling.macros(specialization)
         self._kernel = load_kernel("linear_rows.cu", macros, device)
         self._norm = load_kernel("rms_norm.cu", {"ELEMENT": macros["ELEMENT"]}, device)

@@ -17,7 +17,13 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
-from oscar_mm.ops.gpu import copies_in_bulk, current_stream, multiprocessors, shared_of_one
+from oscar_mm.ops.gpu import (
+    copies_in_bulk,
+    current_stream,
+    multiprocessors,
+    shared_limit,
+    shared_of_one,
+)
 from oscar_mm.ops.kernel import ELEMENTS, Kernel, load_kernel
 from oscar_mm.ops.linear import (
     AT_ONCE,
@@ -119,7 +125,7 @@ class MixtureKernels:
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         bulk = copies_in_bulk(device)
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = shared_limit(device)
         self.specialization, self._blocks = specialization, multiprocessors(device)
         self._kernels: list[tuple[Kernel, int]] = []
         for down in (False, True):

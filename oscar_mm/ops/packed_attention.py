@@ -16,7 +16,13 @@ from oscar_mm.cache.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.tables import COLUMNS
 from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.gpu import copies_in_bulk, current_stream, multiprocessors, switched_off
+from oscar_mm.ops.gpu import (
+    copies_in_bulk,
+    current_stream,
+    multiprocessors,
+    shared_limit,
+    switched_off,
+)
 from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, aligned_rows, load_kernel, tell_once
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.samples import CHECKED_HEADS, random_past
@@ -151,7 +157,7 @@ class PackedAttention:
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         bulk = copies_in_bulk(device)
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = shared_limit(device)
         shape = specialization.shape(limit)
         if shape is None:
             raise KernelError(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.decoding.known import is_known
@@ -107,6 +108,23 @@ def test_what_accelerate_puts_around_modules_is_known_where_weights_stay(model) 
     assert is_known(stays)
     cpu_offload(comes_and_goes, torch.device("cpu"))
     assert not is_known(comes_and_goes)
+
+
+def test_layers_that_are_divided_otherwise_are_left_to_their_modules(model) -> None:
+    attention = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+
+    def known(divided: dict[str, int]) -> bool:
+        copied = copy.deepcopy(model)
+        for layer in copied.get_decoder().layers:
+            for name, dimension in divided.items():
+                getattr(layer.self_attn, name).weight.placements = (Shard(dimension),)
+        return is_known(copied)
+
+    assert known({}) and known(attention)
+    assert not known(attention | {"o_proj": 0})
+    assert not known({name: 1 - dimension for name, dimension in attention.items()})
+    del attention["k_proj"]
+    assert not known(attention)
 
 
 def test_a_changed_model_is_left_to_its_modules(model) -> None:

@@ -50,11 +50,9 @@ def captures() -> Iterator[list[torch.device]]:
         found.append(device)
         return record(function, device)
 
-    record, graphs.record_cuda_graph = graphs.record_cuda_graph, noted
-    try:
+    record = graphs.record_cuda_graph
+    with patch.object(graphs, "record_cuda_graph", noted):
         yield found
-    finally:
-        graphs.record_cuda_graph = record
 
 
 def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
