@@ -62,7 +62,7 @@ def checked(operation: str, device: torch.device) -> Verdict:
         return append_module.TRUSTED.check((_DTYPE, 16), device)
     page = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
     if operation == "decode":
-        specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE)
+        specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
         return packed_attention.TRUSTED.check(specialization, device)
     if operation == "linear":
         verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)

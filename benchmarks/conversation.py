@@ -19,9 +19,8 @@ from benchmarks.allocator import allocated, held
 from benchmarks.random_model import build
 from benchmarks.released import Released
 from benchmarks.replay import Call, difference, joined, recorded, replay, step_ms, with_steps
-from oscar_mm import KVPolicy, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.cache.store import LayerPools
 from oscar_mm.chat.session import Chat
 from oscar_mm.experts import IMPLEMENTATION as EXPERTS
 from oscar_mm.media.mono import RATE
@@ -29,6 +28,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.ops import append, pack_kernel, packed_attention, unpack_kernel
 from oscar_mm.ops.quantize import Recipe
 from oscar_mm.pipelines.media import Medium
+from oscar_mm.pipelines.pipeline import Pipeline
 from tests.tiny import TEXT
 
 POLICY = "compact"
@@ -142,7 +142,7 @@ class Bench:
                 "request_s": first.timings.prefill_s,
                 "memory": first.memory.to_dict(),
                 "held": held(before, allocated(self.device), calls, self.device),
-                "kernels": kernels_used(self.pipe.store.layers[0], self.pipe.policy),
+                "kernels": kernels_used(self.pipe),
             }
             answers = [
                 first,
@@ -279,11 +279,16 @@ class Bench:
             self.pipe.model.set_attn_implementation({"text_config": IMPLEMENTATION})
 
 
-def kernels_used(pools: LayerPools, policy: KVPolicy) -> dict[str, bool]:
-    """Which operations are done by their CUDA kernels on the pages of a layer."""
+def kernels_used(pipe: Pipeline) -> dict[str, bool]:
+    """Which operations of decode steps are done by their CUDA kernels on the pages of a layer."""
+    pools, policy = pipe.store.layers[0], pipe.policy
+    config = pipe.model.config.get_text_config(decoder=True)
+    group = config.num_attention_heads // config.num_key_value_heads
     formats = [pools.formats[bits] for bits in sorted(pools.formats)]
     how = (pools.dtype, pools.device)
-    decode = packed_attention.packed_attention(formats, pools.head_dim, policy.rotate, *how)
+    decode = packed_attention.packed_attention(
+        formats, pools.head_dim, policy.rotate, pools.dtype, group, pools.device
+    )
     packs = [pack_kernel.kernel_for(Recipe.of(one, policy), *how) for one in formats]
     unpacks = [unpack_kernel.kernel_for(one, policy.rotate, *how) for one in formats]
     appends = pools.device.type == "cuda" and append.TRUSTED.kernel((pools.dtype, 16), how[1])

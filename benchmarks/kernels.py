@@ -119,7 +119,8 @@ def _ours(name: str, shape: Shape, timer: Timer, generator: torch.Generator) -> 
     layer = call.layer
     formats = [layer.formats[bits] for bits in sorted(layer.formats)]
     rotate = layer.basis.rotate
-    kernel = packed_attention(formats, layer.head_dim, rotate, layer.dtype, layer.device)
+    columns = shape.query_heads // shape.kv_heads
+    kernel = packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
     path = "kernel" if kernel is not None else "PyTorch operations"
     return {"name": name, "bytes": size, "error": error, "path": path} | _timed(timer, call)
 

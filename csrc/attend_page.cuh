@@ -5,6 +5,8 @@
 #include "page.cuh"
 #include "state.cuh"
 
+constexpr int PRODUCTS = NARROW ? 1 : 2;  // of keys and queries: of high parts, of low ones
+
 // Fragments of the codes of one 16-token tile: eight (or four) registers from each word.
 template <int BITS>
 struct Codes {
@@ -38,13 +40,16 @@ struct Codes {
 // Scores of COUNT tiles, a step of all of them at a time: their products do not wait for each other.
 template <int BITS, int COUNT, int STEP = 0>
 __device__ __forceinline__ void key_products(float (*scores)[4], const Codes<BITS>* codes,
-                                             const uint32_t (&query)[KSTEPS][2]) {
+                                             const uint32_t (&query)[PRODUCTS][KSTEPS][2]) {
   if constexpr (STEP < KSTEPS) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      mma(scores[i], codes[i].template get<STEP, 0, false>(),
-          codes[i].template get<STEP, 0, true>(), codes[i].template get<STEP, 1, false>(),
-          codes[i].template get<STEP, 1, true>(), query[STEP][0], query[STEP][1], __half());
+    for (int product = 0; product < PRODUCTS; ++product)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+        mma(scores[i], codes[i].template get<STEP, 0, false>(),
+            codes[i].template get<STEP, 0, true>(), codes[i].template get<STEP, 1, false>(),
+            codes[i].template get<STEP, 1, true>(), query[product][STEP][0],
+            query[product][STEP][1], __half());
     key_products<BITS, COUNT, STEP + 1>(scores, codes, query);
   }
 }
@@ -74,13 +79,15 @@ struct Pairs {
 // Queries times the scales of a key group, and their product with its zeros (all rows the same).
 template <int BITS>
 struct GroupQuery {
-  uint32_t scaled[KSTEPS][2];
+  uint32_t scaled[PRODUCTS][KSTEPS][2];
   float zero[4];
 
   __device__ __forceinline__ void prepare(const uint8_t* page, int key_group,
-                                          const uint32_t (&query)[KSTEPS][2], int quad) {
+                                          const QueryParts& query, int lane) {
     const uint8_t* scales = page + Page<BITS>::key_scales + key_group * HEAD_DIM * 2;
     const uint8_t* zeros = page + Page<BITS>::key_zeros + key_group * HEAD_DIM * 2;
+    const int quad = lane & 3;
+    const uint32_t upper = lane >= 16 ? ~0u : 0u;  // columns 4 to 7
     zero[0] = zero[1] = zero[2] = zero[3] = 0.0f;
 #pragma unroll
     for (int run = 0; run < KSTEPS / 2; ++run) {
@@ -88,15 +95,33 @@ struct GroupQuery {
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
         const int step = 2 * run + parity;
-        uint32_t whole[2];
+        uint32_t whole[PRODUCTS][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          scaled[step][half] = times(query[step][half], scale.get(parity, half));
-          const float factor = 1 << (BITS * place_of<BITS>(step, half));
-          whole[half] = times(query[step][half], packed(factor, factor, __half()));
+          const uint2 parts = query[step][half][lane];
+          // Codes come with the factor of their place.
+          const float factor = 1.0f / (1 << (BITS * place_of<BITS>(step, half)));
+          const uint32_t by = packed(factor, factor, __half());
+          const uint32_t high = times(parts.x, by), low = times(parts.y, by);
+          const uint32_t by_scale = scale.get(parity, half);
+          uint32_t rounded = times(high, by_scale);
+          // What rounding lost is a float16 too, and the low part's product joins it.
+          if (NARROW) {
+            // Columns 0 to 3 have no low part, and nothing is taken off.
+            rounded &= upper;
+            scaled[0][step][half] = times_add(low, by_scale, times_less(high, by_scale, rounded));
+            whole[0][half] = upper ? parts.y : parts.x;
+          } else {
+            scaled[0][step][half] = rounded;
+            scaled[PRODUCTS - 1][step][half] =
+                times_add(low, by_scale, times_less(high, by_scale, rounded));
+            whole[0][half] = parts.x, whole[PRODUCTS - 1][half] = parts.y;
+          }
         }
-        mma(zero, point.get(parity, 0), point.get(parity, 0), point.get(parity, 1),
-            point.get(parity, 1), whole[0], whole[1], __half());
+#pragma unroll
+        for (int product = 0; product < PRODUCTS; ++product)
+          mma(zero, point.get(parity, 0), point.get(parity, 0), point.get(parity, 1),
+              point.get(parity, 1), whole[product][0], whole[product][1], __half());
       }
     }
 #pragma unroll
@@ -106,12 +131,13 @@ struct GroupQuery {
 
 constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
 
-// unit: what a score in units of codes and normalized queries is to be multiplied by, in log2.
+// unit: what scores of the lane's columns, in units of codes and normalized queries, are to be
+// multiplied by, in log2.
 // Tokens [start, stop) are in use.
 template <int BITS>
 __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
                                             const uint8_t* norms,
-                                            const uint32_t (&query)[KSTEPS][2], float unit,
+                                            const QueryParts& query, const float (&unit)[2],
                                             int start, int stop, int lane) {
   using P = Page<BITS>;
   constexpr uint32_t ONES = 0x3c003c00;
@@ -122,7 +148,7 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
   // Of the first value group the state gathers probability * zero itself; others are added below.
   float zero[VALUE_GROUPS][4] = {};
   GroupQuery<BITS> keys;
-  if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query, quad);
+  if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query, lane);
 #pragma unroll 1
   for (int part = 0; part < TILES / PART_TILES; ++part) {
     float scores[PART_TILES][4];
@@ -130,7 +156,7 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
 #pragma unroll
     for (int i = 0; i < PART_TILES; i += RUN_TILES) {
       const int tile = part * PART_TILES + i;
-      if constexpr (KEY_GROUPS > 1) keys.prepare(page, tile / GROUP_TILES, query, quad);
+      if constexpr (KEY_GROUPS > 1) keys.prepare(page, tile / GROUP_TILES, query, lane);
       Codes<BITS> codes[RUN_TILES];
 #pragma unroll
       for (int j = 0; j < RUN_TILES; ++j) {
@@ -139,6 +165,13 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
         for (int c = 0; c < 4; ++c) scores[i + j][c] = keys.zero[c];
       }
       key_products<BITS, RUN_TILES>(scores + i, codes, keys.scaled);
+    }
+    if (NARROW) {
+      // A column and its low part are two lanes apart; both get the sum.
+#pragma unroll
+      for (int i = 0; i < PART_TILES; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i][c] += __shfl_xor_sync(~0u, scores[i][c], 2);
     }
     if constexpr (SCALING) {
       const uint4 eight = load16(norms + (part * 8 + group) * 16);
@@ -165,13 +198,13 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
     for (int i = 0; i < PART_TILES; ++i)
 #pragma unroll
       for (int c = 0; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
-    next[0] *= unit, next[1] *= unit;
+    next[0] *= unit[0], next[1] *= unit[1];
     raise_maximum(state, next);
 #pragma unroll
     for (int i = 0; i < PART_TILES; ++i) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        scores[i][c] = exp2_fast(fmaf(scores[i][c], unit, -next[c & 1]));
+        scores[i][c] = exp2_fast(fmaf(scores[i][c], unit[c & 1], -next[c & 1]));
       weights[i][0] = transposed(packed(scores[i][0], scores[i][1], __half()));
       weights[i][1] = transposed(packed(scores[i][2], scores[i][3], __half()));
     }

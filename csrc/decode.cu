@@ -8,8 +8,13 @@
 // lanes throughout. Codes are used as float16 subnormals (page.cuh): the power of two of their
 // place and a channel's scale go into the query, a token's scale into its probability.
 //
+// One float16 is too coarse for a query times a scale: at scores of 100 its rounding moves
+// probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits.
+//
 // Compiled with, besides page.cuh's: BITS_A, BITS_B (0: none), ELEMENT (__half, __nv_bfloat16),
-// WARPS (at least 8), BUFFERS (of fewer than WARPS some warps wait), BULK (copy.cuh), ROTATE.
+// WARPS (at least 8), BUFFERS (of fewer than WARPS some warps wait), BULK (copy.cuh), ROTATE,
+// NARROW (1: at most 4 columns are in use, and columns 4 to 7 take the low parts of 0 to 3, which
+// costs no product; 0: the low parts have products of their own).
 
 #include "attend_block.cuh"
 #include "attend_page.cuh"
@@ -18,6 +23,11 @@
 #include "overlap.cuh"
 #include "params.cuh"
 #include "request.cuh"
+
+// The column whose queries a fragment's column has.
+__device__ __forceinline__ int query_column(int column) {
+  return NARROW ? column % (COLUMNS / 2) : column;
+}
 
 // A column's queries, a warp a column. They are fetched before the first pages are requested, which
 // would keep them waiting.
@@ -28,7 +38,7 @@ struct Query {
   __device__ __forceinline__ void fetch(const Params& params, const Assignment& part, int warp,
                                         int lane) {
     if (warp >= COLUMNS) return;
-    const int column = part.column_tile * COLUMNS + warp;
+    const int column = part.column_tile * COLUMNS + query_column(warp);
     const int token = column / params.group, head = column % params.group;
     const ELEMENT* row = params.queries + part.sequence * params.query_stride[0] +
                          (part.head * params.group + head) * params.query_stride[1] +
@@ -43,7 +53,8 @@ struct Query {
     }
   }
 
-  // As they came, and balanced and rotated.
+  // As they came; and balanced, rotated, brought within [-QUERY_RANGE, QUERY_RANGE] by a power of
+  // two, in two parts.
   __device__ __forceinline__ void store(Shared& shared, int warp, int lane) const {
     if (warp >= COLUMNS) return;
     float x[PER_LANE];
@@ -57,32 +68,28 @@ struct Query {
     hadamard(x, lane);
 #endif
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      shared.stored[warp][channel_of(i, lane)] = x[i];
-      largest = fmaxf(largest, fabsf(x[i]));
-    }
+    for (int i = 0; i < PER_LANE; ++i) largest = fmaxf(largest, fabsf(x[i]));
 #pragma unroll
     for (int step = 1; step < 32; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    if (lane == 0) shared.largest[warp] = largest;
+    // A power of two whose inverse is a float32 too.
+    const float exponent = largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f;
+    const float inverse = exp2f(-exponent);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const float even = x[i] * inverse * QUERY_RANGE;
+      const float odd = __shfl_down_sync(~0u, even, 1);
+      const int channel = channel_of(i, lane);
+      const uint32_t high = packed(even, odd, __half());
+      const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
+      uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
+      if (NARROW && warp < COLUMNS / 2) low = 0;  // columns 4 to 7 have it
+      if (lane % 2 == 0)
+        shared.query[channel / TILE][channel / 8 % 2][4 * warp + channel / 2 % 4] = {high, low};
+    }
+    if (lane == 0) shared.unit[warp] = exp2f(exponent) / QUERY_RANGE;
   }
 };
-
-// Fragments of the rotated queries times `inverse`, which brings them within [-1, 1], divided by the
-// factor of their codes' place.
-template <int BITS>
-__device__ __forceinline__ void query_fragments(uint32_t (&query)[KSTEPS][2], const Shared& shared,
-                                                float inverse, int lane) {
-  const float* row = shared.stored[lane >> 2];
-#pragma unroll
-  for (int step = 0; step < KSTEPS; ++step)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int channel = step * TILE + half * 8 + 2 * (lane & 3);
-      const float factor = inverse / (1 << (BITS * place_of<BITS>(step, half)));
-      query[step][half] = packed(row[channel] * factor, row[channel + 1] * factor, __half());
-    }
-}
 
 // Take State::out from the units of one bit width to those of the other.
 template <int FROM, int TO>
@@ -97,14 +104,11 @@ __device__ __forceinline__ void change_units(State& state) {
 __device__ __forceinline__ void attend_segment(const Params& params, Shared& shared,
                                                const Assignment& part, State& state,
                                                uint32_t taken, int warp, int lane) {
-  float largest = 0.0f;
+  float unit[2];  // of the lane's columns
 #pragma unroll
-  for (int column = 0; column < COLUMNS; ++column) largest = fmaxf(largest, shared.largest[column]);
-  const float exponent = largest > 0.0f ? ceilf(log2f(largest)) : 0.0f, inverse = exp2f(-exponent);
-  const float unit = exp2f(exponent) * params.scaling * LOG2E * SUBNORMAL;
-  uint32_t query[KSTEPS][2];
-  query_fragments<BITS_A>(query, shared, inverse, lane);
-  bool second = false;  // whether state and query are in units of the second bit width
+  for (int c = 0; c < 2; ++c)
+    unit[c] = shared.unit[2 * (lane & 3) + c] * params.scaling * LOG2E * SUBNORMAL;
+  bool second = false;  // whether the state is in units of the second bit width
   const Run run = run_of(part);
   // Item run.first + i is the (taken + i)-th of this thread block. Entries are read an item ahead.
   int i = (warp + WARPS - taken % WARPS) % WARPS;
@@ -127,7 +131,8 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
       if (item == 0)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          visible[c] = (part.column_tile * COLUMNS + 2 * (lane & 3) + c) / params.group + 1;
+          visible[c] =
+              (part.column_tile * COLUMNS + query_column(2 * (lane & 3) + c)) / params.group + 1;
       attend_block(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
       // Unless the warp's next item is such a one too, its output goes over to the units of pages.
       if (item + WARPS > part.halves || item + WARPS >= run.last)
@@ -136,21 +141,18 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
       if constexpr (HAS_B) {
         if (second != (entry.y >> 16 != 0)) {
           second = !second;
-          if (second) {
+          if (second)
             change_units<BITS_A, BITS_B>(state);
-            query_fragments<BITS_B>(query, shared, inverse, lane);
-          } else {
+          else
             change_units<BITS_B, BITS_A>(state);
-            query_fragments<BITS_A>(query, shared, inverse, lane);
-          }
         }
       }
       const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
       if (!HAS_B || !second) {
-        attend_page<BITS_A>(state, rows, norms, query, unit, start, stop, lane);
+        attend_page<BITS_A>(state, rows, norms, shared.query, unit, start, stop, lane);
       } else if constexpr (HAS_B) {
         if constexpr (SCALING == 1) norms = rows + PageB::norms;
-        attend_page<BITS_B>(state, rows, norms, query, unit, start, stop, lane);
+        attend_page<BITS_B>(state, rows, norms, shared.query, unit, start, stop, lane);
       }
     }
     __syncwarp();

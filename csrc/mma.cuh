@@ -76,6 +76,17 @@ __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t y) {
   return *reinterpret_cast<uint32_t*>(&z);
 }
 
+// x * y + z and x * y - z, rounded once.
+__device__ __forceinline__ uint32_t times_add(uint32_t x, uint32_t y, uint32_t z) {
+  __half2 sum = __hfma2(*reinterpret_cast<__half2*>(&x), *reinterpret_cast<__half2*>(&y),
+                        *reinterpret_cast<__half2*>(&z));
+  return *reinterpret_cast<uint32_t*>(&sum);
+}
+
+__device__ __forceinline__ uint32_t times_less(uint32_t x, uint32_t y, uint32_t z) {
+  return times_add(x, y, z ^ 0x80008000u);
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -68,10 +68,10 @@ struct Shared {
   alignas(128) uint8_t buffers[BUFFERS][(BUFFER_BYTES + 127) / 128 * 128];
   alignas(16) float merge[SLOTS][COLUMNS][RECORD];
   alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // queries as they came
-  alignas(16) float stored[COLUMNS][HEAD_DIM];   // balanced and rotated
+  alignas(16) QueryParts query;                  // balanced and rotated
   uint64_t full[BUFFERS];
   uint32_t holds[BUFFERS];  // the turn (page number of this thread block) a buffer is filled for
-  float largest[COLUMNS];
+  float unit[COLUMNS];      // of the values of `query`
   int is_last;
 };
 

@@ -112,7 +112,7 @@ class _Chunk:
                 formats,
                 make_tables(self.step.past, widths, layer.kv_heads, columns, workers, layer.device),
                 packed_attention(
-                    formats, layer.head_dim, layer.basis.rotate, layer.dtype, layer.device
+                    formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
                 ),
             )
 

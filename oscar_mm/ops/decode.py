@@ -103,7 +103,10 @@ def _decode(
     states, tables = (queries, keys, values, pages, blocks, sigma), (items, counts, assignments)
     output = _empty(*states, *tables, scaling, formats, rotate)
     known = _formats(tuple(formats))
-    kernel = packed_attention(known, queries.shape[3], rotate, queries.dtype, queries.device)
+    columns = queries.shape[1] // keys.shape[1] * queries.shape[2]
+    kernel = packed_attention(
+        known, queries.shape[3], rotate, queries.dtype, columns, queries.device
+    )
     if kernel is None:
         return output.copy_(decode_by_torch(*states, items, counts, scaling, known, rotate))
     kernel(*states, *tables, scaling, output)

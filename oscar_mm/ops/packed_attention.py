@@ -63,12 +63,23 @@ class Specialization:
     dtype: torch.dtype
     head_bytes: int
     """Bytes of a KV head of the larger page."""
+    narrow: bool
+    """Whether half of a fragment's columns are enough; the others take the queries' low parts."""
 
     @classmethod
     def of(
-        cls, formats: Sequence[PageFormat], head_dim: int, rotate: bool, dtype: torch.dtype
+        cls,
+        formats: Sequence[PageFormat],
+        head_dim: int,
+        rotate: bool,
+        dtype: torch.dtype,
+        columns: int,
     ) -> Specialization | str:
-        """For a layer's page formats, by ascending bits, or the reason why there is none."""
+        """For a layer's page formats, by ascending bits, or the reason why there is none.
+
+        Args:
+            columns: queries of a KV head: new tokens times query heads.
+        """
         if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
         if head_dim not in KERNEL_HEAD_DIMS:
@@ -76,7 +87,7 @@ class Specialization:
         if not formats:
             # Everything is in 16 bit. The kernel knows of some page that it will never see.
             unseen = PageFormat(2, 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
-            return cls.of((unseen,), head_dim, False, dtype)
+            return cls.of((unseen,), head_dim, False, dtype, columns)
         if not all(page_format.in_fragments for page_format in formats):
             return "keys are quantized per token; the kernel takes key_axis 'channel'"
         first, last = formats[0], formats[-1]
@@ -91,6 +102,7 @@ class Specialization:
             rotate,
             dtype,
             max(page_format.head_bytes for page_format in formats),
+            columns <= COLUMNS // 2,
         )
 
     def formats(self, kv_heads: int) -> tuple[PageFormat, ...]:
@@ -120,6 +132,7 @@ class Specialization:
             "BITS_B": self.bits[1] or 0,
             "ELEMENT": ELEMENTS[self.dtype],
             "ROTATE": int(self.rotate),
+            "NARROW": int(self.narrow),
             "WARPS": warps,
             "BUFFERS": buffers,
             "BULK": int(bulk),
@@ -230,16 +243,18 @@ def packed_attention(
     head_dim: int,
     rotate: bool,
     dtype: torch.dtype,
+    columns: int,
     device: torch.device,
 ) -> PackedAttention | None:
     """The kernel for a layer; None, with the reason once in the log, for PyTorch operations.
 
     Args:
         formats: of its pages, by ascending bits.
+        columns: queries of a KV head: new tokens times query heads.
     """
     if device.type != "cuda" or switched_off():
         return None
-    specialization = _specialization(tuple(formats), head_dim, rotate, dtype)
+    specialization = _specialization(tuple(formats), head_dim, rotate, dtype, columns)
     if isinstance(specialization, str):
         tell_once("decode", specialization)
         return None
@@ -248,9 +263,9 @@ def packed_attention(
 
 @lru_cache(maxsize=64)
 def _specialization(
-    formats: tuple[PageFormat, ...], head_dim: int, rotate: bool, dtype: torch.dtype
+    formats: tuple[PageFormat, ...], head_dim: int, rotate: bool, dtype: torch.dtype, columns: int
 ) -> Specialization | str:
-    return Specialization.of(formats, head_dim, rotate, dtype)
+    return Specialization.of(formats, head_dim, rotate, dtype, columns)
 
 
 def _disagreement(
@@ -259,7 +274,12 @@ def _disagreement(
     """Largest relative error of a query's output."""
     formats, rotate = specialization.formats(CHECKED_HEADS), specialization.rotate
     states, items, counts, assignments = random_past(
-        formats, rotate, specialization.dtype, device, multiprocessors(device)
+        formats,
+        rotate,
+        specialization.dtype,
+        device,
+        multiprocessors(device),
+        specialization.narrow,
     )
     output = torch.empty_like(states[0].transpose(1, 2).contiguous()).transpose(1, 2)
     kernel(*states, items, counts, assignments, 0.1, output)

@@ -87,8 +87,9 @@ def random_past(
     dtype: torch.dtype,
     device: torch.device,
     workers: int,
+    narrow: bool = False,
 ) -> tuple[tuple, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and three new tokens.
+    """Arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new tokens.
 
     One row has halves of blocks, the last in part filled, and pages of all formats, of some of
     which a range is in use; the other has one page. What is not in use is NaN.
@@ -96,12 +97,15 @@ def random_past(
     Args:
         formats: one or two, by ascending bits.
         workers: thread blocks.
+        narrow: two new tokens of two query heads a KV head, half of a fragment's columns; else
+            three of four, one and a half.
 
     Returns:
         (queries, keys, values, pages, blocks, sigma), items, counts and assignments.
     """
     generator = torch.Generator().manual_seed(0)
-    heads, head_dim, tokens, group = formats[0].kv_heads, formats[0].head_dim, 3, COLUMNS // 2
+    heads, head_dim = formats[0].kv_heads, formats[0].head_dim
+    tokens, group = (2, 2) if narrow else (3, COLUMNS // 2)
     # As attention makes them: tokens before heads in memory.
     queries, keys, values = (
         torch.randn(2, tokens, n, head_dim, generator=generator).transpose(1, 2)

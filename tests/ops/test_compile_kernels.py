@@ -25,6 +25,8 @@ SHARED_LIMITS = {
 }
 """KiB of shared memory that a thread block may have."""
 BULK = {"sm_90a", "sm_100a", "sm_120"}
+COLUMNS = (4, 8)
+"""Queries of a KV head: half of a fragment's columns, or all."""
 POLICIES = {
     "compact": KVPolicy.preset("compact"),
     "oscar": KVPolicy.preset("oscar"),
@@ -36,10 +38,10 @@ POLICIES = {
 }
 
 
-def specialization(policy: KVPolicy, head_dim: int) -> Specialization:
+def specialization(policy: KVPolicy, head_dim: int, columns: int = 4) -> Specialization:
     widths = sorted(set(policy.bits) - {16})
     formats = [PageFormat.of(policy, bits, 8, head_dim) for bits in widths]
-    found = Specialization.of(formats, head_dim, policy.rotate, torch.bfloat16)
+    found = Specialization.of(formats, head_dim, policy.rotate, torch.bfloat16, columns)
     assert isinstance(found, Specialization)
     return found
 
@@ -48,8 +50,8 @@ def specialization(policy: KVPolicy, head_dim: int) -> Specialization:
 def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Report | None]:
     """Compile decode.cu for a policy, check the host's picture of it, record what it takes."""
 
-    def compile_decode(arch: str, policy: KVPolicy, head_dim: int) -> Report | None:
-        made = specialization(policy, head_dim)
+    def compile_decode(arch: str, policy: KVPolicy, head_dim: int, columns: int) -> Report | None:
+        made = specialization(policy, head_dim, columns)
         shape = made.shape(SHARED_LIMITS[arch] * 1024)
         if shape is None:
             return None
@@ -62,7 +64,7 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
         )
         macros = made.macros(*shape, arch in BULK)
         report = compile_text("decode.cu", text, arch, macros).reports["decode"]
-        print(arch, head_dim, shape, report)
+        print(arch, head_dim, columns, shape, report)
         for name, value in asdict(report).items():
             record_property(name, value)
         assert report.shared == 0, "decode takes its shared memory at launch"
@@ -71,18 +73,22 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
     return compile_decode
 
 
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("arch", SHARED_LIMITS)
-def test_default_on_every_architecture(compiled: Callable[..., Report | None], arch: str) -> None:
-    report = compiled(arch, POLICIES["compact"], 128)
+def test_default_on_every_architecture(
+    compiled: Callable[..., Report | None], arch: str, columns: int
+) -> None:
+    report = compiled(arch, POLICIES["compact"], 128, columns)
     assert report is not None
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
 def test_every_specialization(
-    compiled: Callable[..., Report | None], name: str, head_dim: int
+    compiled: Callable[..., Report | None], name: str, head_dim: int, columns: int
 ) -> None:
-    report = compiled("sm_90a", POLICIES[name], head_dim)
+    report = compiled("sm_90a", POLICIES[name], head_dim, columns)
     assert report is not None
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
@@ -95,7 +101,7 @@ def test_small_gpus_have_fewer_buffers_than_warps(
 ) -> None:
     limit = SHARED_LIMITS["sm_89"] * 1024
     assert specialization(policy, 128).shape(limit) == (8, buffers)
-    report = compiled("sm_89", policy, 128)
+    report = compiled("sm_89", policy, 128, 4)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

@@ -56,12 +56,12 @@ def on_gpu(tokens: int, dtype: torch.dtype = torch.bfloat16, **shape: int) -> Ch
     return tuple(x.to("cuda", dtype) for x in chunk(1, tokens, **shape))
 
 
-def kernel_of(cache: OscarCache) -> PackedAttention | None:
+def kernel_of(cache: OscarCache, columns: int = 4) -> PackedAttention | None:
     """What the operation uses for the cache's first layer."""
     layer = cache.layers[0]
     formats = [layer.formats[bits] for bits in sorted(layer.formats)]
     rotate = cache.policy.rotate
-    return packed_attention(formats, layer.head_dim, rotate, layer.dtype, layer.device)
+    return packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
 
 
 def error_of(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -93,7 +93,7 @@ def test_queries(tokens: int, group: int, dtype: torch.dtype) -> None:
     shape = {"batch": 2, "kv_heads": 2, "group": group, "head_dim": 128}
     cache = filled("compact", images_and_text(700, 2), dtype, **shape)
     output, expected = attention(cache, on_gpu(tokens, dtype, **shape))
-    assert kernel_of(cache) is not None
+    assert kernel_of(cache, tokens * group) is not None
     assert error_of(output, expected) < BOUNDS[dtype]
 
 
@@ -156,19 +156,43 @@ def test_a_row_that_has_ended_is_zero() -> None:
     assert not output[0].any() and output[1].abs().sum() > 0
 
 
-def test_extreme_values() -> None:
-    """Token norms over four decades, a few huge channels, one key that takes all attention."""
-    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
-    cache = OscarCache("compact")
-    _, keys, values = (x.to("cuda") for x in chunk(0, 2000, **shape))
-    keys *= torch.logspace(-2, 2, 2000, device="cuda")[torch.randperm(2000)][:, None]
+def test_scores_of_any_size() -> None:
+    """Of 1 to 1,000; token norms over four decades, a few huge channels, 200 random pasts."""
+    errors = {seed: error_at(10 ** (seed / 199 * 3), seed, "compact") for seed in range(200)}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] < BOUNDS[torch.bfloat16], worst
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("group", [4, 5, 8])
+@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", KVPolicy(bits=4), MIXED])
+def test_large_scores(policy: str | KVPolicy, group: int, dtype: torch.dtype) -> None:
+    for seed, size in enumerate((1, 10, 30, 100, 300, 1000)):
+        assert error_at(size, seed, policy, group, dtype) < BOUNDS[dtype], size
+
+
+def error_at(
+    size: float,
+    seed: int,
+    policy: str | KVPolicy,
+    group: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Where the largest score is of this size: queries against keys that few of them single out."""
+    shape = {"kv_heads": 2, "group": group, "head_dim": 128}
+    generator = torch.Generator().manual_seed(seed)
+    cache = OscarCache(policy)
+    _, keys, values = chunk(seed, 2000, **shape)
+    keys *= torch.logspace(-2, 2, 2000)[torch.randperm(2000, generator=generator)][:, None]
     keys[..., 5] *= 50
-    values *= torch.logspace(-1, 1, 2000, device="cuda").flip(0)[:, None]
+    values *= torch.logspace(-1, 1, 2000).flip(0)[:, None]
     cache.expect(images_and_text(2000))
-    cache.update(keys.bfloat16(), values.bfloat16(), 0)
-    queries, *rest = on_gpu(1, **shape)
-    output, expected = attention(cache, (queries, *rest))
-    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    cache.update(keys.to("cuda", dtype), values.to("cuda", dtype), 0)
+    queries, *rest = on_gpu(1, dtype, **shape)
+    past = cache.unpacked(0, torch.float32)[0].repeat_interleave(group, dim=1)
+    scores = queries.float() @ past.transpose(2, 3) * 128**-0.5
+    queries = (queries * (size / scores.abs().amax(dim=(2, 3), keepdim=True))).to(dtype)
+    return error_of(*attention(cache, (queries, *rest)))
 
 
 def test_memory_that_was_never_written_is_not_used() -> None:

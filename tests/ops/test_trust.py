@@ -270,10 +270,13 @@ def test_append_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)
+@pytest.mark.parametrize("columns", [4, 8])
 @pytest.mark.parametrize("bits", [(2,), (2, 4)])
-def test_decode_is_compared(bits: tuple[int, ...], fault: Wrong, agrees: bool) -> None:
+def test_decode_is_compared(
+    bits: tuple[int, ...], columns: int, fault: Wrong, agrees: bool
+) -> None:
     formats = [page_format(one) for one in bits]
-    specialization = Specialization.of(formats, 64, True, torch.bfloat16)
+    specialization = Specialization.of(formats, 64, True, torch.bfloat16, columns)
 
     def kernel(*arguments) -> None:
         *states, items, counts, _, scaling, output = arguments
