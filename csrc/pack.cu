@@ -156,6 +156,7 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
                                           float& bad) {
   constexpr int GROUP_TILES = KEY_GROUP / TILE, NEAR = P::LANE_WORDS < 4 ? P::LANE_WORDS : 4;
   constexpr bool FITS_NORM = SCALING == 1 && NORM_FIT != 0;
+  constexpr bool UNBIASED_KEYS = FIT == 1 && NORM_FIT == 2;
   const int quad = lane & 3;
   float x[TILES][2][4], square = 0.0f;
   rotate_keys(x, rows, shared.sizes, warp, lane);
@@ -176,31 +177,44 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
     const int first = part * GROUP_TILES;
     Fit fit = fit_group<GROUP_TILES>(x, first, KEY_START, lane);
     fit.round(unit, bad);
-    leave_fit(scales + part * HEAD_DIM, zeros + part * HEAD_DIM, fit, lane);
     const Assign assign(fit, unit, lane);
-    float scale[LINES], zero[LINES];
-    if (FITS_NORM) spread(scale, fit.scale, lane), spread(zero, fit.zero, lane);
     uint32_t words[GROUP_TILES];
 #pragma unroll
     for (int i = 0; i < GROUP_TILES; ++i) words[i] = first_word(PARITIES == 2);
+    Agreement<GROUP_TILES> agreement;
 #pragma unroll
     for (int i = 0; i < 2 * GROUP_TILES; ++i)
 #pragma unroll
       for (int line = 0; line < LINES; ++line) {
-        const int tile = first + i / 2, half = i % 2;
-        const float value = value_of(x, first, line, i);
-        const float raised = Assign::raised(assign.position(value, line));
-        const int k = line / 2 + 2 * PARITIES * (half + 2 * (line % 2));
+        const float position = assign.position(value_of(x, first, line, i), line);
+        const float raised = Assign::raised(position);
+        const int k = line / 2 + 2 * PARITIES * (i % 2 + 2 * (line % 2));
         words[i / 2] += __float_as_uint(raised) << (CODE_BITS * k);
-        if (FITS_NORM) {
-          const float coded = fmaf(raised - ROUND, scale[line], zero[line]);
-          overlaps[tile][half] = fmaf(value, coded, overlaps[tile][half]);
-          if (NORM_FIT == 1) squares[tile][half] = fmaf(coded, coded, squares[tile][half]);
-        }
+        if (UNBIASED_KEYS) agreement.add(position, raised, line);
       }
 #pragma unroll
     for (int i = 0; i < GROUP_TILES; ++i)
       codes[(first + i) * 32 * P::LANE_WORDS] = words[i] << (2 * CODE_BITS * step);
+    const Fit given = fit;
+    if (UNBIASED_KEYS) fit = agreement.unbiased(fit, unit, lane);
+    leave_fit(scales + part * HEAD_DIM, zeros + part * HEAD_DIM, fit, lane);
+    if (FITS_NORM) {
+      // Codes are worked out anew: there are no registers to keep them in.
+      const Assign again(given, unit, lane);
+      float scale[LINES], zero[LINES];
+      spread(scale, fit.scale, lane), spread(zero, fit.zero, lane);
+#pragma unroll
+      for (int i = 0; i < 2 * GROUP_TILES; ++i)
+#pragma unroll
+        for (int line = 0; line < LINES; ++line) {
+          const int tile = first + i / 2, half = i % 2;
+          const float value = value_of(x, first, line, i);
+          const float raised = Assign::raised(again.position(value, line));
+          const float coded = fmaf(raised - ROUND, scale[line], zero[line]);
+          overlaps[tile][half] = fmaf(value, coded, overlaps[tile][half]);
+          if (NORM_FIT == 1) squares[tile][half] = fmaf(coded, coded, squares[tile][half]);
+        }
+    }
   }
   if (FITS_NORM) leave_sums(own, overlaps, warp, lane);
   __syncthreads();

@@ -11,8 +11,8 @@ constexpr int KSTEPS = HEAD_DIM / TILE;
 using QueryParts = uint2[KSTEPS][2][32];
 
 // Largest value of a query's parts. As large as float16 allows, so that low parts are not lost below
-// its smallest numbers: normalized keys have scales of at most 2, others any.
-constexpr float QUERY_RANGE = SCALING ? 16384.0f : 1.0f;
+// its smallest numbers: normalized keys have scales of at most 4, others any.
+constexpr float QUERY_RANGE = SCALING ? 8192.0f : 1.0f;
 
 // Columns 2 quad and 2 quad + 1 of a fragment's eight; rows of `out` are channels (value_channel),
 // in units of out_unit: those of the codes that are added up there.

@@ -47,12 +47,14 @@ class KVPolicy:
         value_group: channels of a value group: 32, 64 or 128. A head that the group does not
             divide uses the largest divisor of head_dim below it.
         fit: "minmax" spans the group's range, "lsq" minimizes its squared error.
-        norm: what a token's stored norm is fitted to once its codes are known: "plain" keeps the
-            norm of the key; "refit" minimizes the squared error; "unbiased" makes
-            <K^, K> = |K|^2, so that scores are not shrunk on average.
+        norm: what keys are fitted to once their codes are known. "plain" keeps the norm of each
+            key; "refit" stores the norm of least squared error; "unbiased" stores the one with
+            <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
+            <K^ - mean, K - mean> = |K - mean|^2 in each group, so that neither scores nor their
+            differences shrink on average.
         value_scale: the same of values: "plain" keeps the fitted scale, which shrinks each group
             towards its mean; "unbiased", only with ``fit="lsq"``, makes
-            <V^ - mean, V - mean> = |V - mean|^2 in each group, once its codes are known.
+            <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
         balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
             "weights", from the first "prompt", "auto" (weights where the model has them, else the

@@ -77,6 +77,8 @@ def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
     grouped = unit.unflatten(split, (-1, page_format.key_group))
     scale, zero = fit_group(grouped, page_format.bits, recipe.fit, dim, KEY_RUN)
     codes = assign_codes(grouped, scale, zero, page_format.bits)
+    if recipe.norm == "unbiased" and recipe.fit == "lsq":
+        scale, zero = unbiased_scale(grouped, codes, scale, zero, dim)
     arrays = {
         "key_codes": codes.view_as(keys),
         "key_scales": scale.squeeze(dim),

@@ -2,9 +2,11 @@
 
 A value x of a group is stored as code = round((x - zero) / scale) in 0 .. 2^bits - 1 and read as
 scale * code + zero. Scales and zeros are float16 in a page; they are rounded before the codes are
-assigned, so a code is the nearest one to what will be read back. Of values the scale and zero may
-then be replaced by others, with which they do not shrink (``unbiased_scale``); of keys not, as
-their stored norm sees to that (``oscar_mm.quant.scaling``).
+assigned, so a code is the nearest one to what will be read back. Scale and zero may then be
+replaced by others, with which the group does not shrink (``unbiased_scale``). The norm stored of a
+key (``oscar_mm.quant.scaling``) cannot do that alone: where most of a key is the mean of its
+neighbours, as in models without QK norm, the mean meets <K^, K> = |K|^2 while what tells keys
+apart stays shrunk.
 """
 
 from __future__ import annotations

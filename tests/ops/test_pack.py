@@ -88,6 +88,26 @@ def test_unbiased_values_have_the_same_codes(bits: int) -> None:
     assert shares[0] < (0.95 if bits == 2 else 0.998) < 0.999 < shares[1] < 1.001
 
 
+@pytest.mark.parametrize("token_scaling", ["per_head", "shared", None])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_what_tells_keys_apart_does_not_shrink(bits: int, token_scaling: str | None) -> None:
+    """Most of these keys is the mean of all, which zero points hold without a loss."""
+    keys, values, page, policy, basis = pages_of("compact", bits=bits)
+    keys = keys + 3 * torch.randn(1, keys.shape[1], 1, keys.shape[3])
+    shares, codes = {}, {}
+    for norm in ("plain", "unbiased"):
+        changed = replace(policy, norm=norm, token_scaling=token_scaling)
+        page = PageFormat.of(changed, bits, keys.shape[1], keys.shape[3])
+        packed = pack(keys, values, page, changed, basis)
+        apart = keys - keys.mean(2, keepdim=True)
+        read = unpack(packed, page, basis, torch.float32)[0]
+        shares[norm] = float((read * apart).sum() / apart.square().sum())
+        codes[norm] = page.read(packed, "key_codes")
+    assert torch.equal(codes["plain"], codes["unbiased"])
+    assert shares["plain"] < (0.93 if bits == 2 else 0.997)
+    assert abs(shares["unbiased"] - 1) < (0.01 if bits == 2 else 0.002)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_strides_and_dtypes(name: str) -> None:
     keys, values, page, policy, basis = pages_of(name)

@@ -187,6 +187,31 @@ def test_values_do_not_shrink(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("token_scaling", ["per_head", "shared", None])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_keys_do_not_shrink(
+    bits: int, group: int, token_scaling: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes stay as they are; stored scales, zeros and norms are those of PyTorch operations."""
+    found = {}
+    for norm in ("plain", "unbiased"):
+        monkeypatch.setenv(SWITCH, "auto")
+        policy = KVPolicy(bits=bits, key_group=group, norm=norm, token_scaling=token_scaling)
+        found[norm], expected, made, _ = both(policy, 128, torch.float16, monkeypatch)
+        ours, theirs = (made.read(x, "key_codes") for x in (found[norm], expected))
+        same = (ours == theirs).unflatten(2, (-1, group)).all(3)
+        assert same.float().mean() > 0.98
+        for field in ("key_scales", "key_zeros"):
+            ours, theirs = (made.read(x, field)[same] for x in (found[norm], expected))
+            assert ((ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-3).float().mean() < 1e-3
+    plain, unbiased = (made.read(x, "key_scales") for x in found.values())
+    assert (plain != unbiased).float().mean() > 0.2
+    codes = [made.read(x, "key_codes") for x in found.values()]
+    assert torch.equal(*codes)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("side", [0, 1])
 def test_what_no_page_can_hold(side: int, wrong: float) -> None:
