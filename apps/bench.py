@@ -14,6 +14,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.audio_qa.marking import normalized
 from oscar_mm.apps.audio_qa.rows import Row, read_rows
 from oscar_mm.errors import InputError
+from oscar_mm.whole_file import writing
 
 bench = typer.Typer(help="Compare ways to store the KV cache.", rich_markup_mode=None)
 
@@ -100,7 +101,8 @@ def accuracy(
             "policies": {one.name: asdict(one)["policy"] for one in chosen if _is_policy(one)},
             "rows": found,
         }
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        with writing(f"--out {out}"):
+            out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _rows(path: Path) -> list[Row]:

@@ -10,7 +10,7 @@ import typer
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import existing_file
-from oscar_mm.whole_file import whole_file
+from oscar_mm.whole_file import whole_file, writing
 
 _PROMPT = "Describe what you see and hear, in detail."
 
@@ -122,12 +122,10 @@ def _save(
         "inspection.png": figure,
         "inspection.html": page(f"Inspection of {name}", what, said, figure, shown).encode(),
     }
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             with whole_file(out / file) as part:
                 part.write_bytes(content)
-    except OSError as error:
-        raise InputError(f"--out {out}: cannot be written: {error.strerror}") from error
     for file in files:
         print(out / file, file=sys.stderr)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from oscar_mm.errors import InputError
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """A block that writes a file: what the system says against it names the file.
+
+    Raises:
+        InputError: in place of an ``OSError``, such as that of a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager
@@ -17,12 +33,16 @@ def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
     an error in the block the old one, with nothing else left behind.
 
     Args:
-        path: what to write or replace; its folder exists.
+        path: what to write or replace; its folder exists. Of a link, what it leads to.
         private: the owner alone may read it; else who may is up to the process's umask.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or is there and no file, like /dev/null.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        why = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(why, os.strerror(why), str(path))
     part = path.parent / f".{path.name[:50]}.{secrets.token_hex(8)}.part"
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666))
     try:

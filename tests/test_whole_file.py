@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oscar_mm.whole_file import whole_file
+from oscar_mm.errors import InputError
+from oscar_mm.whole_file import whole_file, writing
 
 
 @pytest.fixture
@@ -64,6 +65,26 @@ def test_no_folder_and_a_folder_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError), whole_file(tmp_path / "folder") as part:
         part.write_bytes(b"new")
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_what_a_link_leads_to(tmp_path: Path) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(path)
+    for text in (b"old", b"new"):
+        with whole_file(link) as part:
+            part.write_bytes(text)
+        assert link.is_symlink() and path.read_bytes() == text
+
+
+def test_what_is_no_file_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (
+        pytest.raises(InputError, match="pipe: cannot be written: Invalid argument"),
+        writing(tmp_path / "pipe"),
+        whole_file(tmp_path / "pipe"),
+    ):
+        pass
+    assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
 
 
 def test_names_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
