@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.answers import Answers
+from oscar_mm.apps.audio_qa.answers import RUN, Answers
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
 from oscar_mm.apps.audio_qa.samples import write_samples
 from oscar_mm.apps.audio_qa.settings import Settings
@@ -19,6 +20,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
+from oscar_mm.whole_file import whole_file, writing
 
 SUMMARY = ".summary.json"
 """Suffix of the file beside the answers that holds the summary."""
@@ -57,7 +59,8 @@ def audio_qa(
         summary = audio_qa("questions.jsonl", "answers.jsonl", "Qwen/Qwen3-Omni-30B-A3B-Instruct")
 
     Every answer is on the disk before the next one; the same call again goes on where the last
-    one ended. A row that cannot be answered gets an ``error`` and stops nothing.
+    one ended. Answers come as they are finished; when all are there, the file is put into the
+    order of the questions. A row that cannot be answered gets an ``error`` and stops nothing.
 
     Args:
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
@@ -90,11 +93,11 @@ def audio_qa(
         the summary, see ``summary.summarize``.
 
     Raises:
-        InputError: a file or argument that cannot be used, or ``out`` belongs to another run.
+        InputError: a file or argument that cannot be used, ``out`` belongs to another run, or a
+            disk is full: what was answered by then is kept.
     """
     rows = read_rows(questions, question=question, group_by=group_by)
-    if isinstance(questions, str | Path) and _same(questions, out):
-        raise InputError(f"{out}: is the file of the questions; give another one for the answers")
+    _refuse_same(questions if isinstance(questions, str | Path) else None, out, samples)
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
     if kv_budget is not None:
@@ -113,9 +116,7 @@ def audio_qa(
     )
     answers = Answers(out, settings.fingerprint(), overwrite=overwrite)
     try:
-        answers.check_questions(rows)
-        if retry_failed:
-            answers.drop_failed()
+        answers.resume(rows, retry_failed=retry_failed)
         left = [row for row in rows if row.id not in answers.done]
         if ray is None:
             work = _here(plan, left, answers)
@@ -123,12 +124,15 @@ def audio_qa(
             from oscar_mm.apps.audio_qa.cluster import on_cluster
 
             work = on_cluster(plan, left, answers, ray, workers, cpus_per_worker)
+        answers.sort(rows)
         done = {row.id: answers.done[row.id] for row in rows}
     finally:
         answers.close()
     # Groups are those of the file as it is now.
     summary = summarize([done[row.id] | {"group": row.group} for row in rows], work)
-    Path(f"{out}{SUMMARY}").write_text(json.dumps(summary, indent=1) + "\n")
+    path = Path(f"{out}{SUMMARY}")
+    with writing(path), whole_file(path) as part:
+        part.write_text(json.dumps(summary, indent=1) + "\n")
     if samples is not None:
         write_samples(samples, rows, done)
     return summary
@@ -147,5 +151,19 @@ def _here(plan: Plan, rows: list[Row], answers: Answers) -> Work:
     return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
 
 
+def _refuse_same(questions: str | Path | None, out: str | Path, samples: str | Path | None) -> None:
+    """Refuse to write over the questions, or one output over another, under whatever names."""
+    files = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}", "samples": samples}
+    taken = {"questions": questions}
+    for name, path in files.items():
+        for other, there in taken.items():
+            if path is not None and there is not None and _same(path, there):
+                raise InputError(f"{path}: is the file of the {other}; give another for the {name}")
+        taken[name] = path
+
+
 def _same(one: str | Path, other: str | Path) -> bool:
-    return Path(one).absolute() == Path(other).absolute()
+    """Links of both kinds looked through."""
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _RARE = {".aiff": "audio", ".aif": "audio", ".wma": "audio", ".amr": "audio", ".caf": "audio"}
 _KIND = KIND | _RARE | {".tif": "images"}
+_Placed = tuple[Mapping[str, Any] | InputError, str]
+"""Fields, or why there are none, and the file and line of them."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,18 @@ def read_rows(
         source: a JSONL file (a JSON object on each line), a CSV file with a header, a folder whose
             recordings, pictures and videos are asked about one by one, or dicts. Fields are id,
             question, audio, images, videos (a path or a list of them, relative to the file),
-            choices and answer; in CSV a list is a JSON list. Other fields are left alone.
+            choices and answer; in CSV a list is a JSON list. Other fields are left alone. The id
+            of a row that has none is its line number.
         question: of rows that have none; needed for a folder.
         group_by: field whose value groups the rows of the summary.
 
     Returns:
-        in the order of the source. A row whose fields cannot be used has an ``error``.
+        in the order of the source. A row whose fields cannot be used has an ``error``; a line
+        that is no JSON object has one too, and the id "line 7".
 
     Raises:
-        InputError: nothing there, a line that is no JSON object, or an id that occurs twice; names
-            the file and the line.
+        InputError: nothing there, no line that is a JSON object, a CSV file whose quotes do not
+            match, or an id that occurs twice; names the file and the line.
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -93,12 +99,16 @@ def read_rows(
         elif not path.is_file():
             raise InputError(f"{path}: no such file or folder")
         else:
-            records = _csv(path) if path.suffix.lower() in (".csv", ".tsv") else _jsonl(path)
             base = path.absolute().parent
-            rows = [_row(one, base, where, question, group_by) for one, where in records]
+            try:
+                is_csv = path.suffix.lower() in (".csv", ".tsv")
+                records = list(_csv(path) if is_csv else _jsonl(path))
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+            rows = _rows(records, base, question, group_by)
     else:
-        named = ((one, f"row {number}") for number, one in enumerate(source, 1))
-        rows = [_row(one, Path.cwd(), where, question, group_by) for one, where in named]
+        records = [(_fields(one), f"row {number}") for number, one in enumerate(source, 1)]
+        rows = _rows(records, Path.cwd(), question, group_by)
     if not rows:
         raise InputError(f"{source}: there are no questions in it")
     first: dict[str, Row] = {}
@@ -117,43 +127,71 @@ def by_recording(rows: Iterable[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise InputError(f"{path}, line {number}: is no JSON: {error}") from None
-                yield record, f"{path}, line {number}"
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is no UTF-8 text: {error}") from None
+def _jsonl(path: Path) -> Iterator[_Placed]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield _record(_parse_line, line), f"{path}, line {number}"
 
 
-def _csv(path: Path) -> Iterator[tuple[Any, str]]:
+def _csv(path: Path) -> Iterator[_Placed]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        try:
+            columns = len(reader.fieldnames or ())
+            for cells in reader:
+                record = _record(partial(_parse_cells, columns), cells)
+                yield record, f"{path}, line {reader.line_num}"
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: is no text in UTF-8: {error}") from None
+        except csv.Error as error:
+            # Where the next row begins is not known.
+            raise InputError(f"{path}, after line {reader.line_num}: no CSV: {error}") from None
+
+
+def _record(parse: Callable[[Any], Any], raw: Any) -> Mapping[str, Any] | InputError:
+    """The fields of a row, or why it has none."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-            for record in reader:
-                where = f"{path}, line {reader.line_num}"
-                if None in record or None in record.values():
-                    count = len(reader.fieldnames or ())
-                    raise InputError(f"{where}: has not the {count} columns of the header")
-                yield {name: _cell(cell, where) for name, cell in record.items() if cell}, where
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is no CSV file in UTF-8: {error}") from None
+        return _fields(parse(raw))
+    except InputError as error:
+        return error
+    except RecursionError:
+        return InputError("is nested too deep")
 
 
-def _cell(cell: str, where: str) -> Any:
+def _fields(record: Any) -> Mapping[str, Any] | InputError:
+    if not isinstance(record, Mapping):
+        return InputError(f"must be an object with fields, not {type(record).__name__}")
+    return record
+
+
+def _parse_line(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode())
+    except json.JSONDecodeError as error:
+        raise InputError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"is no text in UTF-8: {error}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"is no JSON: {error}") from None
+
+
+def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
+    if None in cells or None in cells.values():
+        raise InputError(f"has not the {columns} columns of the header")
+    return {name: _cell(cell) for name, cell in cells.items() if cell}
+
+
+def _cell(cell: str) -> Any:
     if not cell.lstrip().startswith("["):
         return cell
     try:
         return json.loads(cell)
     except ValueError:
-        raise InputError(f'{where}: {cell!r} is no JSON list such as ["a", "b"]') from None
+        raise InputError(f'{cell[:80]!r} is no JSON list such as ["a", "b"]') from None
 
 
 def _in_folder(folder: Path, question: str | None) -> list[Row]:
@@ -172,16 +210,34 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
     ]
 
 
-def _row(record: Any, base: Path, where: str, question: str | None, group_by: str) -> Row:
-    if not isinstance(record, Mapping):
-        raise InputError(f"{where}: must be an object with fields, not {type(record).__name__}")
+def _rows(records: Sequence[_Placed], base: Path, question: str | None, group_by: str) -> list[Row]:
+    """Rows of records, unless there is none among them: then the file is of another kind."""
+    if records and all(isinstance(record, InputError) for record, _ in records):
+        record, where = records[0]
+        raise InputError(f"{where}: {record}")
+    return [_row(one, base, where, question, group_by) for one, where in records]
+
+
+def _row(
+    record: Mapping[str, Any] | InputError,
+    base: Path,
+    where: str,
+    question: str | None,
+    group_by: str,
+) -> Row:
+    place = where.rpartition(", ")[2]
+    if isinstance(record, InputError):
+        return Row(id=place, question="", where=where, error=str(record))
     given = {_SINGULAR.get(name, name): value for name, value in record.items()}
-    # A number is a good id, and of a missing one the place is.
-    row_id = given.get("id")
-    row_id = where.rpartition(" ")[2] if row_id is None else str(row_id)
     asked = given.get("question", question)
-    about = {"id": row_id, "where": where, "group": str(given.get(group_by, ""))}
+    # Of a missing id the number is a good one.
+    about = {"id": place.rpartition(" ")[2], "where": where}
     try:
+        about |= {
+            name: _label(name, given[field])
+            for name, field in (("id", "id"), ("group", group_by))
+            if given.get(field) is not None
+        }
         if not isinstance(asked, str) or not asked.strip():
             raise InputError("question must be text that is not empty")
         texts = {name: _texts(name, given.get(name)) for name in ("choices", "answer", *MEDIA)}
@@ -190,8 +246,16 @@ def _row(record: Any, base: Path, where: str, question: str | None, group_by: st
         for kind in MEDIA:
             texts[kind] = tuple(_place(base, one) for one in texts[kind])
     except InputError as error:
-        return Row(question=str(asked), error=str(error), **about)
+        return Row(question=asked if isinstance(asked, str) else "", error=str(error), **about)
     return Row(question=asked, **texts, **about)
+
+
+def _label(name: str, value: Any) -> str:
+    try:
+        # As it comes back from the answers: JSON makes one character of two halves in a row.
+        return json.loads(json.dumps(str(value)))
+    except (RecursionError, ValueError):
+        raise InputError(f"{name} must be text or a number") from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

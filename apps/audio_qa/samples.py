@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.errors import InputError
+from oscar_mm.whole_file import whole_file, writing
 
 
 def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]) -> int:
@@ -27,10 +27,8 @@ def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]
         for number, row in enumerate(rows)
         if row.id in done and done[row.id]["error"] is None
     ]
-    try:
-        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    with writing(path), whole_file(Path(path)) as part:
+        part.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
     return len(lines)
 
 

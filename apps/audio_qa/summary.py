@@ -84,13 +84,15 @@ def show(summary: Mapping[str, Any]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=SIMPLE, pad_edge=False)
     for column in ("", "rows", "failed", "accuracy", "choices", "exact", "tokens", "KV", "ratio"):
         table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     for name, counts in [*summary["groups"].items(), ("all", summary)]:
         table.add_row(
-            name,
+            # As it is: no markup, and half of a surrogate pair as JSON escapes it.
+            Text(name.encode(errors="backslashreplace").decode()),
             f"{counts['rows']:,}",
             f"{counts['failed']:,}",
             *(_percent(counts[key]) for key in ("accuracy", "choice_accuracy", "exact_match")),

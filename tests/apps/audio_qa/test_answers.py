@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_resumed(tmp_path: Path) -> None:
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "b", "c"]
     answers = Answers(path, HOW)
-    answers.drop_failed()
+    answers.resume([], retry_failed=True)
     assert list(answers.done) == ["a", "c"]
     answers.write(BAD | {"error": None})
     with pytest.raises(InputError, match="another process writes to it"):
@@ -68,7 +69,70 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         answers.confirm(HOW | {"model": "b model"})
     moved = Row("a", "Another question?", where="q.jsonl, line 3")
     with pytest.raises(InputError, match=r"row 'a' was answered, but to another question than q"):
-        answers.check_questions([moved])
+        answers.resume([moved])
+    answers.close()
+
+
+def test_a_question_that_failed_may_be_mended(tmp_path: Path) -> None:
+    path = begun(tmp_path / "a.jsonl", ROW, BAD)
+    asked = Row("b", "Another question?", where="q.jsonl, line 3")
+    answers = Answers(path, HOW)
+    with pytest.raises(InputError, match="asks: give --retry-failed, another --out, or --overw"):
+        answers.resume([asked])
+    assert list(answers.done) == ["a", "b"]
+    answers.resume([asked], retry_failed=True)
+    assert list(answers.done) == ["a"]
+    answers.close()
+
+
+def test_half_a_surrogate_pair(tmp_path: Path) -> None:
+    halves = ["\ud800", "\udcff", "\ud83d\\ude00", "x\\ud800"]
+    rows = [ROW | {"id": half, "answer": half} for half in halves]
+    path = begun(tmp_path / "a.jsonl", *rows)
+    assert path.read_bytes().startswith(b'{"id": "\\ud800"')
+    for _ in range(2):
+        answers = Answers(path, HOW)
+        assert list(answers.done.values()) == rows
+        answers.sort([Row(half, "?") for half in reversed(halves)])
+        answers.close()
+        rows.reverse()
+
+
+def test_in_the_order_of_the_questions(tmp_path: Path) -> None:
+    path = begun(tmp_path / "a.jsonl", *(ROW | {"id": name} for name in "gcab"))
+    answers = Answers(path, HOW)
+    answers.sort([Row(name, "?") for name in "abcd"])
+    assert [json.loads(line)["id"] for line in path.open()] == [*"abcg"] == list(answers.done)
+    with pytest.raises(InputError, match="another process writes to it"):
+        Answers(path, HOW)
+    answers.write(ROW | {"id": "d"})
+    answers.close()
+    assert [json.loads(line)["id"] for line in path.open()] == [*"abcgd"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """No file may grow beyond a size, which the system says in the middle of a write."""
+    path = begun(tmp_path / "a.jsonl", BAD, ROW)
+    answers = Answers(path, HOW)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 7, limits[1]))
+        with pytest.raises(InputError, match=r"a\.jsonl: cannot be written: File too large"):
+            answers.write(ROW | {"id": "c"})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 7, limits[1]))
+        with pytest.raises(InputError, match=r"a\.jsonl: cannot be written: File too large"):
+            answers.sort([Row("a", "?"), Row("b", "?")])
+        with pytest.raises(InputError, match=r"a\.jsonl\.run\.json: cannot be written: File too"):
+            Path(f"{path}.run.json").unlink()
+            answers.confirm(HOW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.jsonl"]
+    answers.write(ROW | {"id": "c"})
+    answers.confirm(HOW)
+    answers.close()
+    answers = Answers(path, HOW)
+    assert list(answers.done) == ["b", "a", "c"]
     answers.close()
 
 
@@ -82,5 +146,26 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     damaged.write_text("{}\n" + damaged.read_text())
     with pytest.raises(InputError, match=r"a.jsonl, line 1: is no row of audio-qa"):
         Answers(damaged, HOW)
-    with pytest.raises(InputError, match="cannot be written"):
-        Answers(tmp_path, HOW)
+    deep = "[" * 100_000
+    for line in (deep, "[]", '{"id": [], "error": null, "digest": ""}'):
+        damaged.write_text(f"{line}\n")
+        with pytest.raises(InputError, match=r"a.jsonl, line 1: is no row of audio-qa"):
+            Answers(damaged, HOW)
+    for text in (deep, "[]", "\ud800"):
+        Path(f"{damaged}.run.json").write_text(text, errors="surrogatepass")
+        with pytest.raises(InputError, match=r"is not of audio-qa: a.jsonl.run.json is missing"):
+            Answers(damaged, HOW)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputError, match=r"cannot be written: [iI]s "):
+            Answers(path, HOW)
+
+
+def test_a_link_leads_to_the_file(tmp_path: Path) -> None:
+    path = begun(tmp_path / "a.jsonl", ROW, BAD)
+    (tmp_path / "link").symlink_to(path)
+    Path(f"{path}.run.json").rename(tmp_path / "link.run.json")
+    answers = Answers(tmp_path / "link", HOW)
+    answers.resume([], retry_failed=True)
+    answers.close()
+    assert (tmp_path / "link").is_symlink() and len(path.read_bytes().splitlines()) == 1

@@ -36,7 +36,7 @@ def actors() -> list[psutil.Process]:
 @pytest.mark.timeout(280)
 def test_same_rows_with_a_killed_worker(worker, recordings, tmp_path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'oscar-mm[batch]'")
-    records = [*questions(6, 9), {"id": "bad", "audio": "gone.wav", "question": "?"}]
+    records = [*questions(6, 9), {"id": "bad\ud800", "audio": "gone.wav", "question": "?"}]
     file = write_lines(recordings / "q.jsonl", records)
     expected = {row["id"]: row for row in worker.run(by_recording(read_rows(file)))}
     out, killed = tmp_path / "a.jsonl", []
@@ -56,7 +56,9 @@ def test_same_rows_with_a_killed_worker(worker, recordings, tmp_path) -> None:
     summary = audio_qa(file, out, worker.plan.model, ray="local", workers=2, **OPTIONS)
     killer.join(1)
     assert killed
-    assert_same(read_lines(out), expected)
+    found = read_lines(out)
+    assert_same(found, expected)
+    assert list(found) == [record["id"] for record in records], "in the order of the questions"
     assert (summary["rows"], summary["failed"], summary["work"]["rows"]) == (55, 1, 55)
     assert summary["work"]["kv_peak_bytes"] > 0
 
@@ -73,6 +75,20 @@ def test_groups_that_kill_their_workers(worker, recordings) -> None:
         assert errors == ({None} if attempt <= cluster.TRIES else {"its worker died 3 times"})
         assert {one["id"] for one in found} == {row.id for row in rows}
     assert attempts.begin("another") == 1
+
+
+def test_rows_and_results_cross_as_they_are(worker, recordings) -> None:
+    file = write_lines(recordings / "q.jsonl", questions(1))
+    file.write_text(f'no JSON\n{file.read_text()}{{"id": "\\ud800", "question": "?"}}\n')
+    groups = by_recording(read_rows(file))
+    answering = cluster.Answering.__new__(cluster.Answering)
+    answering._worker, answering._name = worker, "one"
+    answering._begin = cluster.Attempts().begin
+    batch = {"rows": [json.dumps([asdict(row) for row in group]) for group in groups]}
+    found = [json.loads(one["result"][0]) for one in answering(batch)]
+    expected = {row["id"]: row for row in worker.run(groups)}
+    assert_same({row["id"]: row for row in found}, expected)
+    assert {"line 1", "\ud800"} < expected.keys()
 
 
 def test_shares_of_a_cluster(plan) -> None:

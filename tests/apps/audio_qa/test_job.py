@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -72,8 +74,21 @@ def test_summary_and_samples(loaded, recordings, tmp_path) -> None:
 def test_refused(loaded, recordings, tmp_path) -> None:
     file = write_lines(recordings / "q.jsonl", questions(1))
     out, model = tmp_path / "a.jsonl", loaded.plan.model
-    with pytest.raises(InputError, match="is the file of the questions"):
-        audio_qa(file, file, model)
+    content = file.read_bytes()
+    symbolic, hard = tmp_path / "symbolic", tmp_path / "hard"
+    symbolic.symlink_to(file)
+    hard.hardlink_to(file)
+    (tmp_path / "b.jsonl.summary.json").symlink_to(file)
+    for path, samples in (
+        *((file, None), (symbolic, None), (hard, None), (tmp_path / "b.jsonl", None)),
+        *((out, file), (out, symbolic), (out, hard)),
+    ):
+        with pytest.raises(InputError, match="is the file of the questions"):
+            audio_qa(file, path, model, overwrite=True, samples=samples)
+    for samples, expected in ((out, "answers"), (f"{out}.run.json", "run")):
+        with pytest.raises(InputError, match=f"is the file of the {expected}"):
+            audio_qa(file, out, model, samples=samples)
+    assert file.read_bytes() == content
     for options, expected in (
         ({"batch_size": 0}, "batch_size=0"),
         ({"kv_budget": "much"}, "kv_budget='much'"),
@@ -107,12 +122,74 @@ def test_command(loaded, recordings, tmp_path, capsys) -> None:
     capsys.readouterr()
     assert run([*command, "--system", "Be brief."]) == 2
     assert "belongs to another run: system was None" in capsys.readouterr().err
-    file.write_text('{"id": 1, "question": "?"}\n{"id": \n')
+    file.write_text('{"id": \n')
     assert run([*command, "--overwrite"]) == 2
-    assert f"{file}, line 2: is no JSON" in capsys.readouterr().err
+    assert f"{file}, line 1: is no JSON" in capsys.readouterr().err
     assert len(read_lines(out)) == 7
     assert run(["audio-qa", str(recordings), "--out", str(out), *how]) == 2
     assert "give the question to ask" in capsys.readouterr().err
+
+
+def test_bad_rows_stop_nothing(loaded, recordings, tmp_path, capsys) -> None:
+    """Lines that are no JSON, and names that UTF-8 has no bytes for; then the same once more."""
+    asked = {"audio": "0.wav", "question": "?"}
+    file = write_lines(
+        recordings / "q.jsonl",
+        [{"id": "\ud800", **asked, "group": "[/b]\ud800"}, {"id": 2, **asked}],
+    )
+    whole = file.read_text()
+    file.write_text(f"no JSON\n{whole}{'[' * 100_000}\n")
+    out, samples = tmp_path / "a.jsonl", tmp_path / "samples.jsonl"
+    how = ["--model", loaded.plan.model, "--max-new-tokens", "5", "--batch-size", "4"]
+    command = ["audio-qa", str(file), "--out", str(out), "--device", "cpu", *how]
+    for _ in range(2):
+        assert run([*command, "--samples", str(samples)]) == 1
+        shown = capsys.readouterr()
+        assert "[/b]\\ud800" in shown.out and shown.err == ""
+        rows = read_lines(out)
+        assert list(rows) == ["line 1", "\ud800", "2", "line 4"]
+        assert [row["error"] for row in rows.values()] == [
+            "is no JSON: Expecting value at character 1",
+            *(None, None, "is nested too deep"),
+        ]
+        assert len(samples.read_text().splitlines()) == 2
+    file.write_text(whole)
+    assert run([*command, "--retry-failed"]) == 0
+    assert list(read_lines(out)) == ["\ud800", "2"]
+
+
+def test_same_order_when_resumed(loaded, recordings, tmp_path) -> None:
+    records = questions(3)
+    records = [*records[1::2], *records[::2]]  # choices and recordings mixed
+    file = write_lines(recordings / "q.jsonl", records)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "a.jsonl"
+    audio_qa(file, whole, loaded.plan.model, **OPTIONS)
+    lines = whole.read_text().splitlines(keepends=True)
+    assert list(read_lines(whole)) == [record["id"] for record in records]
+    out.write_text("".join(lines[6:2:-1]))
+    Path(f"{out}.run.json").write_bytes(Path(f"{whole}.run.json").read_bytes())
+    summary = audio_qa(file, out, loaded.plan.model, **OPTIONS)
+    assert summary["work"]["rows"] == 5
+    assert list(read_lines(out)) == [record["id"] for record in records]
+    assert_same(read_lines(out), read_lines(whole))
+
+
+def test_a_full_disk_is_named(loaded, recordings, tmp_path, capsys) -> None:
+    file = write_lines(recordings / "q.jsonl", questions(2))
+    out = tmp_path / "a.jsonl"
+    how = ["--model", loaded.plan.model, "--max-new-tokens", "5", "--batch-size", "4"]
+    command = ["audio-qa", str(file), "--out", str(out), "--device", "cpu", *how]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # Room for about two rows, and for what run it is.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        assert run(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"oscar-mm: error: {out}: cannot be written: File too large" in capsys.readouterr().err
+    assert 1 <= len(read_lines(out)) < 6 and out.read_bytes().endswith(b"\n")
+    assert run(command) == 0
+    assert list(read_lines(out)) == [record["id"] for record in questions(2)]
 
 
 @pytest.mark.slow
@@ -135,5 +212,5 @@ def test_killed_and_resumed(worker, loaded, recordings, tmp_path) -> None:
     assert left.endswith(b"\n") and 3 <= len(rows) < 50, "whole lines, before the end"
     summary = audio_qa(file, out, worker.plan.model, **OPTIONS)
     assert summary["work"]["rows"] == 54 - len(rows)
-    assert out.read_bytes().startswith(left)
+    assert set(left.splitlines()) <= set(out.read_bytes().splitlines())
     assert_same(read_lines(out), read_lines(whole))

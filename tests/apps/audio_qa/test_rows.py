@@ -58,10 +58,56 @@ def test_folder(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
+DEEP = "[" * 60_000 + "]" * 60_000  # a cell of CSV may have 131,072 characters
+
+
+def test_lines_that_are_no_rows(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    lines = [b'{"id": 2, "question": "?"}', b'{"id": 2,', b"[1]", DEEP.encode(), b'"\xff"', b""]
+    lines += [b"9" * 5000, b'{"id": 1, "question": "?", "group": %s}' % (b"[" * 900 + b"]" * 900)]
+    file.write_bytes(b"\n".join([*lines, b'{"question": "?", "group": null}']))
+    rows = read_rows(file)
+    assert [row.id for row in rows][:6] == ["2", "line 2", "line 3", "line 4", "line 5", "line 7"]
+    assert [row.error for row in rows][:4] == [
+        "",
+        "is no JSON: Expecting property name enclosed in double quotes at character 11",
+        "must be an object with fields, not list",
+        "is nested too deep",
+    ]
+    assert "is no text in UTF-8" in rows[4].error and "is no JSON" in rows[5].error
+    # How deep is too deep depends on Python; whichever it is, it ends nothing.
+    assert len(rows) == 8 and rows[6].id in ("1", "line 8")
+    assert (rows[7].id, rows[7].error, rows[7].group) == ("9", "", "")
+    table = tmp_path / "q.csv"
+    table.write_text(f'id,question,choices\n1,?,\n2,?\n3,?,"[a, b]"\n4,?,"{DEEP}"\n5,?,,\n')
+    found = [(row.id, row.error) for row in read_rows(table)]
+    assert found == [
+        ("1", ""),
+        ("line 3", "has not the 3 columns of the header"),
+        ("line 4", """'[a, b]' is no JSON list such as ["a", "b"]"""),
+        ("line 5", "is nested too deep"),
+        ("line 6", "has not the 3 columns of the header"),
+    ]
+    [good, bad] = read_rows([{"question": "?"}, 3])
+    assert (good.id, bad.id, bad.error) == ("1", "row 2", "must be an object with fields, not int")
+
+
+def test_ids_as_they_come_back() -> None:
+    values = ["\ud800", "\ud83d\ude00", 7, 1.5, True]
+    rows = read_rows([{"id": value, "question": "?"} for value in values])
+    assert [row.id for row in rows] == ["\ud800", "\N{GRINNING FACE}", "7", "1.5", "True"]
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    [row] = read_rows([{"id": deep, "question": "?"}])
+    assert (row.id, row.error) == ("1", "id must be text or a number")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("q.jsonl", '{"id": 1, "question": "?"}\n{"id": 2,\n', r"q.jsonl, line 2: is no JSON"),
+        ("q.jsonl", f"\n{DEEP}\n", r"q.jsonl, line 2: is nested too deep"),
+        ("q.jsonl", '{"id": 2,\nno\n', r"q.jsonl, line 1: is no JSON: .* at character 11"),
         ("q.jsonl", "\n[1]\n", r"q.jsonl, line 2: must be an object with fields, not list"),
         ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' occurs already at .*line 1"),
         ("q.jsonl", "\n", "there are no questions in it"),
@@ -69,6 +115,7 @@ def test_folder(tmp_path: Path) -> None:
         ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: has not the 2 columns"),
         ("q.csv", 'id,choices\n1,"[a, b]"\n', r"q.csv, line 2: .* is no JSON list"),
         ("q.csv", "id\n", "there are no questions"),
+        ("q.csv", 'id,question\n1,?\n2,"a"b\n', r"q.csv, after line 2: no CSV: .* expected after"),
     ],
 )
 def test_files_that_are_refused(name: str, text: str, expected: str, tmp_path: Path) -> None:
