@@ -5,7 +5,6 @@ wait for torch.
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,12 +48,6 @@ _HOME = {
     "Span": "oscar_mm.modality",
     "roundtrip": "oscar_mm.quant.roundtrip",
 }
-
-# An installed wheel holds pipelines/ and apps/ inside this package; in a checkout they lie beside
-# it, and a program started there finds the checkout's oscar_mm before any installed one.
-_here = os.path.dirname(os.path.abspath(__file__))
-if not os.path.isdir(os.path.join(_here, "pipelines")):
-    __path__.append(os.path.dirname(_here))
 
 
 def __getattr__(name: str) -> object:

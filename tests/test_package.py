@@ -1,8 +1,10 @@
-"""The package: what importing costs, what it exports, and that pyproject.toml names every part."""
+"""The package: what importing costs, what it exports, and that the wheel holds every file."""
 
+import importlib.util
+import shutil
 import subprocess
 import sys
-import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,12 @@ from oscar_mm.models import BUNDLED
 from tests.processes import Forked
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PROJECT["tool"]["setuptools"]
-PARTS = {"oscar_mm": "oscar_mm", "pipelines": "oscar_mm.pipelines", "apps": "oscar_mm.apps"}
+LINKS = ("apps", "csrc", "pipelines")
 
 
-def run_python(program: str) -> str:
+def run_python(program: str, folder: Path = ROOT) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -67,34 +67,36 @@ def test_type_checkers_see_the_same_names() -> None:
         ), f"{name} is not imported from {home} under TYPE_CHECKING"
 
 
-def test_pyproject_lists_every_package() -> None:
-    found = {"oscar_mm.csrc"}
-    for folder, package in PARTS.items():
-        for module in (ROOT / folder).rglob("*.py"):
-            inner = module.parent.relative_to(ROOT / folder).parts
-            assert (module.parent / "__init__.py").is_file(), f"{module.parent} has no __init__.py"
-            found.add(".".join([package, *inner]))
-    assert set(SETUPTOOLS["packages"]) == found
+def test_the_folders_beside_the_package_are_parts_of_it() -> None:
+    for name in LINKS:
+        assert (ROOT / "oscar_mm" / name).readlink() == Path("..", name)
+        assert importlib.util.find_spec(f"oscar_mm.{name}").submodule_search_locations
+    assert oscar_mm.__path__ == [str(ROOT / "oscar_mm")]
 
 
-def test_models_are_shipped() -> None:
-    models = ROOT / "oscar_mm" / "models"
-    files = [path for path in models.rglob("*") if path.is_file() and path.suffix != ".py"]
-    files = [path.relative_to(models) for path in files if "__pycache__" not in path.parts]
-    assert {path.parts[0] for path in files} == set(BUNDLED)
-    shipped = {
-        path
-        for pattern in SETUPTOOLS["package-data"]["oscar_mm.models"]
-        for path in models.glob(pattern)
-    }
-    assert {models / path for path in files} == shipped
-
-
-def test_data_files_are_shipped() -> None:
-    shipped = SETUPTOOLS["package-data"]
-    assert (ROOT / "oscar_mm" / "py.typed").is_file()
-    assert "py.typed" in shipped["oscar_mm"]
-    kernels = [path for path in (ROOT / "csrc").iterdir() if path.is_file()]
-    assert kernels
-    for path in kernels:
-        assert any(path.match(pattern) for pattern in shipped["oscar_mm.csrc"]), path
+def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
+    """Built from a copy, as setuptools leaves files beside what it builds."""
+    ours = [*LINKS, "oscar_mm"]
+    for name in ours:
+        hidden = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=hidden)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    run_python(build, tmp_path)
+    [wheel] = tmp_path.glob("*.whl")
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("oscar_mm/")}
+    there = set()
+    for name in ours:
+        inner = "oscar_mm" if name == "oscar_mm" else f"oscar_mm/{name}"
+        files = [path for path in (ROOT / name).rglob("*") if path.is_file()]
+        files = [path.relative_to(ROOT / name) for path in files if "__pycache__" not in path.parts]
+        there |= {f"{inner}/{path.as_posix()}" for path in files}
+        assert all(
+            (ROOT / name / path).with_name("__init__.py").is_file()
+            for path in files
+            if path.suffix == ".py"
+        ), name
+    assert found == there and {Path(name).suffix for name in there} > {".py", ".cu", ".cuh", ".css"}
+    models = {Path(name).parts[2] for name in there if name.startswith("oscar_mm/models/pocket")}
+    assert models == set(BUNDLED)

@@ -56,17 +56,9 @@ class Cubin:
     """Hash of source, options, architecture and compiler; empty for a text of no file."""
 
 
-@functools.cache
 def csrc_folder() -> Path:
-    """The folder of the CUDA sources: in an installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "csrc", package.parent / "csrc"):
-        if (folder / "page.cuh").is_file():
-            return folder
-    raise KernelError(
-        f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}: "
-        "install oscar_mm again"
-    )
+    """The folder of the CUDA sources."""
+    return Path(__file__).parents[1] / "csrc"
 
 
 def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> Cubin:
