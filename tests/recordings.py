@@ -13,18 +13,27 @@ CODECS = {
     "m4a": "aac",
     "mp4": "aac",
     "webm": "libopus",
+    "aac": "aac",
 }
 
 
 def write_sound(
-    path: Path, recording: tuple[np.ndarray, int], *, rate: int = 48_000, layout: str = "stereo"
+    path: Path,
+    recording: tuple[np.ndarray, int],
+    *,
+    rate: int = 48_000,
+    layout: str = "stereo",
+    muxer: dict[str, str] | None = None,
+    encoder: dict[str, str] | None = None,
 ) -> Path:
     """A file of the format that its name ends on, resampled to ``rate``; both channels equal."""
     samples, source_rate = recording
     if layout == "stereo":
         recording = np.stack([samples, samples]), source_rate
-    with av.open(str(path), "w") as container:
-        _Sound(container, CODECS[path.suffix[1:]], rate, layout).write(recording)
+    with av.open(str(path), "w", options=muxer or {}) as container:
+        sound = _Sound(container, CODECS[path.suffix[1:]], rate, layout)
+        sound.stream.options = encoder or {}
+        sound.write(recording)
     return path
 
 

@@ -1,7 +1,6 @@
 """A recording to mono samples at 16 kHz, decoded in pieces, in bounded memory."""
 
 import io
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,20 +11,33 @@ import numpy as np
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.mono import LEAST_SHARE, Audio, Mono
+from oscar_mm.media.mono import Audio, Mono
 from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
+from oscar_mm.media.truncation import check_whole, mp3_seconds, opened_bytes
 
 # What FFmpeg may take a recording for. Playlists (hls, concat, dash) are left out: they open other
 # files.
 CONTAINERS = (
-    "aac,ac3,aiff,amr,ape,asf,au,avi,caf,flac,flv,matroska,mov,mp3,mpeg,mpegts,mxf,ogg,opus,"
-    "voc,w64,wav,webm,wv"
+    "aac,ac3,aiff,amr,ape,asf,au,avi,caf,flac,flv,matroska,mov,mp3,mpeg,mpegts,mxf,nistsphere,"
+    "ogg,opus,wav,webm,wv"
 )
+
+_LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
+"""How files begin that libsndfile reads: it is faster, and knows their exact length."""
+
+_GUESSED = ("aac", "ac3")
+"""Formats without a header: FFmpeg guesses their length from their first bit rate."""
 
 _PIECE_S = 10
 """Seconds that are decoded at a time."""
 
 _MAX_CHANNELS = 8
+
+_PIECE_VALUES = 1 << 24
+"""Most samples of all channels that are decoded at a time."""
+
+_UNKNOWN = 1 << 62
+"""libsndfile's count of samples from here on says that none is known: FLAC from a pipe."""
 
 # Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
 _LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
@@ -139,38 +151,43 @@ def _from_array(samples: np.ndarray, rate: int, limits: MediaLimits, label: str)
 def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
     import soundfile
 
-    _check_riff(source, label)
-    try:
-        opened = soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
-    except (soundfile.LibsndfileError, TypeError):
-        return _with_av(source, limits, label)  # m4a, mp4, webm, ...
-    with opened as file:
+    check_whole(source, label)
+    file = sound_file(source, label)
+    if file is None:
+        return _with_av(source, limits, label)
+    with file:
         limits.check_audio(file.frames / file.samplerate, label)
         mono = Mono(file.samplerate, file.channels, limits, label)
+        frames = min(_PIECE_S * file.samplerate, max(1, _PIECE_VALUES // file.channels))
+        buffer = np.zeros((frames, file.channels), np.float32)
         try:
-            for piece in file.blocks(_PIECE_S * file.samplerate, dtype="float32", always_2d=True):
+            # What is returned is the part of the buffer that was written to.
+            while len(piece := file.read(out=buffer)):
                 mono.push(piece)
         except (soundfile.LibsndfileError, RuntimeError) as error:
             raise InputError(f"{label}: the recording is damaged ({error})") from error
         return mono.finish(file.frames / file.samplerate)
 
 
-def _check_riff(source: Path | bytes, label: str) -> None:
-    """Decoders read a WAV file that was cut off as if it ended there; its header knows better."""
-    size = len(source) if isinstance(source, bytes) else source.stat().st_size
-    if isinstance(source, bytes):
-        head = source[:12]
-    else:
-        with source.open("rb") as file:
-            head = file.read(12)
-    if len(head) == 12 and head[:4] == b"RIFF" and head[8:] == b"WAVE":
-        promised = struct.unpack("<I", head[4:8])[0] + 8
-        # Programs that write to a pipe do not know the size and leave all bits set.
-        if promised < 2**31 and size < LEAST_SHARE * promised:
-            raise InputError(
-                f"{label}: has {size:,} of {promised:,} bytes; the file is cut off, copy or "
-                "download it again"
-            )
+def sound_file(source: Path | bytes, label: str) -> Any | None:
+    """A ``SoundFile`` of a WAV, FLAC or Ogg file of known length; None for FFmpeg to read it.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+    import soundfile
+
+    with opened_bytes(source, label) as raw:
+        if raw.read(4) not in _LIBSNDFILE:
+            return None
+    try:
+        file = soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except (soundfile.LibsndfileError, TypeError):
+        return None
+    if file.frames < _UNKNOWN:
+        return file
+    file.close()
+    return None
 
 
 @contextmanager
@@ -199,18 +216,44 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
             raise InputError(f"{label}: has no audio track; pass a recording")
         stream = container.streams.audio[0]
         stream.thread_type = "AUTO"
-        promised = float(stream.duration * stream.time_base) if stream.duration else 0.0
-        if not promised and not container.streams.video:
-            promised = (container.duration or 0) / 1e6
+        promised = promised_seconds(container, stream, source, label)
         limits.check_audio(promised, label)
         planar = av.AudioResampler(format="fltp")
         mono: Mono | None = None
-        for frame in container.decode(stream):
+        for frame in _frames(container, stream):
+            kind = frame.format.name, frame.layout.name, frame.sample_rate
+            if mono is None:
+                first = kind
+                mono = Mono(frame.sample_rate, frame.layout.nb_channels, limits, label)
+            if kind != first:
+                raise InputError(
+                    f"{label}: changes its rate or its channels on the way; convert it to WAV or "
+                    "FLAC"
+                )
             for part in planar.resample(frame):
-                if mono is None:
-                    channels = part.layout.nb_channels
-                    mono = Mono(part.sample_rate, channels, limits, label)
                 mono.push(part.to_ndarray().T)
         if mono is None:
             raise InputError(f"{label}: no sound of it can be decoded; convert it to WAV or FLAC")
         return mono.finish(promised)
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    """The decoded sound; of an MP3 without what is none, such as tags between joined files."""
+    for packet in container.demux(stream):
+        try:
+            yield from packet.decode()
+        except av.InvalidDataError:
+            if container.format.name != "mp3":
+                raise
+
+
+def promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
+    """Length of the sound in an ``opened`` source by its header; 0 if that says nothing."""
+    if container.format.name == "mp3":
+        return mp3_seconds(source, label)
+    if container.format.name in _GUESSED:
+        return 0.0
+    seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+    if not seconds and not container.streams.video:
+        seconds = (container.duration or 0) / 1e6
+    return seconds

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
-from oscar_mm.media.audio import opened
+from oscar_mm.media.audio import opened, promised_seconds, sound_file
 from oscar_mm.media.image import FORMATS
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import existing_file, is_address
-from oscar_mm.media.video import Video, kept_frames, kept_size, opened_video, promised_seconds
+from oscar_mm.media.video import Video, clip_seconds, kept_frames, kept_size, opened_video
 
 T = TypeVar("T")
 
@@ -77,17 +77,15 @@ def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
 
 
 def _seconds(source: Any) -> float:
-    import soundfile
-
     if isinstance(source, tuple):
         samples, rate = source if isinstance(source[0], np.ndarray) else source[::-1]
         return max(samples.shape) / rate
-    source = _local(source)
-    try:
-        with soundfile.SoundFile(source) as file:
-            return file.frames / file.samplerate
-    except (soundfile.LibsndfileError, TypeError):
-        return _seconds_of(source)
+    local = _local(source)
+    local = local if isinstance(local, Path) else local.getvalue()
+    if (file := sound_file(local, "")) is None:
+        return _seconds_of(local)
+    with file:
+        return file.frames / file.samplerate
 
 
 @_or_none
@@ -99,7 +97,7 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
     if isinstance(source, str | Path):
         path = _local(source)
         with opened_video(path, "") as (container, stream):
-            seconds, size = promised_seconds(container, stream), (stream.width, stream.height)
+            seconds, size = clip_seconds(container, stream), (stream.width, stream.height)
             heard = silence(_seconds_of(path)) if sound and container.streams.audio else None
         limits.check_video(*size, seconds, "")
         video = sampled(seconds, size, fps, limits, heard)
@@ -167,11 +165,7 @@ def _upright(image: Image.Image) -> PictureSize:
     return PictureSize(*(image.size[::-1] if turned else image.size))
 
 
-def _seconds_of(source: Path | io.BytesIO) -> float:
+def _seconds_of(source: Path | bytes) -> float:
     """Of the sound in a container that only FFmpeg knows; 0 where that is not said."""
-    with opened(source if isinstance(source, Path) else source.getvalue(), "") as container:
-        stream = container.streams.audio[0]
-        seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
-        if not seconds and not container.streams.video:
-            seconds = (container.duration or 0) / 1e6
-        return seconds
+    with opened(source, "") as container:
+        return promised_seconds(container, container.streams.audio[0], source, "")

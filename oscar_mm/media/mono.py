@@ -83,7 +83,7 @@ class Mono:
             self._clipped += int((loud >= _FULL_SCALE).sum())
         if self._peak > _LOUDEST:
             raise InputError(
-                f"{self._label}: floats must lie in -1..1, not up to {self._peak:g}; divide by "
+                f"{self._label}: floats must lie in -1..1, and these are far beyond; divide by "
                 "32768 or pass int16"
             )
         self._count += len(piece)

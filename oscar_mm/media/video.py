@@ -17,6 +17,7 @@ from oscar_mm.media.image import load_image
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaLimits
 from oscar_mm.media.mono import LEAST_SHARE, Audio
 from oscar_mm.media.source import describe, existing_file
+from oscar_mm.media.truncation import check_whole
 
 # What FFmpeg may take a file for. Playlists (hls, concat, dash) are left out: they open others.
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
@@ -170,6 +171,7 @@ def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
     Raises:
         InputError: it cannot be read, also later on, or has no such stream.
     """
+    check_whole(path, label)
     # "file:" keeps a colon in the name from being read as a protocol.
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
@@ -189,7 +191,7 @@ def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def promised_seconds(container: Any, stream: Any) -> float:
+def clip_seconds(container: Any, stream: Any) -> float:
     """Length by the header; 0 if that says nothing."""
     seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
     return seconds or (container.duration or 0) / 1e6
@@ -203,7 +205,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     """
     stream.thread_type = "AUTO"
     rate = float(stream.average_rate or stream.guessed_rate or 24)
-    seconds = promised_seconds(container, stream)
+    seconds = clip_seconds(container, stream)
     limits.check_video(stream.width, stream.height, seconds, label)
 
     step, capacity = kept_frames(seconds, fps, limits)

@@ -131,7 +131,7 @@ def test_sound_of_a_video(tmp_path: Path) -> None:
 
 def test_silence_and_clipping_are_told() -> None:
     samples, rate = tone(1)
-    with pytest.warns(UserWarning, match="^call: is silent from beginning to end$"):
+    with pytest.warns(UserWarning, match=r"^call: is silent from beginning to end$"):
         assert not load_audio((samples * 0, rate), label="call").samples.any()
     with pytest.warns(UserWarning, match=r"^audio: is clipped \(\d+% of its samples"):
         load_audio(((samples * 8).clip(-1, 1), rate))
@@ -190,6 +190,101 @@ def test_bad_files(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=reason) as caught:
             load_audio(path)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [360, 500, 800, 2_000, 20_000, 60_000])
+def test_a_cut_mp3_holds_nothing_of_others(tmp_path: Path, size: int) -> None:
+    """Decoders fill only the part of a buffer that they have samples for."""
+    load_audio(write_sound(tmp_path / "other.mp3", tone(6, 1000)))
+    data = write_sound(tmp_path / "a.mp3", tone(6, 523)).read_bytes()
+    with pytest.raises(InputError, match=r"^call: .*(cut off|not a recording)") as caught:
+        load_audio(data[:size], label="call")
+    assert "nan" not in str(caught.value) and "e+" not in str(caught.value)
+
+
+def test_a_flac_that_promises_more(tmp_path: Path) -> None:
+    path = write_sound(tmp_path / "a.flac", tone(3))
+    data = bytearray(path.read_bytes())
+    # The last four bytes of the count of samples.
+    assert int.from_bytes(data[22:26], "big") == 3 * 48_000
+    data[22:26] = (9 * 48_000).to_bytes(4, "big")
+    with pytest.raises(InputError, match=r"^audio: .*(cut off|damaged)"):
+        load_audio(bytes(data))
+    data[22:26] = bytes(4)  # of unknown length, from a pipe
+    assert load_audio(bytes(data)).seconds == pytest.approx(3, abs=0.01)
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_a_cut_ogg(tmp_path: Path, subtype: str) -> None:
+    path = tmp_path / "a.ogg"
+    soundfile.write(path, tone(6, 523)[0], 16_000, format="OGG", subtype=subtype)
+    data = path.read_bytes()
+    assert load_audio(data).seconds == pytest.approx(6, abs=0.01)
+    assert load_audio(data + b"TAG" + bytes(125)).seconds == pytest.approx(6, abs=0.01)
+    last_page = data.rindex(b"OggS")
+    for size in (len(data) // 2, last_page, last_page + 30, len(data) - 1):
+        with pytest.raises(InputError, match=r"^voice: .*the file is cut off"):
+            load_audio(data[:size], label="voice")
+
+
+@pytest.mark.parametrize("kind", ["AIFF", "AU", "CAF", "NIST", "RF64", "WAVEX"])
+def test_other_cut_files(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.bin"
+    soundfile.write(path, tone(3, 523)[0], 16_000, format=kind, subtype="PCM_16")
+    audio = load_audio(path)
+    assert audio.seconds == pytest.approx(3) and pitch(audio) == pytest.approx(523, abs=1)
+    with pytest.raises(InputError, match=r"a\.bin: .*the file is cut off"):
+        load_audio(cut(path, 0.6))
+
+
+def half_loud() -> tuple[np.ndarray, int]:
+    """Three seconds of noise, three of silence: of far more bits at the beginning."""
+    samples, rate = tone(6)
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, len(samples)).astype(np.float32)
+    return noise * (np.arange(len(samples)) < len(samples) / 2), rate
+
+
+def test_mp3_without_a_count_of_frames(tmp_path: Path) -> None:
+    """What FFmpeg and mpg123 guess from the first bit rate is no promise."""
+    plain, variable = {"write_xing": "0"}, {"flags": "+qscale", "global_quality": "236"}
+    for source in (half_loud(), (half_loud()[0][::-1], half_loud()[1])):
+        path = write_sound(tmp_path / "a.mp3", source, muxer=plain, encoder=variable)
+        assert load_audio(path).seconds == pytest.approx(6, abs=0.1)
+        counted = write_sound(tmp_path / "b.mp3", source, encoder=variable)
+        assert load_audio(counted).seconds == pytest.approx(6, abs=0.1)
+    raw = write_sound(tmp_path / "a.aac", half_loud())
+    assert load_audio(raw).seconds == pytest.approx(6, abs=0.1)
+
+
+def test_joined_mp3(tmp_path: Path) -> None:
+    """``cat a.mp3 b.mp3`` is a recording, of the length of both."""
+    one = write_sound(tmp_path / "a.mp3", tone(2, 523)).read_bytes()
+    assert load_audio(one + one).seconds == pytest.approx(4, abs=0.1)
+    ape = b"APETAGEX" + bytes([0xD0, 7, 0, 0, 32]) + bytes(19) + b"TAG" + bytes(125)
+    assert load_audio(one + ape).seconds == pytest.approx(2, abs=0.1)
+    other = write_sound(tmp_path / "b.mp3", tone(2, 523), rate=16_000).read_bytes()
+    with pytest.raises(InputError, match="audio: changes its rate or its channels"):
+        load_audio(one + other)
+
+
+@pytest.mark.parametrize("seconds", [0.12, 0.3])
+def test_delay_of_an_encoder(tmp_path: Path, seconds: float) -> None:
+    untagged = {"id3v2_version": "0"}
+    for rate in (48_000, 16_000):
+        path = write_sound(tmp_path / "a.mp3", tone(seconds), rate=rate, muxer=untagged)
+        assert load_audio(path).seconds == pytest.approx(seconds, abs=0.08)
+        tagged = b"ID3\4\0\0\0\0\2\1" + bytes(257) + path.read_bytes()
+        assert load_audio(tagged).seconds == pytest.approx(seconds, abs=0.08)
+        longer = write_sound(tmp_path / "b.mp3", tone(9), rate=rate, muxer=untagged).read_bytes()
+        with pytest.raises(InputError, match=r"of [89]\.\d s; the file is cut off"):
+            load_audio(tagged[:267] + longer[: len(longer) // 2])
+
+
+def test_no_error_prints_samples() -> None:
+    loud = np.full(9000, 1234.5, np.float32)
+    with pytest.raises(InputError, match=r"floats must lie in -1\.\.1") as caught:
+        load_audio((loud, 16_000))
+    assert "1234" not in str(caught.value)
 
 
 def test_a_wav_of_unknown_size(tmp_path: Path) -> None:

@@ -170,6 +170,18 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("suffix", "codec"), [("mkv", "mpeg4"), ("avi", "mpeg4"), ("webm", "libvpx")]
+)
+def test_half_a_file(tmp_path: Path, suffix: str, codec: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 200, 40)
+    path = write_clip(tmp_path / f"a.{suffix}", noise.tolist(), codec=codec)
+    assert load_video(path).seconds == pytest.approx(4, abs=0.1)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(InputError, match=rf"a\.{suffix}: has .* bytes; the file is cut off"):
+        load_video(path)
+
+
+@pytest.mark.parametrize(
     ("source", "fps", "reason"),
     [
         ("https://example.org/clip.mp4", 2, "download"),

@@ -1,0 +1,149 @@
+"""Truncation: files that end before they say so, which decoders take for whole ones."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+from oscar_mm.errors import InputError
+from oscar_mm.media.mono import LEAST_SHARE
+
+_OGG_PAGE = 27 + 255 + 255 * 255
+"""Most bytes of a page of Ogg: its header, its table of segments, its segments."""
+_OGG_END = 4
+"""Flag of the last page of a stream."""
+_CAF_CHUNKS = 64
+"""Of which the sizes are looked at."""
+_MPEG_DELAY = 3
+"""Frames of an MP3 that may be delay and padding of its encoder, which decoders leave out."""
+
+
+def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
+    """The bytes of a file or of memory, for reading.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    try:
+        return source.open("rb")
+    except OSError as error:
+        raise InputError(f"{label}: cannot be read ({error.strerror})") from error
+
+
+def check_whole(source: Path | bytes, label: str) -> None:
+    """Refuse a WAV, AVI, CAF, Matroska, WebM or Ogg file of which the end is missing.
+
+    The first ones tell their size in their header. An Ogg file has no size, but its last page is
+    marked. A live recording that was broken off lacks that mark as well, and nothing tells it from
+    half a file, so it is refused too.
+
+    Raises:
+        InputError: the file is cut off, or cannot be opened.
+    """
+    with opened_bytes(source, label) as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        head = file.read(256)
+        if head[:4] == b"OggS":
+            file.seek(max(0, size - 2 * _OGG_PAGE))
+            if not _ends_ogg(file.read()):
+                raise InputError(
+                    f"{label}: does not end with the last page of an Ogg stream; the file is cut "
+                    "off, copy or download it again (a live recording gets its last page by "
+                    "ffmpeg -i FILE -c copy NEW)"
+                )
+            return
+        promised = _riff_bytes(head) or _matroska_bytes(head) or _caf_bytes(file, head, size)
+    if size < LEAST_SHARE * promised:
+        raise InputError(
+            f"{label}: has {size:,} of {promised:,} bytes; the file is cut off, copy or download "
+            "it again"
+        )
+
+
+def mp3_seconds(source: Path | bytes, label: str) -> float:
+    """Length of an MP3 by the count of frames in its first one, less what decoders may leave out.
+
+    Returns:
+        seconds, 0 where no count is given, as encoders of constant bit rates do.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+    with opened_bytes(source, label) as file:
+        tag = file.read(10)
+        file.seek(0)
+        if len(tag) == 10 and tag[:3] == b"ID3":
+            # Seven bits of each byte count.
+            file.seek(10 + sum(byte << 7 * (3 - i) for i, byte in enumerate(tag[6:])))
+        head = file.read(64)
+    count = re.search(rb"(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](....)", head, re.S)
+    count = count or re.search(rb"VBRI.{10}(....)", head, re.S)
+    if count is None or head[0] != 0xFF or head[2] >> 2 & 3 == 3:
+        return 0.0
+    version = head[1] >> 3 & 3
+    rate = (44_100, 48_000, 32_000)[head[2] >> 2 & 3] >> (0 if version == 3 else 1 + (version == 0))
+    frames = max(0, int.from_bytes(count[1], "big") - _MPEG_DELAY)
+    return frames * (1152 if version == 3 else 576) / rate
+
+
+def _riff_bytes(head: bytes) -> int:
+    """Bytes of a WAV or AVI file, 0 if it is none or its size was not known."""
+    if len(head) < 12 or head[:4] != b"RIFF" or head[8:12] not in (b"WAVE", b"AVI "):
+        return 0
+    promised = struct.unpack("<I", head[4:8])[0] + 8
+    # Programs that write to a pipe do not know the size and leave all bits set.
+    return promised if promised < 2**31 else 0
+
+
+def _matroska_bytes(head: bytes) -> int:
+    """Bytes of a Matroska or WebM file, 0 if it is none or was written live."""
+    if head[:4] != b"\x1a\x45\xdf\xa3":
+        return 0
+    about, start = _vint(head, 4)
+    segment = start + about
+    if head[segment : segment + 4] != b"\x18\x53\x80\x67":
+        return 0
+    size, start = _vint(head, segment + 4)
+    return start + size if size else 0
+
+
+def _vint(head: bytes, place: int) -> tuple[int, int]:
+    """A size as Matroska writes it, 0 if it is not known, and where it ends."""
+    if place >= len(head) or not head[place]:
+        return 0, place
+    length = 9 - head[place].bit_length()
+    value = int.from_bytes(head[place : place + length], "big") & ~(1 << 7 * length)
+    unknown = (1 << 7 * length) - 1
+    return 0 if value == unknown else value, place + length
+
+
+def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
+    """Bytes of a CAF file up to the end of the last chunk that begins in it, 0 if it is none."""
+    end = 8
+    if head[:4] != b"caff":
+        return 0
+    for _ in range(_CAF_CHUNKS):
+        file.seek(end)
+        header = file.read(12)
+        if end >= size or len(header) < 12:
+            break
+        length = struct.unpack(">q", header[4:])[0]
+        if length < 0:  # up to the end, wherever that is
+            break
+        end += 12 + length
+    return end
+
+
+def _ends_ogg(tail: bytes) -> bool:
+    """Whether the last page is there as a whole, and ends its stream."""
+    page = tail[tail.rfind(b"OggS") :]
+    if len(page) < 27 or not page[5] & _OGG_END:
+        return False
+    table = page[27 : 27 + page[26]]
+    return len(page) >= 27 + page[26] + sum(table)
