@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.terminal import warnings_as_lines, write
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
+from oscar_mm.media.image import eighth
 from oscar_mm.media.source import existing_file, is_address, read_bytes
 from oscar_mm.policy import KVPolicy
 
@@ -55,16 +57,13 @@ def ask(
     given["videos"] += video or []
     given["audio"] += audio or []
     _check_request(prompt, given)
-    pictures = [load_image(name, allow_remote=allow_remote) for name in given["images"]]
     for name in given["videos"]:
         existing_file(name, name)
-    limits = MediaLimits()
-    sounds = [
-        read_bytes(name, allow_remote=allow_remote, limits=limits, label=name)
-        if is_address(name)
-        else existing_file(name, name)
-        for name in given["audio"]
-    ]
+    pictures, sounds = (
+        [_local(name, allow_remote) for name in given[kind]] for kind in ("images", "audio")
+    )
+    for name, picture in zip(given["images"], pictures, strict=True):
+        load_image(picture, label=name, fit=eighth)
     from oscar_mm.decoding.sampling import Sampling  # brings torch, unlike the checks above
 
     sampling = Sampling(
@@ -120,6 +119,13 @@ def _check_request(prompt: str, given: dict[str, list[str]]) -> None:
         raise InputError("--prompt is empty: pass the question as text")
     if not any(given.values()):
         raise InputError("nothing to ask about: pass an image, a video or a recording")
+
+
+def _local(name: str, allow_remote: bool) -> Path | bytes:
+    """A file, or what is at an address."""
+    if not is_address(name):
+        return existing_file(name, name)
+    return read_bytes(name, allow_remote=allow_remote, limits=MediaLimits(), label=name)
 
 
 def _as_dict(result: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.terminal import harmless, warnings_as_lines, write
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
+from oscar_mm.media.image import eighth
 from oscar_mm.media.source import existing_file, is_address
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
@@ -185,7 +186,7 @@ class _Talk:
             path = os.path.expanduser(path)
             existing_file(path, path)
             if modality is Modality.IMAGE:
-                load_image(path)  # Tells now what is wrong with it.
+                load_image(path, fit=eighth)  # Tells now what is wrong with it.
         self.waiting[kind].append(path)
 
     def _drop(self) -> None:

@@ -185,6 +185,14 @@ class Family(ABC):
     def least_tokens(self, medium: Medium) -> int:
         """Tokens that a medium takes at least, told before anything is processed."""
 
+    @abstractmethod
+    def largest_image(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that are worth keeping of an upright image of this size.
+
+        The processor makes of an image that was scaled down to them what it makes of the whole
+        one, up to rounding, in as many tokens.
+        """
+
     def tokenize(self, text: str) -> torch.Tensor:
         """(1, tokens) ids of rendered text without media."""
         options = self.text_options(text)

@@ -63,7 +63,9 @@ class Bounded:
             InputError: media that the model does not read.
         """
         known = {"images": None, "videos": None, "audio": None, "sound": False} | dict(media)
-        shown = outlined_media(**known, limits=self.limits, video_fps=self.video_fps)
+        shown = outlined_media(
+            **known, limits=self.limits, video_fps=self.video_fps, fit=self.family.largest_image
+        )
         with self.lock:
             tokens = dict.fromkeys((modality.label for modality in Modality), 0)
             tokens["text"] = text_tokens(self.family, shown, prompt, system)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.image_processing_utils import select_best_resolution
 
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.base import Encoded, Family
 from oscar_mm.pipelines.media import Medium
+
+_NEARBY = 64
+"""Widths that are looked through for one of the same shape as an image's own."""
 
 
 class LlavaNext(Family):
@@ -56,9 +61,26 @@ class LlavaNext(Family):
             parts = [pad(part, (0, 0) * 3 + (0, tiles - part.shape[1])) for part in parts]
         return super().join_media(name, parts)
 
+    def largest_image(self, width: int, height: int) -> tuple[int, int]:
+        """See ``Family.largest_image``: about twice as wide and high as its tiles.
+
+        The processor divides by what it is given, and rounds: of the sizes from there on it is the
+        first that comes to as many tokens.
+        """
+        tiles = self.processor.image_processor.image_grid_pinpoints
+        best_height, best_width = select_best_resolution((height, width), tiles)
+        least = math.ceil(2 * min(best_width, width * best_height / height))
+        tokens = self._image_tokens(width, height)
+        for smaller in range(least, min(width, least + _NEARBY)):
+            size = smaller, round(smaller * height / width)
+            if self._image_tokens(*size) == tokens:
+                return size
+        return width, height
+
     def least_tokens(self, medium: Medium) -> int:
         """Tokens of an image: its tiles without padding, a line break a row, and the overview."""
-        image = medium.content
-        counted = self.processor._get_num_multimodal_tokens([(image.height, image.width)])
-        [tokens] = counted["num_image_tokens"]
+        return self._image_tokens(medium.content.width, medium.content.height)
+
+    def _image_tokens(self, width: int, height: int) -> int:
+        [tokens] = self.processor._get_num_multimodal_tokens([(height, width)])["num_image_tokens"]
         return int(tokens)

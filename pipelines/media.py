@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ from PIL import Image
 from oscar_mm.media import Audio, MediaLimits, Video, load_audio, load_image, load_video
 from oscar_mm.media.digest import media_digest
 from oscar_mm.media.headers import audio_outline, image_size, video_outline
+from oscar_mm.media.image import Fit
+from oscar_mm.media.limits import PixelCount
 from oscar_mm.media.source import describe, is_address
 from oscar_mm.modality import Modality
 
@@ -101,38 +104,43 @@ def read_media(
     allow_remote: bool,
     video_fps: float,
     sound: bool = False,
+    fit: Fit | None = None,
 ) -> Media:
     """Decode what a user gave: for each kind None, one source or a list of them.
 
+    One is decoded after the other, and what is decoded is no larger than needed, so that beside
+    what is kept there is never more than one medium in memory.
+
     Args:
         sound: read the sound of video files too.
+        fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
 
     Raises:
-        InputError: a medium that cannot be read; names it.
+        InputError: a medium that cannot be read, by name; or all of them are too much.
     """
-    pictures, clips, recordings = _listed(images), _listed_videos(videos), _listed_audio(audio)
+    pictures, clips, recordings = _sources(images, videos, audio, limits)
     labels: list[str] = []
+    count = PixelCount(limits)
 
     def named(source: Any, place: str) -> str:
         labels.append(_label(source, place))
         return describe(source, place)
 
+    def loaded_video(source: Any, place: str) -> Video:
+        name = named(source, place)
+        video = load_video(source, limits=limits, fps=video_fps, sound=sound, label=name)
+        count.add(math.prod(video.frames.shape[:3]), name)
+        return video
+
     remote = {"allow_remote": allow_remote, "limits": limits}
     return Media(
         images=[
-            load_image(source, label=named(source, f"images[{index}]"), **remote)
+            load_image(
+                source, label=named(source, f"images[{index}]"), fit=fit, count=count, **remote
+            )
             for index, source in enumerate(pictures)
         ],
-        videos=[
-            load_video(
-                source,
-                limits=limits,
-                fps=video_fps,
-                sound=sound,
-                label=named(source, f"videos[{index}]"),
-            )
-            for index, source in enumerate(clips)
-        ],
+        videos=[loaded_video(source, f"videos[{index}]") for index, source in enumerate(clips)],
         audio=[
             load_audio(source, label=named(source, f"audio[{index}]"), **remote)
             for index, source in enumerate(recordings)
@@ -142,27 +150,46 @@ def read_media(
 
 
 def outlined_media(
-    images: Any, videos: Any, audio: Any, *, limits: MediaLimits, video_fps: float, sound: bool
+    images: Any,
+    videos: Any,
+    audio: Any,
+    *,
+    limits: MediaLimits,
+    video_fps: float,
+    sound: bool,
+    fit: Fit | None = None,
 ) -> Media:
     """Media of which only sizes are known, by their headers; what they do not tell is left out.
 
     Args:
-        images, videos, audio, limits, video_fps, sound: as of ``read_media``.
+        images, videos, audio, limits, video_fps, sound, fit: as of ``read_media``.
+
+    Raises:
+        InputError: there are too many.
     """
+    pictures, clips, recordings = _sources(images, videos, audio, limits)
     kinds: dict[str, list[Any]] = {
-        "images": [image_size(source, limits=limits) for source in _listed(images)],
+        "images": [image_size(source, limits=limits, fit=fit) for source in pictures],
         "videos": [
-            video_outline(source, fps=video_fps, limits=limits, sound=sound)
-            for source in _listed_videos(videos)
+            video_outline(source, fps=video_fps, limits=limits, sound=sound) for source in clips
         ],
-        "audio": [audio_outline(source, limits=limits) for source in _listed_audio(audio)],
+        "audio": [audio_outline(source, limits=limits) for source in recordings],
     }
-    sources = [*_listed(images), *_listed_videos(videos), *_listed_audio(audio)]
+    sources = [*pictures, *clips, *recordings]
     places = [f"{kind}[{index}]" for kind, found in kinds.items() for index in range(len(found))]
     told = [one is not None for found in kinds.values() for one in found]
     labels = [_label(*pair) for pair in compress(zip(sources, places, strict=True), told)]
     known = {kind: [one for one in found if one is not None] for kind, found in kinds.items()}
     return Media(**known, labels=labels)
+
+
+def _sources(
+    images: Any, videos: Any, audio: Any, limits: MediaLimits
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Lists of images, videos and recordings, which are not too many together."""
+    listed = _listed(images), _listed_videos(videos), _listed_audio(audio)
+    limits.check_count(sum(map(len, listed)))
+    return listed
 
 
 def _label(source: Any, place: str) -> str:

@@ -212,6 +212,7 @@ class Pipeline(Batched, Bounded):
             allow_remote=self.allow_remote,
             video_fps=self.video_fps,
             sound=sound,
+            fit=self.family.largest_image,
         )
 
     def check_texts(self, prompt: Any, system: Any) -> None:

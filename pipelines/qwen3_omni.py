@@ -18,7 +18,7 @@ from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.pipelines.base import Encoded, Family
 from oscar_mm.pipelines.media import Medium
-from oscar_mm.pipelines.qwen import image_tokens, video_arguments
+from oscar_mm.pipelines.qwen import image_tokens, largest_image, video_arguments
 
 _FRAME = RATE // 100
 """Samples from one frame of features to the next."""
@@ -85,6 +85,10 @@ class Qwen3Omni(Family):
             longest = max(part.shape[-1] for part in parts)
             parts = [pad(part, (0, longest - part.shape[-1])) for part in parts]
         return super().join_media(name, parts)
+
+    def largest_image(self, width: int, height: int) -> tuple[int, int]:
+        """See ``Family.largest_image``."""
+        return largest_image(self.processor.image_processor, width, height)
 
     def least_tokens(self, medium: Medium) -> int:
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""

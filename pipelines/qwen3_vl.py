@@ -10,7 +10,7 @@ import torch
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.pipelines.base import Encoded, Family
 from oscar_mm.pipelines.media import Medium
-from oscar_mm.pipelines.qwen import image_tokens, video_arguments
+from oscar_mm.pipelines.qwen import image_tokens, largest_image, video_arguments
 
 _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
@@ -51,6 +51,10 @@ class Qwen3VL(Family):
             positions=self._positions(ids, grids),
             media_tokens=[counts[medium.modality].pop(0) for medium in media],
         )
+
+    def largest_image(self, width: int, height: int) -> tuple[int, int]:
+        """See ``Family.largest_image``."""
+        return largest_image(self.processor.image_processor, width, height)
 
     def least_tokens(self, medium: Medium) -> int:
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
+from oscar_mm.media.image import eighth
 from oscar_mm.modality import Modality
 
 _SIZE = (144, 96)
@@ -51,7 +52,7 @@ def thumbnails(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[Sho
     two_frames = replace(limits, max_video_frames=2)
     shown = []
     for path in media["images"]:
-        picture = load_image(path, limits=limits, label=path.name)
+        picture = load_image(path, limits=limits, label=path.name, fit=eighth)
         shown.append(Shown("picture", path.name, path, _picture(picture, path.name)))
     for path in media["videos"]:
         frames = load_video(path, limits=two_frames, label=path.name).frames

@@ -10,7 +10,7 @@ from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.suffixes import KIND, SUFFIXES
 
 LIMITS = MediaLimits(
-    max_image_pixels=25_000_000,
+    max_request_pixels=400_000_000,
     max_file_bytes=32 * 2**20,
     max_video_seconds=120,
     max_video_frames=128,

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 
 from oscar_mm.media.audio import opened, promised_seconds, sound_file
-from oscar_mm.media.image import FORMATS
+from oscar_mm.media.image import Fit, drafted, fitting, lies, opened_image
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import existing_file, is_address
@@ -27,8 +27,6 @@ from oscar_mm.media.video import Video, clip_seconds, kept_frames, kept_size, op
 
 T = TypeVar("T")
 
-_LYING = 5
-"""EXIF orientations from here on turn a picture by a quarter."""
 _SOURCE_FPS = 30.0
 """Of a video of which nothing else is known."""
 
@@ -52,20 +50,18 @@ def _or_none(read: Callable[..., T]) -> Callable[..., T | None]:
 
 
 @_or_none
-def image_size(source: Any, *, limits: MediaLimits) -> PictureSize | None:
-    """Of an image as ``load_image`` takes it, upright."""
-    size = _image_size(source)
-    limits.check_frame(*size, "")
-    return size
-
-
-def _image_size(source: Any) -> PictureSize:
-    if isinstance(source, np.ndarray):
-        return PictureSize(source.shape[1], source.shape[0])
-    if isinstance(source, Image.Image):
-        return _upright(source)
-    with Image.open(_local(source), formats=[kind for kind in FORMATS if kind in Image.OPEN]) as it:
-        return _upright(it)
+def image_size(source: Any, *, limits: MediaLimits, fit: Fit | None = None) -> PictureSize | None:
+    """Of an image as ``load_image`` takes it, upright and scaled down."""
+    if isinstance(source, np.ndarray | Image.Image):
+        is_array = isinstance(source, np.ndarray)
+        size = PictureSize(*source.shape[1::-1]) if is_array else _upright(source)
+        limits.check_frame(*size, "")
+        return PictureSize(*fitting(*size, fit))
+    with opened_image(_local(source)) as image:
+        upright = _upright(image)
+        used = drafted(image, fit, limits, "")
+        limits.check_frame(*image.size, "")
+    return PictureSize(*(used or fitting(*upright, fit)))
 
 
 @_or_none
@@ -161,8 +157,7 @@ def _upright(image: Image.Image) -> PictureSize:
     # Of a PNG whose header has no EXIF data, Pillow would decode the pixels to look for them; the
     # size of a TIFF is upright already.
     known = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-    turned = known and image.getexif().get(ExifTags.Base.Orientation, 1) >= _LYING
-    return PictureSize(*(image.size[::-1] if turned else image.size))
+    return PictureSize(*(image.size[::-1] if known and lies(image) else image.size))
 
 
 def _seconds_of(source: Path | bytes) -> float:

@@ -1,13 +1,16 @@
 """Any picture to an upright RGB image."""
 
 import io
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, JpegImagePlugin
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.limits import MediaLimits, PixelCount
 from oscar_mm.media.source import describe, read_bytes
 
 # Decoders for untrusted bytes. Others which Pillow knows start programs (EPS) or read further
@@ -15,6 +18,16 @@ from oscar_mm.media.source import describe, read_bytes
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
+
+Fit = Callable[[int, int], tuple[int, int]]
+"""Width and height that a model uses of an upright picture, told from its own."""
+
+_SMALL = 1 << 22
+"""Pixels up to which a picture stays as it is, for the model's own processor to scale it down."""
+
+_JPEG = b"\xff\xd8\xff"
+_LYING = 5
+"""EXIF orientations from here on turn a picture by a quarter."""
 
 _DEFAULTS = MediaLimits()
 
@@ -25,6 +38,8 @@ def load_image(
     allow_remote: bool = False,
     limits: MediaLimits = _DEFAULTS,
     label: str | None = None,
+    fit: Fit | None = None,
+    count: PixelCount | None = None,
 ) -> Image.Image:
     """Read one picture, turned upright, transparent parts on white, in mode RGB.
 
@@ -36,6 +51,10 @@ def load_image(
         allow_remote: fetch http(s) addresses; nothing is fetched without it.
         limits: bounds, checked on the header before any pixel is decoded.
         label: name of the picture in error messages; by default the path or address.
+        fit: how large a picture is worth keeping. A larger one is scaled down to that at once, a
+            JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
+            others. Pictures of up to 4 megapixels stay as they are.
+        count: counts its pixels, by the header.
 
     Returns:
         A new image; ``source`` is left as it was.
@@ -46,9 +65,12 @@ def load_image(
     """
     name = label or describe(source, "image")
     if isinstance(source, np.ndarray):
-        return _to_rgb(_from_array(source, limits, name))
+        picture = _from_array(source, limits, name)
+        _count(picture, count, name)
+        return _finished(picture, fit)
     if isinstance(source, Image.Image):
-        return _decode(source, limits, name)
+        _count(source, count, name)
+        return _decode(source, limits, name, fit)
     if isinstance(source, (str, Path)):
         data = read_bytes(source, allow_remote=allow_remote, limits=limits, label=name)
     elif isinstance(source, (bytes, bytearray, memoryview)):
@@ -61,10 +83,8 @@ def load_image(
         )
     if not data:
         raise InputError(f"{name}: there are no bytes in it")
-    Image.init()
-    known = [kind for kind in FORMATS if kind in Image.OPEN]
     try:
-        opened = Image.open(io.BytesIO(data), formats=known)
+        opened = opened_image(io.BytesIO(data))
     except Image.DecompressionBombError as error:
         raise InputError(f"{name}: more pixels than Pillow opens; scale it down") from error
     except Exception as error:  # any parser error of any plugin: the bytes are a stranger's
@@ -72,15 +92,98 @@ def load_image(
             f"{name}: is not an image that can be read; save it as PNG, JPEG or WebP"
         ) from error
     with opened:
-        return _decode(opened, limits, name)
+        _count(opened, count, name)
+        used = drafted(opened, fit, limits, name)
+        return _decode(opened, limits, name, fit, used, in_place=True)
 
 
-def _decode(image: Image.Image, limits: MediaLimits, label: str) -> Image.Image:
+def opened_image(source: Path | BinaryIO) -> Image.Image:
+    """A picture of which no more than the header is read; whatever the parsers raise."""
+    with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
+        is_jpeg = file.read(3) == _JPEG
+        file.seek(0)
+    if is_jpeg:
+        # Not by Image.open, which refuses what is too large to be decoded in full.
+        return JpegImagePlugin.JpegImageFile(source)
+    Image.init()
+    return Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+
+
+def drafted(
+    image: Image.Image, fit: Fit | None, limits: MediaLimits, label: str
+) -> tuple[int, int] | None:
+    """Let an opened JPEG be decoded at a half, a quarter or an eighth, if more is not used of it.
+
+    Returns:
+        the width and height that are used of it, upright; None if it is decoded as it is.
+
+    Raises:
+        InputError: it is too large even so.
+    """
+    # All coefficients of a progressive one are in memory at once, at whatever size it is decoded.
+    if fit is None or image.format != "JPEG" or "progressive" in image.info:
+        return None
+    limits.check_photo(*image.size, label)
+    turned = -1 if lies(image) else 1
+    used = fitting(*image.size[::turned], fit)
+    if used[::turned] != image.size:
+        image.draft(None, used[::turned])
+    return used
+
+
+def lies(image: Image.Image) -> bool:
+    """Whether an opened picture is to be turned by a quarter, as its EXIF data say."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1) >= _LYING
+    except Exception:  # data of a stranger; Pillow tells on decoding what is wrong with them
+        return False
+
+
+def fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
+    """The size to which an upright picture is scaled down; its own if it stays as it is."""
+    if fit is None or width * height <= _SMALL:
+        return width, height
+    used = fit(width, height)
+    return used if used[0] <= width and used[1] <= height else (width, height)
+
+
+def eighth(width: int, height: int) -> tuple[int, int]:
+    """A ``Fit`` for those who only look whether a picture can be read, or show it small."""
+    return max(1, width // 8), max(1, height // 8)
+
+
+def _count(image: Image.Image, count: PixelCount | None, label: str) -> None:
+    if count is not None:
+        count.add(image.width * image.height, label)
+
+
+def _decode(
+    image: Image.Image,
+    limits: MediaLimits,
+    label: str,
+    fit: Fit | None,
+    used: tuple[int, int] | None = None,
+    *,
+    in_place: bool = False,
+) -> Image.Image:
+    """A new image, scaled down to what is ``used`` of it, if that is known, else by ``fit``."""
     limits.check_frame(*image.size, label)
     try:
-        return _to_rgb(ImageOps.exif_transpose(image))
+        # In place it takes no copy of the pixels.
+        turned = ImageOps.exif_transpose(image, in_place=in_place)
+        return _finished(turned or image, fit, used)
     except Exception as error:  # decoders raise what they like on damaged data
         raise InputError(f"{label}: the image is damaged or cannot be decoded ({error})") from error
+
+
+def _finished(
+    image: Image.Image, fit: Fit | None, used: tuple[int, int] | None = None
+) -> Image.Image:
+    picture = _to_rgb(image)
+    size = used or fitting(*picture.size, fit)
+    if size != picture.size:
+        return picture.resize(size, Image.Resampling.BICUBIC)
+    return picture.copy() if picture is image else picture
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -90,7 +193,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _deep_gray(values: np.ndarray, mode: str) -> np.ndarray:

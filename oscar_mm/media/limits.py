@@ -15,7 +15,12 @@ class MediaLimits:
     """Bounds on untrusted media; each is checked on the header, before anything is decoded.
 
     Attributes:
-        max_image_pixels: width x height of an image or of a video frame.
+        max_image_pixels: width x height of an image, or of a video frame, as it is decoded.
+        max_photo_pixels: width x height of a JPEG that is scaled down while it is decoded, for a
+            model that uses less of it.
+        max_request_pixels: sum over all images of a request, and of the frames that are kept of
+            its videos.
+        max_request_media: images, videos and recordings of a request.
         max_image_side_ratio: long side / short side. Qwen's processors refuse more than 200.
         max_file_bytes: encoded bytes that are read into memory: image files, ``bytes``, data
             URIs, answers of servers. Video and sound files are read as a stream and do not count.
@@ -32,6 +37,9 @@ class MediaLimits:
     """
 
     max_image_pixels: int = 50_000_000
+    max_photo_pixels: int = 210_000_000
+    max_request_pixels: int = 1_000_000_000
+    max_request_media: int = 1024
     max_image_side_ratio: float = 200.0
     max_file_bytes: int = 256 * 2**20
     max_video_seconds: float = 3600.0
@@ -60,17 +68,40 @@ class MediaLimits:
         Raises:
             InputError: names ``label``, the size, the limit and what to do.
         """
-        if width < 1 or height < 1:
-            raise InputError(f"{label}: is empty ({width}x{height} pixels)")
-        if width * height > self.max_image_pixels:
-            raise InputError(
-                f"{label}: {width}x{height} pixels are more than the limit of "
-                f"{self.max_image_pixels:,}; scale it down or raise MediaLimits.max_image_pixels"
-            )
+        self._check_pixels("max_image_pixels", width, height, label)
         if max(width, height) > self.max_image_side_ratio * min(width, height):
             raise InputError(
                 f"{label}: {width}x{height} pixels are longer than "
                 f"{self.max_image_side_ratio:g}:1; crop, tile or pad it to a lower ratio"
+            )
+
+    def check_photo(self, width: int, height: int, label: str) -> None:
+        """Refuse a JPEG that is too big even to be scaled down while it is decoded, or empty.
+
+        Raises:
+            InputError: names ``label``, the size, the limit and what to do.
+        """
+        self._check_pixels("max_photo_pixels", width, height, label)
+
+    def check_count(self, count: int) -> None:
+        """Refuse so many media in one request.
+
+        Raises:
+            InputError: names the count and the limit.
+        """
+        if count > self.max_request_media:
+            raise InputError(
+                f"{count:,} images, videos and recordings are more than the limit of "
+                f"{self.max_request_media:,}; show fewer or raise MediaLimits.max_request_media"
+            )
+
+    def _check_pixels(self, name: str, width: int, height: int, label: str) -> None:
+        if width < 1 or height < 1:
+            raise InputError(f"{label}: is empty ({width}x{height} pixels)")
+        if width * height > (most := getattr(self, name)):
+            raise InputError(
+                f"{label}: {width}x{height} pixels are more than the limit of {most:,}; scale it "
+                f"down or raise MediaLimits.{name}"
             )
 
     def check_bytes(self, count: int, label: str) -> None:
@@ -121,4 +152,29 @@ class MediaLimits:
             raise InputError(
                 f"{label}: {seconds:.1f} s are longer than the limit of "
                 f"{self.max_audio_seconds:g} s; cut it or raise MediaLimits.max_audio_seconds"
+            )
+
+
+class PixelCount:
+    """The pixels of the images and videos of one request, counted before they are decoded.
+
+    Args:
+        limits: ``max_request_pixels`` bounds them.
+    """
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self.limits, self.pixels = limits, 0
+
+    def add(self, pixels: int, label: str) -> None:
+        """Count those of one more medium.
+
+        Raises:
+            InputError: with it they are too many; names ``label``, the sum and the limit.
+        """
+        self.pixels += pixels
+        if self.pixels > self.limits.max_request_pixels:
+            raise InputError(
+                f"{label}: with it the request has {self.pixels:,} pixels, more than the limit of "
+                f"{self.limits.max_request_pixels:,}; show fewer or smaller pictures, or raise "
+                "MediaLimits.max_request_pixels"
             )
