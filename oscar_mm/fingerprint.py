@@ -1,11 +1,13 @@
-"""Fingerprint: which model a saved cache belongs to."""
+"""Fingerprints: which model a saved cache belongs to, and how a processor is set."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Set
 from typing import Any
 
+import numpy as np
 import torch
 
 from oscar_mm.ranks import Ranks, own_part
@@ -49,3 +51,36 @@ def model_fingerprint(model: Any) -> str:
     kind = f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')}"
     ranks = Ranks.of(model)
     return f"{kind} {whole}" if ranks.count == 1 else f"{kind} {ranks} {whole}"
+
+
+def attributes_digest(value: Any) -> str:
+    """SHA-256 of an object by what it consists of, down to the content of its arrays.
+
+    Attributes and items count by their names in any order, objects by their class too. What has
+    neither attributes nor items counts as ``repr`` writes it.
+
+    Args:
+        value: objects, mappings, sequences, arrays and tensors of any depth, in no circle.
+    """
+    return hashlib.sha256(json.dumps(_described(value), sort_keys=True).encode()).hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """What stands in JSON for a value."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        return [str(value.dtype), list(value.shape), _described(flat.view(torch.uint8).numpy())]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return [str(value.dtype), list(value.shape), content]
+    if isinstance(value, Mapping):
+        return {repr(key): _described(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_described(item) for item in value]
+    if isinstance(value, Set):
+        return sorted(map(repr, value))
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return repr(value)
+    return [f"{type(value).__module__}.{type(value).__qualname__}", _described(vars(value))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +9,20 @@ import numpy as np
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.fingerprint import attributes_digest
 from oscar_mm.memory import token_bytes
 from oscar_mm.modality import MediumSpan
 
 LEAST_TOKENS = 32
 """Shorter prefixes are not worth a copy of the tables."""
-_PARTS = ("image_processor", "video_processor", "feature_extractor")
+_OF_TEXT = ("tokenizer", "chat_template")
+"""Of a processor, what decides on token ids alone, and these are compared themselves."""
 
 
 def processor_settings(processor: Any) -> str:
-    """SHA-256 of all settings by which a processor turns media into features."""
-    parts = [getattr(processor, name, None) for name in _PARTS]
-    settings = [part.to_dict() if part is not None else None for part in parts]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    """SHA-256 of all by which a processor turns media into features: settings, filters, tables."""
+    parts = {name: part for name, part in vars(processor).items() if name not in _OF_TEXT}
+    return attributes_digest(parts)
 
 
 @dataclass(eq=False)

@@ -156,6 +156,20 @@ def test_never_across_processor_settings(folder) -> None:
     assert pipe.prefixes.hits == 1
 
 
+def test_never_across_filters_of_sound(qwen3_omni_folder) -> None:
+    """They are no setting that is saved, but all that is heard goes through them."""
+    pipe = pipeline(OscarOmniPipeline, qwen3_omni_folder)
+    ask = {"audio": tone(6), "max_new_tokens": 2}
+    pipe("What is it?", **ask)
+    filters = pipe.processor.feature_extractor.mel_filters
+    changed = pipe.processor.feature_extractor.mel_filters = filters * 1.5
+    pipe("What is it?", **ask)
+    assert pipe.prefixes.hits == 0
+    changed[:] = filters  # in place
+    pipe("What is it?", **ask)
+    assert pipe.prefixes.hits == 1
+
+
 def test_packed_pages_are_shared(folder) -> None:
     pipe = pipeline(OscarVLPipeline, folder, policy="compact")
     images = [noise(300, 300, seed) for seed in range(8)]
