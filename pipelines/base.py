@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +73,9 @@ class Family(ABC):
                 "taught to converse: pass processor=... with its chat_template set"
             )
         choose_experts(model)
+        # Whatever a saved tokenizer pads or cuts, its first call switches off. From then on calls
+        # change nothing, so that several threads may count tokens at once.
+        self.tokenize(_QUESTION)
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
@@ -194,9 +198,14 @@ class Family(ABC):
         """
 
     def tokenize(self, text: str) -> torch.Tensor:
-        """(1, tokens) ids of rendered text without media."""
+        """(1, tokens) ids of rendered text without media; needs no lock."""
         options = self.text_options(text)
         return self.processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for: fewer tokens hold no text of so many more."""
+        return max(map(len, self.processor.tokenizer.get_vocab()))
 
     def text_options(self, text: str) -> dict[str, Any]:
         """Options of the tokenizer: a template that writes the first token gets no second one."""

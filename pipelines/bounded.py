@@ -16,7 +16,7 @@ from oscar_mm.cache.foresight import Growth, bytes_over_time, foreseen, pool_byt
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.device_memory import activation_bytes, free_bytes
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, NoRoom
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.counting import medium_tokens, text_tokens
 from oscar_mm.pipelines.media import Media, outlined_media
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _DOUBT = 0.05
 """Share of a recording or a video by which its header may be wrong."""
+_BLOCK = 1 << 16
+"""Characters that are counted at a time; texts of fewer are counted as a whole."""
 
 
 class Bounded:
@@ -35,6 +37,37 @@ class Bounded:
     A request is told twice whether it has room: by the headers of its media before they are
     decoded, and exactly by its prompt before any tower runs. Nothing is changed by a refusal.
     """
+
+    def check_characters(self, name: str, text: str) -> None:
+        """Refuse a text with more characters than the context has room for, whatever they are.
+
+        Takes no lock, and no time: nothing looks at the characters.
+
+        Raises:
+            NoRoom: names the argument, its characters and those that fit.
+        """
+        longest = self.family.longest_token
+        if len(text) > (most := self.max_context * longest):
+            raise self._too_long(name, text, most, -(-len(text) // longest))
+
+    def check_tokens(self, name: str, text: str) -> None:
+        """Refuse a long text that is over the context by itself; a short one is counted later.
+
+        Takes no lock. Counts block by block and only as far as there is room, so that a text of
+        any length takes no more than the longest one that fits.
+
+        Raises:
+            NoRoom: names the argument, its characters and those that fit.
+        """
+        tokens = 0
+        for start in range(0, len(text) if len(text) > _BLOCK else 0, _BLOCK):
+            block = text[start : start + _BLOCK]
+            # A cut splits one token, at most into its characters; a block may get special ones.
+            new = self.family.tokenize(block).shape[1] - self.family.longest_token - 2
+            if tokens + new > self.max_context:
+                fit = start + _BLOCK * max(0, self.max_context - tokens) // max(1, new)
+                raise self._too_long(name, text, fit, tokens + new)
+            tokens += max(0, new)
 
     def check_ahead(
         self,
@@ -66,11 +99,14 @@ class Bounded:
         shown = outlined_media(
             **known, limits=self.limits, video_fps=self.video_fps, fit=self.family.largest_image
         )
-        with self.lock:
-            tokens = dict.fromkeys((modality.label for modality in Modality), 0)
+        self.check_characters("prompt", prompt)
+        self.check_tokens("prompt", prompt)
+        tokens = dict.fromkeys((modality.label for modality in Modality), 0)
+        if held:  # The template writes less between turns.
+            tokens["text"] = self.family.tokenize(prompt).shape[1]
+        else:
             tokens["text"] = text_tokens(self.family, shown, prompt, system)
-            if held:  # The template writes less between turns.
-                tokens["text"] = self.family.tokenize(prompt).shape[1]
+        with self.lock:
             named: dict[Modality, list[tuple[str, int]]] = {}
             for medium in shown:
                 found = medium_tokens(self.family, medium)
@@ -152,6 +188,14 @@ class Bounded:
             )
         if self.budget is not None:
             self.budget.make_room(self.growth_bytes(growth), chat)
+
+    def _too_long(self, name: str, text: str, fit: int, tokens: int) -> NoRoom:
+        return NoRoom(
+            f"{name}: {len(text):,} characters are over the context of {self.max_context:,} "
+            f"tokens, where at most about {fit:,} fit: give a shorter text",
+            tokens,
+            self.max_context,
+        )
 
     def _growth(self, new: np.ndarray, answer: int, past: OscarCache | None) -> Growth:
         rows = [] if past is None else past.ledger.sequences

@@ -148,7 +148,7 @@ class Pipeline(Batched, Bounded):
             InputError: the system prompt is no text, or empty.
         """
         if system is not None:
-            self._check_text("system", system)
+            self.check_text("system", system)
         return Chat(self, system)
 
     def load_chat(self, path: str | Path) -> Chat:
@@ -221,18 +221,29 @@ class Pipeline(Batched, Bounded):
         Raises:
             InputError: names the argument.
         """
-        self._check_text("prompt", prompt)
+        self.check_text("prompt", prompt)
         if system is not None:
-            self._check_text("system", system)
+            self.check_text("system", system)
 
-    def _check_text(self, name: str, text: Any) -> None:
+    def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
+        """Refuse what is no text of a user, is empty, or is over the context by itself.
+
+        Takes no lock, whatever the text.
+
+        Raises:
+            InputError: names the argument; as ``NoRoom`` a text that is too long.
+        """
         if not isinstance(text, str):
             raise InputError(f"{name} must be text, not {type(text).__name__}")
-        if not text.strip():
+        self.check_characters(name, text)
+        if not (may_be_empty or text.strip()):
             raise InputError(f"{name} is empty: give some text")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out") from None
         self.family.refuse_control_tokens(name, text)
+        self.check_tokens(name, text)
 
     def prepare(self, prompt: str, media: Media, system: str | None) -> Prompt:
         """Run template and processor on a first turn, whose texts were checked.

@@ -125,13 +125,13 @@ class Reading:
         Raises:
             InputError: an answer that is no text, is empty, or holds control tokens.
         """
-        for answer in answers:
-            self.pipe.check_texts(answer, None)
+        self.pipe.check_text("prompt", question)
+        for index, answer in enumerate(answers):
+            self.pipe.check_text(f"choices[{index}]", answer)
         _, last, rest = self._split(question)
-        with self.pipe.lock:
-            tokenize = self.pipe.family.tokenize
-            asked = tokenize(last + rest)[0]
-            found = [tokenize(last + rest + answer)[0] for answer in answers]
+        tokenize = self.pipe.family.tokenize
+        asked = tokenize(last + rest)[0]
+        found = [tokenize(last + rest + answer)[0] for answer in answers]
         if any(not torch.equal(ids[: len(asked)], asked) for ids in found):
             raise InputError(
                 "the tokenizer of this checkpoint writes an answer and the end of its question as "
@@ -169,9 +169,8 @@ class Reading:
             )
         # The control token stays in front, as a tokenizer may treat the beginning of a text in a
         # way of its own, and is cut off after.
-        with self.pipe.lock:
-            tokenize = self.pipe.family.tokenize
-            return tokenize(last + rest)[:, tokenize(last).shape[1] :]
+        tokenize = self.pipe.family.tokenize
+        return tokenize(last + rest)[:, tokenize(last).shape[1] :]
 
     def _question(self, question: str) -> Prompt:
         """What a question adds: text, at its place after the media."""

@@ -37,7 +37,7 @@ def tell(
     """
     pipe = chat.pipe
     pipe.check_texts(prompt, chat.system)
-    pipe.family.refuse_control_tokens("answer", answer)
+    pipe.check_text("answer", answer, may_be_empty=True)
     shown = pipe.read_media(images, videos, audio)
     with chat._alone() as held:
         system = None if held.turns else chat.system

@@ -247,10 +247,10 @@ class Chat:
         self, asked: str, media: tuple, options: dict[str, Any], *, keep_part: bool
     ) -> AnswerStream:
         start = time.perf_counter()
+        self.pipe.check_texts(asked, self.system)
         with self._alone() as held:
             system = None if held.turns else self.system
         sampling = self.pipe.sampling(options, _ARGUMENTS)
-        self.pipe.check_texts(asked, system)
         sources = dict(zip(("images", "videos", "audio", "sound"), media, strict=True))
         check_ahead(self.pipe, held, asked, system, sources, sampling.max_new_tokens)
         shown = self.pipe.read_media(**sources)

@@ -67,7 +67,7 @@ class Detokenizer:
             (
                 size
                 for stop in self._stop
-                for size in range(1, len(stop))
+                for size in range(1, min(len(stop), len(self._held) + 1))
                 if self._held.endswith(stop[:size])
             ),
             default=0,
