@@ -253,7 +253,7 @@ class Pipeline(Batched, Bounded):
         """
         messages = self.family.messages(prompt, system, media)
         self.check_media(media)
-        # Tokenizers of transformers are not for two threads at once.
+        # What it puts on the device must not come between the steps of others as they are captured.
         with self.lock:
             return self.family.prompt(messages, media)
 
