@@ -165,16 +165,18 @@ def outlined_media(
         images, videos, audio, limits, video_fps, sound, fit: as of ``read_media``.
 
     Raises:
-        InputError: there are too many.
+        InputError: there are too many, or the images have too many pixels.
     """
     pictures, clips, recordings = _sources(images, videos, audio, limits)
+    count = PixelCount(limits)
     kinds: dict[str, list[Any]] = {
-        "images": [image_size(source, limits=limits, fit=fit) for source in pictures],
+        "images": [image_size(source, limits=limits, fit=fit, count=count) for source in pictures],
         "videos": [
             video_outline(source, fps=video_fps, limits=limits, sound=sound) for source in clips
         ],
         "audio": [audio_outline(source, limits=limits) for source in recordings],
     }
+    count.check("images")
     sources = [*pictures, *clips, *recordings]
     places = [f"{kind}[{index}]" for kind, found in kinds.items() for index in range(len(found))]
     told = [one is not None for found in kinds.values() for one in found]

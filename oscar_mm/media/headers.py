@@ -20,7 +20,7 @@ from PIL import Image
 
 from oscar_mm.media.audio import opened, promised_seconds, sound_file
 from oscar_mm.media.image import Fit, drafted, fitting, lies, opened_image
-from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.limits import MediaLimits, PixelCount
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import existing_file, is_address
 from oscar_mm.media.video import Video, clip_seconds, kept_frames, kept_size, opened_video
@@ -50,18 +50,27 @@ def _or_none(read: Callable[..., T]) -> Callable[..., T | None]:
 
 
 @_or_none
-def image_size(source: Any, *, limits: MediaLimits, fit: Fit | None = None) -> PictureSize | None:
-    """Of an image as ``load_image`` takes it, upright and scaled down."""
+def image_size(
+    source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: PixelCount | None = None
+) -> PictureSize | None:
+    """Of an image as ``load_image`` takes it, upright and scaled down; ``count`` gets all of it."""
     if isinstance(source, np.ndarray | Image.Image):
         is_array = isinstance(source, np.ndarray)
         size = PictureSize(*source.shape[1::-1]) if is_array else _upright(source)
+        _count(size, count)
         limits.check_frame(*size, "")
         return PictureSize(*fitting(*size, fit))
     with opened_image(_local(source)) as image:
         upright = _upright(image)
+        _count(upright, count)
         used = drafted(image, fit, limits, "")
         limits.check_frame(*image.size, "")
     return PictureSize(*(used or fitting(*upright, fit)))
+
+
+def _count(size: PictureSize, count: PixelCount | None) -> None:
+    if count is not None:
+        count.add(size.width * size.height, "")
 
 
 @_or_none

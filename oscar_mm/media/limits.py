@@ -172,9 +172,17 @@ class PixelCount:
             InputError: with it they are too many; names ``label``, the sum and the limit.
         """
         self.pixels += pixels
+        self.check(label)
+
+    def check(self, label: str) -> None:
+        """Refuse those that were counted, if they are too many.
+
+        Raises:
+            InputError: names ``label``, the sum and the limit.
+        """
         if self.pixels > self.limits.max_request_pixels:
             raise InputError(
-                f"{label}: with it the request has {self.pixels:,} pixels, more than the limit of "
+                f"{label}: the request comes to {self.pixels:,} pixels, more than the limit of "
                 f"{self.limits.max_request_pixels:,}; show fewer or smaller pictures, or raise "
                 "MediaLimits.max_request_pixels"
             )

@@ -136,8 +136,12 @@ def test_what_is_over_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         Image.Image, "convert", lambda self, *args: decoded.append(1) or load(self, *args)
     )
     blank = encoded(Image.new("L", (1000, 1000)), "PNG")
+    limits = MediaLimits(max_request_pixels=2_500_000)
     with pytest.raises(InputError, match="max_request_pixels"):
-        read([blank] * 9, MediaLimits(max_request_pixels=2_500_000))
+        read([blank] * 9, limits)
+    assert len(decoded) == 2
+    with pytest.raises(InputError, match=r"^images: .* 9,000,000 pixels, .* 2,500,000; show fewer"):
+        outlined_media([blank] * 9, None, None, limits=limits, video_fps=2.0, sound=False)
     assert len(decoded) == 2
 
 
