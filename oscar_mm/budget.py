@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from uuid import uuid4
 from oscar_mm.errors import InputError
 
 if TYPE_CHECKING:
+    from oscar_mm.cache.cache import OscarCache
     from oscar_mm.cache.store import PageStore
     from oscar_mm.chat.holding import Holding
     from oscar_mm.decoding.prefixes import Prefixes
@@ -81,18 +83,35 @@ class KVBudget:
         Raises:
             InputError: there is no room, whatever else could go; nothing has gone then.
         """
-        short = self.used_bytes + needed - self.limit
+        used = self.used_bytes
+        short = used + needed - self.limit
         if short > 0 and short > self._could_go(chat):
-            raise InputError(self._refusal(needed))
+            raise InputError(self._refusal(used, needed))
         self._give_way(needed, chat)
+
+    def exchange(self, old: OscarCache, new: OscarCache, chat: Holding) -> None:
+        """Before a chat closes one cache and goes on with another, which was forked from it.
+
+        Without tokens in their middle, blocks that others hold too are there twice.
+
+        Raises:
+            InputError: the new one takes more than the old one gives back, and there is no room
+                for that, whatever else could go; nothing has gone then.
+        """
+        used, added = self.used_bytes, self._freed([new])
+        more = added - self._freed([old])
+        if more > 0 and used - self.limit > self._could_go(chat, old):
+            raise InputError(self._refusal(used - added, more))
+        self._give_way(0, chat, old)
 
     def settle(self, chat: Holding) -> None:
         """After a turn: others go until the budget holds; the chat itself stays, if need be."""
         self._give_way(0, chat)
 
-    def _give_way(self, needed: int, chat: Holding | None) -> None:
-        """Prefixes and other chats go until that much is free, or nothing more can go."""
-        while self.used_bytes + needed > self.limit:
+    def _give_way(self, needed: int, chat: Holding | None, *leaving: OscarCache) -> None:
+        """Prefixes and other chats go until that much is free, or nothing more can go; free is also
+        what caches hold that are leaving."""
+        while self.used_bytes - self._freed(leaving) + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
                 continue
@@ -106,10 +125,14 @@ class KVBudget:
             return []
         return [one for one in self._last_use if one is not chat and one.can_be_spilled]
 
-    def _could_go(self, chat: Holding | None) -> int:
-        """Bytes of the slots that nobody but prefixes and other chats holds."""
-        caches = [one.now.cache for one in self._others(chat)]
-        caches += [] if self.prefixes is None else self.prefixes.caches
+    def _could_go(self, chat: Holding | None, *leaving: OscarCache) -> int:
+        """Bytes of the slots that nobody but prefixes, other chats and these caches holds."""
+        others = [one.now.cache for one in self._others(chat)]
+        kept = [] if self.prefixes is None else self.prefixes.caches
+        return self._freed([*others, *kept, *leaving])
+
+    def _freed(self, caches: Sequence[OscarCache]) -> int:
+        """Bytes of the slots that nobody but these caches holds."""
         total = 0
         for store in self.stores:
             owners: dict[int, Counter[int]] = {bits: Counter() for bits in store.allocators}
@@ -123,8 +146,7 @@ class KVBudget:
                 total += size * sum(count == held.owners(slot) for slot, count in slots.items())
         return total
 
-    def _refusal(self, needed: int) -> str:
-        used = self.used_bytes
+    def _refusal(self, used: int, needed: int) -> str:
         remedy = "forget() media, undo() turns, wait for other answers or raise kv_budget"
         if self.folder is None:
             remedy = f"close() chats, {remedy}, or let chats be written to disk with spill=True"

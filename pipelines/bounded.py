@@ -70,22 +70,44 @@ class Bounded:
             tokens += max(0, new)
 
     def check_ahead(
+        self, prompt: str, system: str | None, media: Mapping[str, Any], answer: int
+    ) -> None:
+        """Refuse a first turn by the headers of its media; as ``outline`` and ``check_outline``."""
+        self.check_outline(prompt, system, self.outline(media), answer)
+
+    def outline(self, media: Mapping[str, Any]) -> Media:
+        """What the headers of media say, of which nothing is decoded.
+
+        Args:
+            media: "images", "videos", "audio" and "sound" as ``read_media`` takes them.
+
+        Raises:
+            InputError: media that cannot be read.
+        """
+        known = {"images": None, "videos": None, "audio": None, "sound": False} | dict(media)
+        return outlined_media(
+            **known, limits=self.limits, video_fps=self.video_fps, fit=self.family.largest_image
+        )
+
+    def check_outline(
         self,
         prompt: str,
         system: str | None,
-        media: Mapping[str, Any],
+        shown: Media,
         answer: int,
         *,
         past: OscarCache | None = None,
         held: int = 0,
         frees: Callable[[], list[str]] = list,
     ) -> None:
-        """Refuse what is too much by the headers of its media, of which nothing is decoded.
+        """Refuse what is too much by what ``outline`` found.
+
+        A ``past`` that others may close is read under the pipeline's lock, taken before.
 
         Args:
             prompt: the question, checked.
             system: system prompt of a first turn.
-            media: "images", "videos", "audio" and "sound" as ``read_media`` takes them.
+            shown: media of the turn.
             answer: max_new_tokens.
             past: what the request goes on from.
             held: tokens that count of it.
@@ -95,10 +117,6 @@ class Bounded:
             NoRoom: the numbers, and what to lower.
             InputError: media that the model does not read.
         """
-        known = {"images": None, "videos": None, "audio": None, "sound": False} | dict(media)
-        shown = outlined_media(
-            **known, limits=self.limits, video_fps=self.video_fps, fit=self.family.largest_image
-        )
         self.check_characters("prompt", prompt)
         self.check_tokens("prompt", prompt)
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)

@@ -1,13 +1,17 @@
 """kv_budget: chats that wait go to disk and come back as they were, or turns are refused."""
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.chat import session
+from oscar_mm.chat.session import Chat
 from oscar_mm.errors import NoRoom
+from oscar_mm.pipelines import bounded
 from oscar_mm.sizes import parse_bytes
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
@@ -130,6 +134,96 @@ def test_a_chat_that_answers_stays(qwen3_vl_folder, tmp_path) -> None:
     list(stream)
     assert second.ask("What is it?", **SHOWN).token_ids
     assert len(files(tmp_path)) == 1 and first.memory.kv_bytes == 0
+
+
+def forked(folder: Path, **options: Any) -> tuple[OscarVLPipeline, Chat, Chat]:
+    """A chat and its fork, without a byte to spare; all is in blocks, so forgetting copies."""
+    pipe = pipeline(folder, policy="bf16", kv_budget="1GB", **options)
+    chat = pipe.chat()
+    chat.ask("What is it?", **SHOWN)
+    fork = chat.fork()
+    pipe.budget.limit = pipe.budget.used_bytes
+    return pipe, chat, fork
+
+
+def test_forgetting_what_a_fork_holds_too_makes_room(free, qwen3_vl_folder, tmp_path) -> None:
+    pipe, chat, fork = forked(qwen3_vl_folder, spill=tmp_path)
+    chat.forget(1)
+    assert pipe.budget.used_bytes <= pipe.budget.limit
+    assert len(files(tmp_path)) == 1 and fork.memory.kv_bytes == 0
+    pipe.budget.limit *= 10
+    assert fork.ask(**MORE).token_ids and not files(tmp_path)
+    chat.fork().undo()
+    assert [one.forgotten for one in chat.segments] == [False, True, False, False]
+
+
+def test_forgetting_what_a_fork_holds_too_may_have_no_room(qwen3_vl_folder) -> None:
+    pipe, chat, fork = forked(qwen3_vl_folder, spill=False)
+    used, segments, turns = pipe.budget.used_bytes, chat.segments, chat.turns
+    with pytest.raises(InputError, match=rf"{used:,} are in use and this needs about [\d,]+ more"):
+        chat.forget(1)
+    assert (pipe.budget.used_bytes, chat.segments, chat.turns) == (used, segments, turns)
+    chat.forget(3)  # the last image: little moves up
+    assert pipe.budget.used_bytes <= pipe.budget.limit
+    fork.close()
+    chat.forget(1)
+    assert pipe.budget.used_bytes < used
+    pipe.budget.limit = pipe.budget.used_bytes
+    fork = chat.fork()
+    fork.undo()
+    chat.undo()
+    assert pipe.budget.used_bytes == 0
+
+
+def in_another_thread(work: Any, seconds: float = 30) -> None:
+    """Waits for it so long."""
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(seconds)
+
+
+def test_a_chat_goes_to_disk_while_its_media_are_looked_at(
+    qwen3_vl_folder, tmp_path, monkeypatch
+) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=tmp_path, max_context=2000)
+    chat, other = pipe.chat(), pipe.chat()
+    chat.ask("What is it?", **SHOWN)
+    look = bounded.outlined_media
+
+    def other_asks_meanwhile(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            in_another_thread(lambda: other.ask("What is it?", **SHOWN))
+            assert len(other.turns) == 1 and chat.memory.kv_bytes == 0
+        return look(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bounded, "outlined_media", other_asks_meanwhile)
+        with pytest.raises(NoRoom, match=r"over the context.*forget\(1\) frees .*undo\(\)"):
+            chat.ask("And?", images=MORE["images"], max_new_tokens=1990)
+    assert len(chat.turns) == 1
+    assert chat.ask(**MORE).token_ids and len(chat.turns) == 2
+
+
+def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, monkeypatch) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=tmp_path)
+    chat, second, other = pipe.chat(), pipe.chat(), free.chat()
+    expected = [other.ask("What is it?", **SHOWN).token_ids, other.ask(**MORE).token_ids]
+
+    def settle() -> None:
+        with pipe.lock:
+            pipe.budget.settle(second._held)
+
+    class Begun(session.Generation):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            monkeypatch.setattr(pipe.budget, "limit", 0)
+            in_another_thread(settle, seconds=0.2)
+            monkeypatch.setattr(pipe.budget, "limit", LIMIT)
+
+    found = [chat.ask("What is it?", **SHOWN).token_ids]
+    monkeypatch.setattr(session, "Generation", Begun)
+    assert [*found, chat.ask(**MORE).token_ids] == expected
+    assert not files(tmp_path)
 
 
 def test_prefixes_go_first(qwen3_vl_folder, tmp_path) -> None:

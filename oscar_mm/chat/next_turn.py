@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -58,21 +57,21 @@ def check_ahead(
     held: Conversation,
     asked: str,
     system: str | None,
-    media: Mapping[str, Any],
+    shown: Media,
     max_new_tokens: int,
 ) -> None:
-    """Refuse a turn that has no room by the headers of its media.
+    """Refuse a turn that has no room by the headers of its media; under the pipeline's lock.
 
     Args:
         asked: the question, checked.
         system: system prompt of a first turn.
-        media: of the turn, as ``Pipeline.read_media`` takes them.
+        shown: media of the turn, as ``Pipeline.outline`` gives them.
 
     Raises:
         NoRoom: the numbers, and what to lower.
     """
     arguments = {"past": held.cache, "held": held.stored, "frees": partial(_frees, held)}
-    pipe.check_ahead(asked, system, media, max_new_tokens, **arguments)
+    pipe.check_outline(asked, system, shown, max_new_tokens, **arguments)
 
 
 def _pending(held: Conversation, config: object) -> list[int]:

@@ -145,7 +145,8 @@ class Chat:
             index: of a segment.
 
         Raises:
-            InputError: no such segment, or one of text.
+            InputError: no such segment, or one of text; or no room in the budget for what a fork
+                holds too and is copied.
         """
         with self._alone() as held:
             places = held.places()
@@ -163,8 +164,7 @@ class Chat:
             span = held.turns[turn].media[medium]
             cache = held.cache.fork()
             cache.forget(span.start, span.stop)
-            self._held.now = held.without_medium(cache, turn, medium)
-            held.cache.close()
+            self._held.replace(held.without_medium(cache, turn, medium))
             self.pipe.store.trim()
 
     def undo(self) -> None:
@@ -181,12 +181,11 @@ class Chat:
                 raise InputError("undo: nothing was asked yet")
             if len(held.turns) == 1:
                 # A new cache: the first prompt decides on the balancing.
-                self._held.now = Conversation.empty(self._new_cache())
+                self._held.replace(Conversation.empty(self._new_cache()))
             else:
                 cache = held.cache.fork()
                 cache.crop(held.turns[-1].start - held.tokens)
-                self._held.now = held.without_last_turn(cache)
-            held.cache.close()
+                self._held.replace(held.without_last_turn(cache))
 
     def fork(self) -> Chat:
         """A second chat with the same past, over the same pages; both go on by themselves."""
@@ -248,11 +247,16 @@ class Chat:
     ) -> AnswerStream:
         start = time.perf_counter()
         self.pipe.check_texts(asked, self.system)
-        with self._alone() as held:
-            system = None if held.turns else self.system
+        with self._calls, self.pipe.lock:
+            self._end_stream()
+            system = None if self.turns else self.system
         sampling = self.pipe.sampling(options, _ARGUMENTS)
         sources = dict(zip(("images", "videos", "audio", "sound"), media, strict=True))
-        check_ahead(self.pipe, held, asked, system, sources, sampling.max_new_tokens)
+        # Media are read without the pipeline's lock: others answer meanwhile, and may have this chat
+        # written to disk. So what it holds is looked at anew each time, under the lock.
+        outlined = self.pipe.outline(sources)
+        with self._alone() as held:
+            check_ahead(self.pipe, held, asked, system, outlined, sampling.max_new_tokens)
         shown = self.pipe.read_media(**sources)
         with self._alone() as held:
             prompt = next_prompt(self.pipe, held, asked, system, shown, sampling.max_new_tokens)
@@ -264,24 +268,26 @@ class Chat:
         self, asked: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
     ) -> Generator[str | Answer, None, None]:
         """Pieces of the answer, then the answer; the turn counts from then on."""
+
+        def after(ended: str) -> Conversation:
+            said = generation.written.text, generation.written.token_ids
+            return before.answered(generation.cache, prompt, asked, *said, ended)
+
         with self.pipe.lock:
             before = self._held.at_hand()
             cache = before.cache.fork()
-        generation = Generation(self.pipe, prompt, cache, sampling, start, history=before.token_ids)
-        written = generation.written
-
-        def after(ended: str) -> Conversation:
-            said = written.text, written.token_ids
-            return before.answered(generation.cache, prompt, asked, *said, ended)
-
-        self._held.answering = generation
+            generation = Generation(
+                self.pipe, prompt, cache, sampling, start, history=before.token_ids
+            )
+            # Within the lock: from here on the chat stays where it is.
+            self._held.answering = generation
         try:
             yield from generation
             answer = generation.answer()
             self._held.now = after(answer.finish_reason)
         except GeneratorExit:
             # This may be the garbage collector, in any thread: nothing here touches the store.
-            if keep_part and written.text:
+            if keep_part and generation.written.text:
                 self._held.now = after("interrupted")
             raise
         except BaseException:
