@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -167,19 +168,25 @@ def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:
 
     Tables and what is not in use of a page are in the whole report only; padding takes nothing.
     """
-    sequence = cache.ledger.sequences[row]
-    codes = np.frombuffer(bytes(sequence.codes[:stop]), dtype=np.uint8)
-    before = np.bincount(codes[:start], minlength=256)
-    until = np.bincount(codes, minlength=256)
+    return span_bytes(cache, [(start, stop)], row)[0]
+
+
+def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0) -> list[int]:
+    """``token_bytes`` of many spans, (start, stop) each, for one look at the tokens."""
+    sequence, ends = cache.ledger.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     pools = [cache.store.layers[x.index].by_bits for x in cache.layers if x.is_initialized]
-    total = 0.0
+    total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
-        first, last = int(before[code]), int(until[code])
-        packed = min(last, stream.packed) - min(first, stream.packed)
-        counts = ((stream.bits, packed, PAGE_TOKENS), (16, last - first - packed, BLOCK_TOKENS))
-        for bits, tokens, whole in counts:
+        # Of the stream's tokens those before a span, and those before its end.
+        both = np.searchsorted(sequence.positions(code), ends)
+        packed = np.diff(np.minimum(both, stream.packed))[:, 0]
+        in_blocks = np.diff(both)[:, 0] - packed
+        for bits, tokens, whole in (
+            (stream.bits, packed, PAGE_TOKENS),
+            (16, in_blocks, BLOCK_TOKENS),
+        ):
             total += sum(by_bits[bits].slot_bytes for by_bits in pools) * tokens / whole
-    return round(total)
+    return np.rint(total).astype(np.int64).tolist()
 
 
 @dataclass

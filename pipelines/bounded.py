@@ -13,6 +13,7 @@ import torch
 from oscar_mm.asked import Asked
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.foresight import Growth, bytes_over_time, foreseen, pool_bytes
+from oscar_mm.cache.store import LayerShape
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.device_memory import activation_bytes, free_bytes
@@ -293,6 +294,14 @@ class Bounded:
         weight = self.model.get_input_embeddings().weight
         return activation_bytes(read, weight.shape[1], weight.element_size())
 
+    @property
+    def layer_shapes(self) -> list[LayerShape]:
+        """What each layer stores, of which this rank has its part."""
+        shape = ModelShape.of(self.model.config, 0)
+        heads = max(1, shape.kv_heads // self.store.ranks.count)
+        dtype = self.model.get_input_embeddings().weight.dtype
+        return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
+
     def _slot_bytes(self) -> dict[int, int]:
         """Of one slot of each bit width, in all layers."""
         found: dict[int, int] = {}
@@ -302,10 +311,9 @@ class Bounded:
         return found
 
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[int, int]]:
-        itemsize = self.model.get_input_embeddings().weight.element_size()
         shape = ModelShape.of(self.model.config, 0)
-        own = replace(shape, kv_heads=max(1, shape.kv_heads // self.store.ranks.count))
-        foretold = own.slot_bytes(self.policy, itemsize)
+        own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
+        foretold = own.slot_bytes(self.policy, self.layer_shapes[0].dtype.itemsize)
         found: dict[torch.device, dict[int, int]] = {}
         for index, device in self.layer_devices.items():
             pools = self.store.layers.get(index)

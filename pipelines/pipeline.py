@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from oscar_mm.budget import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
-from oscar_mm.chat.saved import load_chat
+from oscar_mm.chat.saved import read_chat
 from oscar_mm.chat.session import Chat
 from oscar_mm.decoding.answer import Answer
 from oscar_mm.decoding.generation import Generation
@@ -157,17 +157,22 @@ class Pipeline(Batched, Bounded):
         With ``tp_plan`` each rank reads what it wrote itself, and as many are needed again.
 
         Raises:
-            InputError: the file cannot be read, is no chat, was altered or is another model's.
+            InputError: the file cannot be read, is no chat, was altered or is another model's; or
+                it has no room in ``kv_budget``.
         """
+        # Reading may take long and is done while others answer.
+        conversation, system, saved = read_chat(
+            self.store.ranks.path(path),
+            fingerprint=self.fingerprint,
+            policy=self.policy,
+            layers=self.layer_shapes,
+            vocabulary=self.model.get_input_embeddings().num_embeddings,
+        )
         with self.lock:
-            conversation, system = load_chat(
-                self.store.ranks.path(path),
-                self.store,
-                self.fingerprint,
-                self.layer_devices,
-                self.model.get_input_embeddings().num_embeddings,
-            )
-        return Chat(self, system, conversation)
+            if self.budget is not None:
+                self.budget.make_room(saved.bytes)
+            cache = saved.placed(self.store, self.layer_devices)
+            return Chat(self, system, replace(conversation, cache=cache))
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -25,8 +25,21 @@ _NAME = "oscar_mm.sha256"
 _BLANK = "0" * 64
 # Unique: within any other text of the header, quotes are escaped.
 _PLACE = f'"{_NAME}":"'.encode()
-_MAX_HEADER = 100_000_000
-"""Bytes, the limit of safetensors itself."""
+_MAX_HEADER = 1 << 24
+"""Bytes; a text of a million tokens has room. What is parsed may take twenty times as much."""
+_SHOWN = 200
+"""Characters of what others' errors and files say."""
+
+
+class Kind(NamedTuple):
+    """Of a tensor: its dtype as safetensors calls it ("U8", "I64", "BF16") and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Accept = Callable[[dict[str, str], dict[str, Kind]], None]
+Content = tuple[dict[str, torch.Tensor], dict[str, str]]
 
 
 def write_checked(
@@ -35,28 +48,35 @@ def write_checked(
     """Write tensors and texts, readable by the owner only; an old file stays until all is on disk.
 
     Raises:
-        InputError: the file cannot be written; nothing is left of it.
+        InputError: the file cannot be written, or the texts are too long to be read again; nothing
+            is left of it.
     """
     path = Path(path)
     try:
         with whole_file(path, private=True) as part:
             save_file(dict(tensors), part, {**texts, _NAME: _BLANK})
             with part.open("r+b") as file:
-                digest, place = _digest(file, _header(file, path))
+                if int.from_bytes(file.read(8), "little") > _MAX_HEADER:
+                    raise InputError(
+                        f"{path}: cannot be written: names and texts of a file may take "
+                        f"{_MAX_HEADER:,} bytes"
+                    )
+                file.seek(0)
+                digest, place = _digest(file, _header(file, path)[0])
                 file.seek(place)
                 file.write(digest.encode())
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written: {_reason(error)}") from None
 
 
-def read_checked(
-    path: str | Path, accept: Callable[[dict[str, str]], None]
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_checked(path: str | Path, accept: Accept) -> Content:
     """Tensors, on the CPU, and texts of a file that ``write_checked`` wrote.
 
+    The checksum finds accidents, not forgers: anyone can compute it.
+
     Args:
-        accept: looks at the texts, not checked yet, and raises if they will not do: before the
-            whole file is read.
+        accept: looks at the texts and at the tensors' kinds and raises if they will not do: before
+            more than the header is read.
 
     Raises:
         InputError: the file cannot be read, is none of ours, truncated or altered.
@@ -64,9 +84,10 @@ def read_checked(
     path = Path(path)
     try:
         with path.open("rb") as file:
-            header = _header(file, path)
-            texts = _texts(header, path)
-            accept(texts)
+            header, parsed = _header(file, path)
+            texts = _texts(header, parsed, path)
+            kinds = _kinds(parsed, path)
+            accept(texts, kinds)
             digest, _ = _digest(file, header)
         if digest != texts[_NAME]:
             raise InputError(f"{path}: was altered since it was saved (its checksum is wrong)")
@@ -83,8 +104,8 @@ def _as_no_safetensors(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: is not a safetensors file") from None
 
 
-def _header(file: BinaryIO, path: Path) -> bytes:
-    """The header's bytes; the file's size fits what they say."""
+def _header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The header's bytes, and as JSON; the file's size fits what they say."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:
@@ -95,22 +116,38 @@ def _header(file: BinaryIO, path: Path) -> bytes:
     if len(header) < length:
         raise InputError(f"{path}: is truncated: {size:,} bytes end within its header")
     with _as_no_safetensors(path):
-        entries = json.loads(header)
-        ends = [int(x["data_offsets"][1]) for name, x in entries.items() if name[:2] != "__"]
+        parsed = json.loads(header, object_pairs_hook=_unique)
+        ends = [int(x["data_offsets"][1]) for name, x in parsed.items() if name[:2] != "__"]
     whole = 8 + length + max(ends, default=0)
     if size != whole:
         state = "is truncated" if size < whole else "goes on behind its end"
         raise InputError(f"{path}: {state}: {size:,} bytes, where its header says {whole:,}")
-    return header
+    return header, parsed
 
 
-def _texts(header: bytes, path: Path) -> dict[str, str]:
-    with _as_no_safetensors(path):
-        texts = json.loads(header).get("__metadata__", {})
-        usable = isinstance(texts, dict) and all(isinstance(x, str) for x in texts.values())
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that is there twice, two parsers may see different entries."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _texts(header: bytes, parsed: dict[str, Any], path: Path) -> dict[str, str]:
+    texts = parsed.get("__metadata__", {})
+    usable = isinstance(texts, dict) and all(isinstance(x, str) for x in texts.values())
     if not usable or len(texts.get(_NAME, "")) != len(_BLANK) or header.count(_PLACE) != 1:
         raise InputError(f"{path}: is a safetensors file, but none that oscar_mm saved")
     return texts
+
+
+def _kinds(parsed: dict[str, Any], path: Path) -> dict[str, Kind]:
+    with _as_no_safetensors(path):
+        return {
+            name: Kind(entry["dtype"], tuple(entry["shape"]))
+            for name, entry in parsed.items()
+            if name != "__metadata__"
+        }
 
 
 def _digest(file: BinaryIO, header: bytes) -> tuple[str, int]:
@@ -124,4 +161,4 @@ def _digest(file: BinaryIO, header: bytes) -> tuple[str, int]:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    return getattr(error, "strerror", None) or str(error)[:_SHOWN]

@@ -201,6 +201,11 @@ class PageFormat:
             return self._orders[name].natural(unpack_bits(view, self.bits))
         return self._orders[name].natural(view.float())
 
+    def all_finite(self, pages: torch.Tensor) -> bool:
+        """Whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or infinite."""
+        names = [name for name, field in self.fields.items() if field.kind != "codes"]
+        return all(all_finite(self._view(pages, name)) for name in names)
+
     def _view(self, pages: torch.Tensor, name: str) -> torch.Tensor:
         """Typed view of a field: (n, KV heads, elements), of shared norms (n, elements)."""
         field = self.fields[name]
@@ -208,6 +213,12 @@ class PageFormat:
         if field.per_head:
             source = pages[:, : self.head_bytes * self.kv_heads].unflatten(1, (self.kv_heads, -1))
         return source[..., field.offset : field.offset + field.nbytes].view(field.dtype)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether none of them is NaN or infinite."""
+    # In one pass and without a copy; NaN goes through to both.
+    return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 
 def _aligned(offset: int) -> int:

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,11 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.checked_file import read_checked, write_checked
+from oscar_mm.cache.checked_file import Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat, all_finite
 from oscar_mm.cache.saved_tables import SavedTables, renumbered
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.store import LayerShape, PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 
@@ -39,8 +41,17 @@ FORMAT_VERSION = 1
 _ADDED = {"value_scale": "plain"}
 """Fields of the policy that older files do not name, as their pages were made."""
 _TEXT = "oscar_mm.cache"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 1024, 1024
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
+_CHECKED_BYTES = 1 << 26
+"""Of pages or blocks that are looked at in one go."""
+_SHOWN = 200
+"""Characters of what a file says."""
 
 Device = torch.device | str
 
@@ -101,6 +112,124 @@ def save_cache(
     write_checked(path, tensors, {_TEXT: dumped})
 
 
+@dataclass(frozen=True)
+class SavedCache:
+    """What a file holds, checked: read without any lock, as nothing of a store is touched.
+
+    Attributes:
+        policy: of the cache.
+        tables: its sequences.
+        tensors: of all layers, by name.
+        shapes: of the layers.
+        balanced: which layers have chosen their balancing.
+        given: the caller's metadata.
+    """
+
+    policy: KVPolicy
+    tables: SavedTables
+    tensors: dict[str, torch.Tensor]
+    shapes: list[LayerShape]
+    balanced: list[bool]
+    given: dict[str, Any]
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        *,
+        fingerprint: str,
+        policy: str | KVPolicy | None = None,
+        layers: Sequence[LayerShape] | None = None,
+    ) -> SavedCache:
+        """From a file that anyone may have made: counts and shapes are checked by its header first.
+
+        Args:
+            fingerprint: of the model that is to go on with it.
+            policy: the policy that it must have; any by default.
+            layers: of the model; any by default.
+
+        Raises:
+            InputError: the file is no saved cache, of an unknown version, of another model or
+                policy, truncated or altered, or holds what no cache holds.
+        """
+        wanted = None if policy is None else KVPolicy.of(policy)
+        accepted: list[tuple[dict[str, Any], KVPolicy, list[LayerShape]]] = []
+
+        def accept(texts: dict[str, str], kinds: dict[str, Kind]) -> None:
+            text = _text_of(texts, path)
+            _check_text(text, path, fingerprint, wanted)
+            found = _policy_of(text, path)
+            with _as_damaged(path):
+                accepted.append((text, found, _checked_shapes(kinds, text, found, layers)))
+
+        tensors, _ = read_checked(path, accept)
+        [(text, found, shapes)] = accepted
+        with _as_damaged(path):
+            tables = SavedTables.of(tensors, found)
+            _check_content(tensors, found, tables, shapes)
+        return cls(
+            policy=found,
+            tables=tables,
+            tensors={name: x for name, x in tensors.items() if name.startswith("layer.")},
+            shapes=shapes,
+            balanced=[about["balanced"] for about in text["layers"]],
+            given=text["given"]
+            | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of pages and blocks."""
+        return sum(x.nbytes for name, x in self.tensors.items() if not name.endswith("sigma"))
+
+    def placed(
+        self, store: PageStore | None = None, device: Device | Mapping[int, Device] = "cpu"
+    ) -> OscarCache:
+        """A cache over slots of its own, into which all is copied.
+
+        Args:
+            store: whose slots; by default of a store of its own.
+            device: of the layers that the store does not have yet; by layer index where they
+                differ.
+
+        Raises:
+            InputError: the store is of another model or policy.
+        """
+        cache = OscarCache(self.policy, store=store)
+        try:
+            self._fill(cache, device)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def _fill(self, cache: OscarCache, device: Device | Mapping[int, Device]) -> None:
+        for index, shape in enumerate(self.shapes):
+            layer = OscarLayer(cache, index)
+            cache.layers.append(layer)
+            there = cache.store.layers.get(index)
+            own = device[index] if isinstance(device, Mapping) else device
+            layer.use_pools(*shape, there.device if there is not None else _exact(own))
+            layer.sigma_is_final = self.balanced[index]
+            sigma = self.tensors.get(f"layer.{index}.sigma")
+            layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
+        ids = {
+            bits: slots.allocate(self.tables.counts[bits])
+            for bits, slots in cache.store.allocators.items()
+        }
+        cache.ledger.hold(self.tables.sequences(ids))
+        for bits, slots in ids.items():
+            cache.store.allocators[bits].release(slots)
+        for layer in cache.layers:
+            pools = {**layer.pages, 16: layer.blocks}
+            for bits, pool in pools.items():
+                saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
+                pool.reserve(cache.store.allocators[bits].capacity)
+                pool.storage[ids[bits]] = saved.to(layer.device)
+            layer.steps = 1
+        cache.ledger.steps = int(bool(cache.layers))
+
+
 def load_cache(
     path: str | Path,
     *,
@@ -112,73 +241,32 @@ def load_cache(
     """A cache as it was saved, with slots of its own, and the caller's metadata.
 
     Args:
-        fingerprint: of the model that is to go on with it.
+        fingerprint: as of ``SavedCache.read``.
         policy: the policy that it must have; the store's, or any, by default.
-        store: where its pages go; by default a store of its own.
-        device: of the layers that the store does not have yet; by layer index where they differ.
+        store: as of ``SavedCache.placed``; ``device`` likewise.
 
     Raises:
-        InputError: the file is no saved cache, of an unknown version, of another model or policy,
-            truncated or altered, or does not fit the store.
+        InputError: as of both.
     """
-    wanted = KVPolicy.of(policy) if policy is not None else store and store.policy
-
-    def accept(texts: dict[str, str]) -> None:
-        _check_text(_text_of(texts, path), path, fingerprint, wanted)
-
-    tensors, texts = read_checked(path, accept)
-    text = _text_of(texts, path)
-    found = _policy_of(text, path)
+    wanted = policy if policy is not None else store and store.policy
+    saved = SavedCache.read(path, fingerprint=fingerprint, policy=wanted)
     try:
-        tables = SavedTables.of(tensors, found)
-        shapes = _checked_shapes(tensors, text, found, tables)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: is damaged: {error}") from None
-    cache = OscarCache(found, store=store)
-    try:
-        _fill(cache, tensors, text, tables, shapes, device)
+        return saved.placed(store, device), saved.given
     except InputError as error:
-        cache.close()
         raise InputError(f"{path}: {error}") from None
-    except BaseException:
-        cache.close()
-        raise
-    given = {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")}
-    return cache, text["given"] | given
 
 
-def _fill(
-    cache: OscarCache,
-    tensors: dict[str, torch.Tensor],
-    text: dict[str, Any],
-    tables: SavedTables,
-    shapes: list[tuple[int, int, torch.dtype]],
-    device: Device | Mapping[int, Device],
-) -> None:
-    """Take slots of the cache's store and copy a checked file's content into them."""
-    for index, shape in enumerate(shapes):
-        layer = OscarLayer(cache, index)
-        cache.layers.append(layer)
-        there = cache.store.layers.get(index)
-        own = device[index] if isinstance(device, Mapping) else device
-        layer.use_pools(*shape, there.device if there is not None else _exact(own))
-        layer.sigma_is_final = text["layers"][index]["balanced"]
-        sigma = tensors.get(f"layer.{index}.sigma")
-        layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
-    ids = {
-        bits: slots.allocate(tables.counts[bits]) for bits, slots in cache.store.allocators.items()
-    }
-    cache.ledger.hold(tables.sequences(ids))
-    for bits, slots in ids.items():
-        cache.store.allocators[bits].release(slots)
-    for layer in cache.layers:
-        pools = {**layer.pages, 16: layer.blocks}
-        for bits, pool in pools.items():
-            name = "blocks" if bits == 16 else f"pages.{bits}"
-            pool.reserve(cache.store.allocators[bits].capacity)
-            pool.storage[ids[bits]] = tensors[f"layer.{layer.index}.{name}"].to(layer.device)
-        layer.steps = 1
-    cache.ledger.steps = int(bool(cache.layers))
+def _name(bits: int) -> str:
+    """Of a layer's slots in the file."""
+    return "blocks" if bits == 16 else f"pages.{bits}"
+
+
+@contextmanager
+def _as_damaged(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
 
 
 def _exact(device: Device) -> torch.device:
@@ -206,8 +294,8 @@ def _check_text(
 ) -> None:
     if text["version"] != FORMAT_VERSION:
         raise InputError(
-            f"{path}: has format version {text['version']}; this version of oscar_mm reads "
-            f"{FORMAT_VERSION}"
+            f"{path}: has format version {str(text['version'])[:20]}; this version of oscar_mm "
+            f"reads {FORMAT_VERSION}"
         )
     if text.get("fingerprint") != fingerprint:
         raise InputError(
@@ -230,43 +318,82 @@ def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
     try:
         return KVPolicy(**_ADDED | policy)
     except InputError as error:
-        raise InputError(f"{path}: is damaged: {error}") from None
+        raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
 
 
 def _checked_shapes(
-    tensors: dict[str, torch.Tensor], text: dict[str, Any], policy: KVPolicy, tables: SavedTables
-) -> list[tuple[int, int, torch.dtype]]:
-    """KV heads, head_dim and dtype of every layer; ValueError if any tensor is not what it says."""
-    layers = text["layers"]
-    if len(layers) > _MAX_LAYERS or (tables.counts[16] and not layers):
+    kinds: dict[str, Kind],
+    text: dict[str, Any],
+    policy: KVPolicy,
+    model: Sequence[LayerShape] | None,
+) -> list[LayerShape]:
+    """Of every layer, by the header; ValueError if a tensor is there that should not, or is not
+    what others say."""
+    layers, rest = text["layers"], dict(kinds)
+    most = _MAX_LAYERS if model is None else len(model)
+    if (
+        not isinstance(layers, list)
+        or len(layers) > most
+        or (model and layers and len(layers) < most)
+    ):
         raise ValueError(f"{len(layers)} layers")
+    for name in [name for name in rest if name.startswith("given.")]:
+        del rest[name]
+    if len(kinds) - len(rest) > _MAX_GIVEN:
+        raise ValueError(f"{len(kinds) - len(rest)} tensors of the caller")
+    SavedTables.check_kinds(rest)
+    slots: dict[int, int] = {}
     shapes = []
-    expected = {name for name in tensors if not name.startswith("layer.")}
     for index, about in enumerate(layers):
-        blocks = tensors[f"layer.{index}.blocks"]
+        blocks = rest[f"layer.{index}.blocks"]
         _, _, heads, _, width = blocks.shape
+        if blocks.dtype not in _DTYPES:
+            raise ValueError(f"layer {index}: blocks are {blocks.dtype}")
         if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
             raise ValueError(f"layer {index}: {heads} KV heads of {width} channels")
-        wanted = {"blocks": ((tables.counts[16], 2, heads, BLOCK_TOKENS, width), _DTYPES)}
+        shape = LayerShape(heads, width, _DTYPES[blocks.dtype])
+        if model is not None and shape != model[index]:
+            raise ValueError(f"layer {index}: {shape}, where the model has {model[index]}")
+        wanted = {16: ((2, heads, BLOCK_TOKENS, width), blocks.dtype)}
         for bits in set(policy.bits) - {16}:
             page = PageFormat.of(policy, bits, heads, width)
-            wanted[f"pages.{bits}"] = ((tables.counts[bits], page.page_bytes), (torch.uint8,))
+            wanted[bits] = ((page.page_bytes,), "U8")
             if about["page_order"] != ("fragments" if page.in_fragments else "plain"):
                 raise ValueError(f"layer {index}: its pages are in another order")
-        sigma = tensors.get(f"layer.{index}.sigma")
-        if sigma is not None:
-            rows = heads if len(sigma) > 1 else 1
-            wanted["sigma"] = ((rows, width), (torch.float32,))
-            if not bool((sigma.isfinite() & (sigma > 0)).all()):
-                raise ValueError(f"layer {index}: sigma is not positive")
-        for name, (shape, dtypes) in wanted.items():
-            tensor = tensors[f"layer.{index}.{name}"]
-            if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-                raise ValueError(f"layer {index}: {name} is {tuple(tensor.shape)} {tensor.dtype}")
-            expected.add(f"layer.{index}.{name}")
+        for bits, (slot, dtype) in wanted.items():
+            found = rest.pop(f"layer.{index}.{_name(bits)}")
+            count = slots.setdefault(bits, found.shape[0])
+            if found != Kind(dtype, (count, *slot)):
+                raise ValueError(f"layer {index}: {_name(bits)} is {found.shape} {found.dtype}")
+        sigma = rest.pop(f"layer.{index}.sigma", None)
+        if sigma is not None and sigma not in (Kind("F32", (n, width)) for n in (1, heads)):
+            raise ValueError(f"layer {index}: sigma is {sigma.shape} {sigma.dtype}")
         if not isinstance(about["balanced"], bool):
             raise ValueError(f"layer {index}: balanced is {about['balanced']!r}")
-        shapes.append((heads, width, blocks.dtype))
-    if expected != set(tensors):
-        raise ValueError(f"unknown tensors {sorted(set(tensors) - expected)[:3]}")
+        shapes.append(shape)
+    if unknown := rest.keys() - SavedTables.KINDS.keys():
+        raise ValueError(f"unknown tensors {sorted(unknown)[:3]}")
     return shapes
+
+
+def _check_content(
+    tensors: dict[str, torch.Tensor],
+    policy: KVPolicy,
+    tables: SavedTables,
+    shapes: list[LayerShape],
+) -> None:
+    """Raise ValueError if layers have other slots than the tables, or hold what is no number."""
+    if tables.counts[16] and not shapes:
+        raise ValueError("0 layers")
+    for index, shape in enumerate(shapes):
+        for bits, count in tables.counts.items():
+            slots = tensors[f"layer.{index}.{_name(bits)}"]
+            if len(slots) != count:
+                raise ValueError(f"layer {index}: {_name(bits)} is {tuple(slots.shape)}")
+            page = None if bits == 16 else PageFormat.of(policy, bits, *shape[:2])
+            for part in slots.split(max(1, _CHECKED_BYTES * count // max(1, slots.nbytes))):
+                if not (all_finite(part) if page is None else page.all_finite(part.clone())):
+                    raise ValueError(f"layer {index}: {_name(bits)} holds what is no number")
+        sigma = tensors.get(f"layer.{index}.sigma")
+        if sigma is not None and not bool((sigma.isfinite() & (sigma > 0)).all()):
+            raise ValueError(f"layer {index}: sigma is not positive")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from oscar_mm.cache.checked_file import Kind
 from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
@@ -15,7 +17,7 @@ from oscar_mm.cache.stream import Stream
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 
-_MAX_ROWS = 4096
+_MAX_ROWS, _MAX_TOKENS = 4096, 1 << 25
 
 
 @dataclass
@@ -26,6 +28,14 @@ class SavedTables:
         counts: bit width -> slots of that kind; 16 for blocks.
     """
 
+    KINDS: ClassVar = {
+        "codes": ("U8", None),
+        "streams": ("I64", 4),
+        "entries": ("I32", 3),
+        "blocks": ("I32", None),
+    }
+    """Dtype and columns of each."""
+
     policy: KVPolicy
     codes: np.ndarray
     streams: np.ndarray
@@ -35,30 +45,37 @@ class SavedTables:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, as they are saved."""
-        names = ("codes", "streams", "entries", "blocks")
-        return {name: torch.from_numpy(getattr(self, name)) for name in names}
+        return {name: torch.from_numpy(getattr(self, name)) for name in self.KINDS}
 
     @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
-        """From a file's tensors.
+    def check_kinds(cls, kinds: Mapping[str, Kind]) -> None:
+        """Look at dtypes, shapes and counts of a file's tensors, of which none is read yet.
 
         Raises:
             KeyError, ValueError: they are no tables of a cache.
         """
-        kinds = {
-            "codes": (torch.uint8, (None, None)),
-            "streams": (torch.int64, (None, 4)),
-            "entries": (torch.int32, (None, 3)),
-            "blocks": (torch.int32, (None,)),
-        }
-        for name, (dtype, shape) in kinds.items():
-            found = tensors[name]
-            fits = len(shape) == found.ndim and all(
-                wanted in (None, size) for wanted, size in zip(shape, found.shape, strict=True)
-            )
-            if found.dtype != dtype or not fits:
-                raise ValueError(f"{name} is {tuple(found.shape)} {found.dtype}")
-        arrays = {name: tensors[name].numpy() for name in kinds}
+        for name, (dtype, width) in cls.KINDS.items():
+            found = kinds[name]
+            if found.dtype != dtype or len(found.shape) != 2 - (name == "blocks"):
+                raise ValueError(f"{name} is {found.shape} {found.dtype}")
+            if width and found.shape[1] != width:
+                raise ValueError(f"{name} is {found.shape} {found.dtype}")
+        rows, length = kinds["codes"].shape
+        if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
+            raise ValueError(f"{rows} rows of {length} tokens")
+        most = {"streams": 2 * SINK * rows, "entries": rows * length, "blocks": rows * length}
+        for name, count in most.items():
+            if kinds[name].shape[0] > count:
+                raise ValueError(f"{kinds[name].shape[0]} {name} of {rows} rows of {length} tokens")
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
+        """From a file's tensors, whose kinds were checked.
+
+        Raises:
+            ValueError: they are no tables of a cache.
+        """
+        arrays = {name: tensors[name].numpy() for name in cls.KINDS}
         tables = cls(policy, **arrays, counts={})
         tables._check_streams()
         tables.counts = tables._checked_counts()
@@ -80,8 +97,6 @@ class SavedTables:
     def _check_streams(self) -> None:
         """Counts of every stream: in range, and as many tokens as the codes say."""
         rows, length = self.codes.shape
-        if rows > _MAX_ROWS or (rows and not length):
-            raise ValueError(f"{rows} rows of {length} tokens")
         if not np.isin(self.codes, [*range(2 * SINK), NOWHERE]).all():
             raise ValueError("unknown stream codes")
         row, code, entries, tail = self.streams.T
@@ -95,9 +110,15 @@ class SavedTables:
             self.blocks
         ):
             raise ValueError("streams and their slots differ in number")
-        _, start, stop = self.entries.T
+        page, start, stop = self.entries.T
         if ((start < 0) | (start >= stop) | (stop > PAGE_TOKENS)).any():
             raise ValueError("a page's tokens are out of range")
+        stream = np.repeat(np.arange(len(entries)), entries)
+        order = np.lexsort((start, page, stream))
+        before, after = order[:-1], order[1:]
+        same = (stream[before] == stream[after]) & (page[before] == page[after])
+        if (same & (stop[before] > start[after])).any():
+            raise ValueError("a stream has tokens of a page twice")
         used = np.concatenate([[0], np.cumsum(stop - start, dtype=np.int64)])
         last = np.cumsum(entries)
         held = np.zeros((rows, 256), dtype=np.int64)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,6 +21,18 @@ from oscar_mm.ranks import Ranks
 if TYPE_CHECKING:
     from oscar_mm.cache.ledger import Ledger
     from oscar_mm.cache.sequence import Sequence
+
+
+class LayerShape(NamedTuple):
+    """What one layer of a model stores for every token."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{self.kv_heads} KV heads of {self.head_dim} channels in {self.dtype}"
 
 
 class LayerPools:
@@ -205,4 +217,4 @@ class PageStore:
 
 
 def _describe(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{kv_heads} KV heads of {head_dim} channels in {dtype} on {device}"
+    return f"{LayerShape(kv_heads, head_dim, dtype)} on {device}"

@@ -8,7 +8,7 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.memory import token_bytes
+from oscar_mm.memory import span_bytes
 from oscar_mm.modality import MediumSpan, Modality
 
 _LABEL = 40
@@ -170,14 +170,19 @@ class Conversation:
 
     def segments(self) -> list[Segment]:
         """Turn by turn: its text, then its media."""
+        spans = [span for turn in self.turns for span in (turn, *turn.media)]
+        sizes = iter([0] * len(spans))
+        if self.cache is not None and spans:
+            sizes = iter(span_bytes(self.cache, [(span.start, span.stop) for span in spans]))
         found: list[Segment] = []
         for number, turn in enumerate(self.turns):
+            whole = next(sizes)
             media = [
                 Segment(
                     index=len(found) + 1 + place,
                     modality=span.modality,
                     tokens=0 if forgotten else span.tokens,
-                    bytes=self._bytes(span.start, span.stop),
+                    bytes=next(sizes),
                     label=span.label,
                     turn=number,
                     forgotten=forgotten,
@@ -190,17 +195,15 @@ class Conversation:
                 index=len(found),
                 modality=Modality.TEXT,
                 tokens=turn.stop - turn.start - sum(span.tokens for span in turn.media),
-                bytes=self._bytes(turn.start, turn.stop) - sum(one.bytes for one in media),
+                bytes=whole - sum(one.bytes for one in media),
                 label=_shortened(turn.prompt),
                 turn=number,
             )
             found += [text, *media]
         return found
 
-    def _bytes(self, start: int, stop: int) -> int:
-        return token_bytes(self.cache, start, stop) if self.cache is not None else 0
-
 
 def _shortened(prompt: str) -> str:
-    line = " ".join(prompt.split())
+    # A saved prompt may be long.
+    line = " ".join(prompt[: 10 * _LABEL].split())
     return line if len(line) <= _LABEL else line[: _LABEL - 1].rstrip() + "\u2026"

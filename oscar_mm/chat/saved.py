@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from oscar_mm.cache.persist import load_cache, save_cache
+from oscar_mm.cache.persist import SavedCache, save_cache
+from oscar_mm.cache.saved_tables import SavedTables
+from oscar_mm.cache.sequence import NOWHERE
+from oscar_mm.cache.store import LayerShape
 from oscar_mm.chat.conversation import Conversation, Turn
 from oscar_mm.errors import InputError
 from oscar_mm.modality import MediumSpan, Modality
-
-if TYPE_CHECKING:
-    from oscar_mm.cache.store import PageStore
+from oscar_mm.policy import KVPolicy
 
 FORMAT_VERSION = 1
 """Of what is said here; the cache has a version of its own."""
+_MAX_TURNS = _MAX_MEDIA = 1 << 15
+_MAX_POSITION = 1 << 31
+_SHOWN = 200
+"""Characters of what a file says."""
 
 
 def save_chat(
@@ -28,6 +34,11 @@ def save_chat(
     Raises:
         InputError: the file cannot be written.
     """
+    turns = [asdict(turn) for turn in conversation.turns]
+    try:
+        _check_counts(turns)
+    except ValueError as error:
+        raise InputError(f"{path}: cannot be written: {error}") from None
     save_cache(
         conversation.cache,
         path,
@@ -35,7 +46,7 @@ def save_chat(
         metadata={
             "chat": FORMAT_VERSION,
             "system": system,
-            "turns": [asdict(turn) for turn in conversation.turns],
+            "turns": turns,
             "pending": list(conversation.pending),
             "token_ids": conversation.token_ids,
             "next_position": conversation.next_position,
@@ -43,79 +54,133 @@ def save_chat(
     )
 
 
-def load_chat(
+def read_chat(
     path: str | Path,
-    store: PageStore,
+    *,
     fingerprint: str,
-    device: dict[int, torch.device],
+    policy: KVPolicy,
+    layers: Sequence[LayerShape],
     vocabulary: int,
-) -> tuple[Conversation, str | None]:
-    """A conversation over pages of the store, and its system prompt.
+) -> tuple[Conversation, str | None, SavedCache]:
+    """A conversation, its system prompt and its cache, which the conversation does not have yet.
+
+    The file may be anybody's: nothing of it may reach a kernel, or take long under a lock, that a
+    chat of this pipeline could not have saved. Nothing here needs the pipeline's lock.
 
     Args:
-        store: of the pipeline.
-        fingerprint: of its model.
-        device: of each layer.
+        fingerprint: of the pipeline's model.
+        policy: of the pipeline.
+        layers: of the model.
         vocabulary: token ids are below it.
 
     Raises:
         InputError: the file cannot be read, is no chat, was altered, or is another model's.
     """
-    cache, given = load_cache(path, fingerprint=fingerprint, store=store, device=device)
+    saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
+    given = saved.given
+    if given.get("chat") != FORMAT_VERSION:
+        raise InputError(f"{path}: holds no chat of version {FORMAT_VERSION}")
     try:
-        if given.get("chat") != FORMAT_VERSION:
-            raise InputError(f"{path}: holds no chat of version {FORMAT_VERSION}")
+        _check_counts(given["turns"])
         conversation = Conversation(
-            cache=cache,
+            cache=None,
             token_ids=given["token_ids"],
             next_position=given["next_position"],
-            pending=tuple(given["pending"]),
-            turns=tuple(_turn(turn) for turn in given["turns"]),
+            pending=_ids(given["pending"], vocabulary),
+            turns=tuple(_turn(turn, vocabulary) for turn in given["turns"]),
         )
+        _check(conversation, saved.tables, vocabulary)
         system = given["system"]
-        _check(conversation, system, vocabulary)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        cache.close()
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: is no chat that can be read: {error}") from None
-    return conversation, system
+        if not (system is None or isinstance(system, str)):
+            raise ValueError("its system prompt is no text")
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"{path}: is no chat that can be read: {str(error)[:_SHOWN]}") from None
+    return conversation, system, saved
 
 
-def _check(conversation: Conversation, system: Any, vocabulary: int) -> None:
-    """Raise ValueError if a file of ours could not say this: nothing of it may reach a kernel."""
-    ids, tokens = conversation.token_ids, conversation.cache.get_seq_length()
-    if ids.shape != (1, tokens) or ids.dtype != torch.long:
+def _check_counts(turns: Sequence[Any]) -> None:
+    """Raise ValueError if there are more turns or media than are read again."""
+    media = sum(len(turn["media"]) for turn in turns)
+    if len(turns) > _MAX_TURNS or media > _MAX_MEDIA:
+        raise ValueError(
+            f"{len(turns):,} turns and {media:,} media are more than {_MAX_TURNS:,} each"
+        )
+
+
+def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> None:
+    """Raise ValueError if turns, tokens and cache do not belong together."""
+    ids = conversation.token_ids
+    rows, tokens = tables.codes.shape
+    if rows > 1 or ids.shape != (1, tokens) or ids.dtype != torch.long:
         raise ValueError("tokens and cache differ in length")
-    known = torch.cat([ids[0], torch.tensor(conversation.pending, dtype=torch.long)])
-    if len(known) and not 0 <= int(known.min()) <= int(known.max()) < vocabulary:
+    if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError("token ids out of range")
     place = conversation.next_position
-    if place.shape != (1,) or not 0 <= float(place) < 1 << 31:
+    known = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
+    if not known or not 0 <= float(place) < _MAX_POSITION:
         raise ValueError("its position is out of range")
-    if not (system is None or isinstance(system, str)):
-        raise ValueError("its system prompt is no text")
     start = 0
     for turn in conversation.turns:
-        if turn.start != start or len(turn.media) != len(turn.forgotten):
+        if turn.start != start or turn.stop <= start or len(turn.media) != len(turn.forgotten):
             raise ValueError("its turns do not follow each other")
         for span in turn.media:
-            if not start <= span.start < span.stop <= turn.stop:
+            if span.modality is Modality.TEXT or not start <= span.start < span.stop <= turn.stop:
                 raise ValueError("a medium is out of range")
             start = span.stop
-        texts = (turn.prompt, turn.answer, *(span.label for span in turn.media))
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("what was said is no text")
         start = turn.stop
     if start != tokens:
         raise ValueError("turns and tokens differ in length")
+    if conversation.stored != int((tables.codes != NOWHERE).sum()):
+        raise ValueError("other tokens are forgotten than its turns say")
 
 
-def _turn(saved: dict[str, Any]) -> Turn:
-    spans = (MediumSpan(**span) for span in saved["media"])
+def _turn(saved: dict[str, Any], vocabulary: int) -> Turn:
+    """Of a file's texts and numbers, each of its type."""
     media = tuple(
-        MediumSpan(Modality(span.modality), span.label, span.start, span.stop, span.digest)
-        for span in spans
+        MediumSpan(
+            modality=Modality(_number(span["modality"])),
+            label=_text(span["label"]),
+            start=_number(span["start"]),
+            stop=_number(span["stop"]),
+            digest=_text(span["digest"]),
+        )
+        for span in saved["media"]
     )
-    lists = {name: tuple(saved[name]) for name in ("forgotten", "pending")}
-    return Turn(**{**saved, **lists, "media": media})
+    position = saved["position"]
+    if type(position) not in (int, float) or not 0 <= position < _MAX_POSITION:
+        raise ValueError("a turn's position is out of range")
+    return Turn(
+        prompt=_text(saved["prompt"]),
+        answer=_text(saved["answer"]),
+        finish_reason=_text(saved["finish_reason"]),
+        media=media,
+        forgotten=tuple(_flag(flag) for flag in saved["forgotten"]),
+        start=_number(saved["start"]),
+        stop=_number(saved["stop"]),
+        position=position,
+        pending=_ids(saved["pending"], vocabulary),
+    )
+
+
+def _ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
+    if not all(0 <= _number(token) < vocabulary for token in saved):
+        raise ValueError("token ids out of range")
+    return tuple(saved)
+
+
+def _number(saved: Any) -> int:
+    if type(saved) is not int:
+        raise ValueError("a number is no number")
+    return saved
+
+
+def _flag(saved: Any) -> bool:
+    if type(saved) is not bool:
+        raise ValueError("a flag is no flag")
+    return saved
+
+
+def _text(saved: Any) -> str:
+    if not isinstance(saved, str):
+        raise ValueError("what was said is no text")
+    return saved

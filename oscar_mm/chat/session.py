@@ -252,7 +252,7 @@ class Chat:
             system = None if self.turns else self.system
         sampling = self.pipe.sampling(options, _ARGUMENTS)
         sources = dict(zip(("images", "videos", "audio", "sound"), media, strict=True))
-        # Media are read without the pipeline's lock: others answer meanwhile, and may have this chat
+        # Media are read without the pipeline's lock: others answer meanwhile, and this chat may be
         # written to disk. So what it holds is looked at anew each time, under the lock.
         outlined = self.pipe.outline(sources)
         with self._alone() as held:

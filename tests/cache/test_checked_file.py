@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from oscar_mm import InputError
 from oscar_mm.cache import checked_file
-from oscar_mm.cache.checked_file import read_checked, write_checked
+from oscar_mm.cache.checked_file import Kind, read_checked, write_checked
 
 TENSORS = {"a": torch.arange(7, dtype=torch.int32), "b": torch.randn(3, 5).bfloat16()}
 TEXTS = {"one": '{"oscar_mm.sha256":"no"}', "two": "ünï"}
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    return read_checked(path, lambda texts: None)
+    return read_checked(path, lambda texts, kinds: None)
 
 
 @pytest.fixture
@@ -81,6 +81,8 @@ def test_any_truncation_is_found(saved: Path, tmp_path: Path) -> None:
         (26).to_bytes(8, "little") + b'{"a":{"data_offsets":[0]}}',
         (9).to_bytes(8, "little") + b'{"a":"b"}',
         (60_000).to_bytes(8, "little") + b'{"a":' + b"[" * 59_995,
+        (20_000_000).to_bytes(8, "little") + b'{"a":[' + b"{}," * 6_666_664,
+        (15).to_bytes(8, "little") + b'{"a":{},"a":{}}',
     ],
 )
 def test_not_safetensors(tmp_path: Path, content: bytes) -> None:
@@ -96,6 +98,14 @@ def test_safetensors_of_others(tmp_path: Path, texts: dict[str, str] | None) -> 
     save_file(TENSORS, path, texts)
     with pytest.raises(InputError, match=r"model\.safetensors: is a safetensors file, but none"):
         read(path)
+
+
+def test_texts_that_are_too_long_are_not_written(tmp_path: Path) -> None:
+    write_checked(tmp_path / "long", {}, {"a": "x" * 16_000_000})
+    assert len(read(tmp_path / "long")[1]["a"]) == 16_000_000
+    with pytest.raises(InputError, match=r"longer: cannot be written: .* 16,777,216 bytes"):
+        write_checked(tmp_path / "longer", {}, {"a": "x" * 17_000_000})
+    assert os.listdir(tmp_path) == ["long"]
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -133,7 +143,8 @@ def test_an_old_file_survives_a_failed_write(
 def test_refusal_comes_before_the_whole_file_is_read(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(texts: dict[str, str]) -> None:
+    def refuse(texts: dict[str, str], kinds: dict[str, Kind]) -> None:
+        assert kinds == {"a": ("I32", (7,)), "b": ("BF16", (3, 5))}
         assert json.loads(texts["one"]) and texts["two"] == TEXTS["two"]
         raise InputError("no")
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.checked_file import write_checked
-from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.layout import PageFormat
+from oscar_mm.cache.persist import SavedCache, load_cache, save_cache
+from oscar_mm.cache.store import LayerShape, PageStore
 from tests.cache.test_persist import history
 
 
@@ -45,6 +46,27 @@ def replaced(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
     return change
 
 
+def no_number(field: str, value: float) -> Callable:
+    """In the first page: what comes out of the field is no number."""
+
+    def change(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None:
+        _, _, heads, _, width = tensors["layer.1.blocks"].shape
+        page = PageFormat.of(KVPolicy(), 2, heads, width)
+        first = tensors["layer.1.pages.2"][:1]
+        content = page.read(first, field)
+        content[..., -1] = value
+        page.write(first, field, content)
+
+    return change
+
+
+def a_page_twice(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None:
+    """In a stream of two pages at least: the second one is the first one again."""
+    rows = tensors["streams"][:, 2].cumsum(0).tolist()
+    at = next(end for end, own in zip(rows, tensors["streams"][:, 2], strict=True) if own > 1)
+    tensors["entries"][at - 1, 0] = tensors["entries"][at - 2, 0]
+
+
 POLICY = {**dataclasses.asdict(KVPolicy()), "bits": KVPolicy().bits._asdict()}
 FORGED = {
     "version": (altered_text(version=2), "has format version 2; .* reads 1"),
@@ -63,12 +85,12 @@ FORGED = {
     "code": (altered("codes", (0, 5), 9), "unknown stream codes"),
     "other code": (altered("codes", (0, 300), 255), "row 0 has other tokens"),
     "code without stream": (altered("codes", (0, 300), 6), "row 0 has other tokens"),
-    "no rows": (replaced("codes", lambda x: x[:0]), "out of range"),
+    "no rows": (replaced("codes", lambda x: x[:0]), "12 streams of 0 rows"),
     "many rows": (
         replaced("codes", lambda x: torch.empty(10**9, 0, dtype=torch.uint8)),
         "1000000000 rows",
     ),
-    "codes' type": (replaced("codes", lambda x: x.int()), "codes is .*int32"),
+    "codes' type": (replaced("codes", lambda x: x.int()), "codes is .*I32"),
     "stream's row": (altered("streams", (0, 0), 3), "out of range"),
     "stream's code": (altered("streams", (0, 1), -1), "out of range"),
     "stream's entries": (altered("streams", (0, 2), 2**62), "out of range"),
@@ -84,8 +106,28 @@ FORGED = {
     "block": (altered("blocks", 0, 10**9), "not numbered from 0"),
     "block twice": (lambda t, text: t["blocks"].fill_(0), "twice|not numbered"),
     "fewer pages": (replaced("layer.0.pages.2", lambda x: x[1:].clone()), "pages.2 is"),
+    "page twice": (a_page_twice, "tokens of a page twice"),
+    "many entries": (
+        replaced("entries", lambda x: torch.ones(10**6, 3, dtype=torch.int32)),
+        "1000000 entries of 3 rows of 620 tokens",
+    ),
+    "many tokens": (
+        replaced("codes", lambda x: torch.zeros(1, 2**26, dtype=torch.uint8)),
+        "1 rows of 67108864 tokens",
+    ),
+    "many given": (
+        lambda t, text: t.update({f"given.{n}": torch.ones(1) for n in range(65)}),
+        "65 tensors",
+    ),
+    "NaN scale": (no_number("key_scales", float("nan")), "layer 1: pages.2 holds what is no"),
+    "infinite zero": (no_number("value_zeros", float("inf")), "pages.2 holds what is no number"),
+    "NaN norm": (no_number("norms", float("nan")), "pages.2 holds what is no number"),
+    "NaN block": (altered("layer.1.blocks", (-1, 1, 0, 0, 0), float("nan")), "blocks holds what"),
+    "infinite block": (altered("layer.0.blocks", (0, 0, 1, 2, 3), -float("inf")), "blocks holds"),
+    "long text": (altered_text(fingerprint="x" * 10**6), "another model .{,400}$"),
+    "long policy": (altered_text(policy=POLICY | {"fit": "x" * 10**6}), "fit='x{,400}$"),
     "page bytes": (replaced("layer.0.pages.2", lambda x: x[:, 1:].clone()), "pages.2 is"),
-    "blocks' type": (replaced("layer.1.blocks", lambda x: x.long()), "int64"),
+    "blocks' type": (replaced("layer.1.blocks", lambda x: x.long()), "blocks are I64"),
     "heads": (replaced("layer.1.blocks", lambda x: x[:, :, :1].clone()), "damaged"),
     "dimensions": (replaced("layer.1.blocks", lambda x: x.flatten()), "damaged"),
     "sigma": (altered("layer.0.sigma", (0, 0), float("nan")), "sigma is not positive"),
@@ -109,3 +151,17 @@ def test_forged_files(saved: Path, tmp_path: Path, name: str) -> None:
     assert store.memory().pool_bytes == 0 and not store.layers
     with pytest.raises(InputError, match="forged"):
         load_cache(path, fingerprint="model-1")
+
+
+@pytest.mark.parametrize(
+    "change", [{"kv_heads": 4}, {"head_dim": 128}, {"dtype": torch.float16}, None]
+)
+def test_a_cache_of_another_shape_than_the_model(saved: Path, change: dict | None) -> None:
+    """Told by the header, so that no pool is made that the model could not use."""
+    shape = LayerShape(*load_file(saved)["layer.0.blocks"].shape[2::2], torch.float32)
+    model = [shape, shape]
+    assert SavedCache.read(saved, fingerprint="model-1", layers=model).shapes == model
+    model = [shape] if change is None else [shape, shape._replace(**change)]
+    message = "2 layers" if change is None else "layer 1: .* where the model has .* KV heads of"
+    with pytest.raises(InputError, match=f"damaged: {message}"):
+        SavedCache.read(saved, fingerprint="model-1", layers=model)

@@ -1,17 +1,27 @@
 """A saved chat goes on as if it had never been away, and only where it belongs."""
 
 import dataclasses
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.persist import save_cache
+from oscar_mm.chat import saved as saved_module
+from oscar_mm.chat.conversation import Conversation
 from oscar_mm.chat.saved import save_chat
 from oscar_mm.fingerprint import model_fingerprint
+from oscar_mm.memory import token_bytes
+from oscar_mm.modality import Modality
 from tests.checkpoints import build
 from tests.pipelines.conftest import NEVER
 from tests.processes import Forked
@@ -22,12 +32,47 @@ FAMILIES = {
     "qwen": (OscarVLPipeline, "qwen3_vl_folder", {"images": [noise(300, 300)], "videos": clip(6)}),
     "omni": (OscarOmniPipeline, "qwen3_omni_folder", {"audio": [tone(12)], "videos": clip(4)}),
 }
+
+
+def first_turn(**changes: Any) -> Any:
+    """A conversation whose first turn is another."""
+
+    def change(held: Conversation) -> Conversation:
+        first = dataclasses.replace(held.turns[0], **changes)
+        return dataclasses.replace(held, turns=(first, *held.turns[1:]))
+
+    return change
+
+
+def first_medium(**changes: Any) -> Any:
+    return lambda held: first_turn(media=(dataclasses.replace(held.turns[0].media[0], **changes),))(
+        held
+    )
+
+
 FORGED = {
-    "pending": (10**9,),
-    "token_ids": torch.zeros(1, 3, dtype=torch.long),
-    "next_position": torch.tensor([float("nan")]),
-    "turns": (),
-    "media": None,
+    "pending": lambda held: dataclasses.replace(held, pending=(10**9,)),
+    "ids": lambda held: dataclasses.replace(held, token_ids=torch.zeros(1, 3, dtype=torch.long)),
+    "large ids": lambda held: dataclasses.replace(held, token_ids=held.token_ids + 10**9),
+    "position": lambda held: dataclasses.replace(held, next_position=torch.tensor([float("nan")])),
+    "positions": lambda held: dataclasses.replace(held, next_position=torch.tensor([True])),
+    "turns": lambda held: dataclasses.replace(held, turns=()),
+    "many turns": lambda held: dataclasses.replace(
+        held, turns=(first_turn(media=(), forgotten=())(held).turns * 40_000)
+    ),
+    "a turn's pending": first_turn(pending=(10**9,)),
+    "a turn's ids": first_turn(pending=("1",)),
+    "a turn's position": first_turn(position=1e300),
+    "no position": first_turn(position="1"),
+    "start": first_turn(start=0.0),
+    "stop": first_turn(stop=0),
+    "answer": first_turn(answer=None),
+    "reason": first_turn(finish_reason=7),
+    "forgotten": first_turn(forgotten=(True,)),
+    "flag": first_turn(forgotten=(0,)),
+    "medium": first_medium(stop=10**9),
+    "a medium's label": first_medium(label=["a"]),
+    "a medium's kind": first_medium(modality=Modality.TEXT),
 }
 AGAIN = {"prompt": "And this?", "images": [noise(64, 96, 7)], "max_new_tokens": 6}
 
@@ -124,20 +169,86 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     save_cache(OscarCache("compact"), path, fingerprint=qwen.fingerprint, metadata=given | tensors)
     with pytest.raises(InputError, match="is no chat that can be read"):
         qwen.load_chat(path)
-    for field, forged in FORGED.items():
-        held = chat._held.now
-        if field == "media":
-            spans = (dataclasses.replace(held.turns[0].media[0], stop=10**9),)
-            forged, field = (dataclasses.replace(held.turns[0], media=spans),), "turns"
-        save_chat(path, dataclasses.replace(held, **{field: forged}), None, qwen.fingerprint)
-        with pytest.raises(InputError, match="is no chat that can be read"):
-            qwen.load_chat(path)
     with pytest.raises(InputError, match=r"gone.*cannot be read"):
         qwen.load_chat(tmp_path / "gone")
     with pytest.raises(InputError, match="cannot be written"):
         chat.save(tmp_path / "no such folder" / "chat")
     assert qwen.store.memory().used_bytes == used
     assert chat.ask("And?", max_new_tokens=2).token_ids
+
+
+@pytest.fixture(scope="module")
+def held(qwen) -> Conversation:
+    """A conversation of one turn with an image."""
+    chat = qwen.chat()
+    chat.ask("What?", images=[noise(64, 64)], max_new_tokens=2)
+    return chat._held.now
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_chats(qwen, held, tmp_path, monkeypatch, name) -> None:
+    """Refused without the pipeline's lock: here another thread has it all the time."""
+    path, used = tmp_path / "forged", qwen.store.memory()
+    monkeypatch.setattr(saved_module, "_check_counts", lambda turns: None)
+    save_chat(path, FORGED[name](held), None, qwen.fingerprint)
+    monkeypatch.undo()
+    with ThreadPoolExecutor(1) as thread, qwen.lock:
+        loading = thread.submit(qwen.load_chat, path)
+        with pytest.raises(InputError, match=r"forged: is no chat that can be read: .{,250}$"):
+            loading.result(20)
+    assert qwen.store.memory() == used
+
+
+def test_a_million_layers(qwen, tmp_path) -> None:
+    path = tmp_path / "forged"
+    qwen.chat().save(path)
+    with safe_open(path, "pt") as file:
+        text = json.loads(file.metadata()["oscar_mm.cache"])
+    text["layers"] = [{}] * 1_200_000
+    write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
+    with ThreadPoolExecutor(1) as thread, qwen.lock:
+        loading = thread.submit(qwen.load_chat, path)
+        with pytest.raises(InputError, match="forged: is damaged: 1200000 layers"):
+            loading.result(20)
+
+
+def test_a_chat_of_two_rows(qwen, held, tmp_path) -> None:
+    path, cache = tmp_path / "forged", held.cache.fork()
+    cache.batch_repeat_interleave(2)
+    save_chat(path, dataclasses.replace(held, cache=cache), None, qwen.fingerprint)
+    with pytest.raises(InputError, match="tokens and cache differ"):
+        qwen.load_chat(path)
+
+
+def test_a_chat_too_large_for_the_budget_is_not_loaded(qwen, held, qwen3_vl_folder, tmp_path):
+    path = tmp_path / "chat"
+    save_chat(path, held, None, qwen.fingerprint)
+    small = loaded(OscarVLPipeline, qwen3_vl_folder, kv_budget=100_000)
+    with pytest.raises(InputError, match="kv_budget is 100,000 bytes: 0 are in use"):
+        small.load_chat(path)
+    assert small.store.memory().pool_bytes == 0
+
+
+def test_too_many_turns_are_not_saved(held, tmp_path) -> None:
+    with pytest.raises(InputError, match="chat: cannot be written: 40,000 turns"):
+        save_chat(tmp_path / "chat", FORGED["many turns"](held), None, "f")
+
+
+def test_segments_of_many_turns_take_one_look(held) -> None:
+    """Their bytes are those of each one's tokens; a file may name thousands of turns."""
+    turn = held.turns[0]
+    parts = [turn, *turn.media]
+    found = [token_bytes(held.cache, one.start, one.stop) for one in parts]
+    assert [one.bytes for one in held.segments()] == [found[0] - found[1], found[1]]
+    cache = OscarCache("compact")
+    cache.begin(np.zeros((1, 200_000), np.int8))
+    turns = tuple(
+        dataclasses.replace(turn, start=start, stop=start + 10, media=(), forgotten=())
+        for start in range(0, 200_000, 10)
+    )
+    start = time.perf_counter()
+    assert len(dataclasses.replace(held, cache=cache, turns=turns).segments()) == 20_000
+    assert time.perf_counter() - start < 2
 
 
 def test_fingerprint_notices_a_changed_weight(qwen3_vl_folder) -> None:
