@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_VISITORS = 64
 IDLE_S = 900.0
-"""A visitor that did nothing for so long gives way to a new one when the hall is full."""
+"""A visitor with a conversation who did nothing for so long gives way when the hall is full."""
 
 
 class Hall:
@@ -39,7 +39,7 @@ class Hall:
             {pipe.policy: pipe}
         )
         self._visitors: dict[str, Visitor] = {}
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
         """The model with this cache format."""
@@ -52,27 +52,44 @@ class Hall:
     def visitor(self, session: str) -> Visitor:
         """Of a browser session; a new one is let in.
 
+        A session costs a caller nothing to invent: when the hall is full, who has no conversation
+        yet gives way, and is let in again with the first question.
+
         Raises:
-            InputError: the hall is full.
+            InputError: the hall is full, or closed.
         """
         with self._lock:
-            found, full = self._visitors.get(session), len(self._visitors) >= MAX_VISITORS
+            found = self._visitors.get(session)
         if found is None:
-            if full:
-                self._make_room()
-            new = Visitor(self)
-            with self._lock:
-                found = self._visitors.setdefault(session, new)
+            found = self._let_in(session, Visitor(self))
         found.seen = time.monotonic()
         return found
 
-    def _make_room(self) -> None:
-        """Whoever was idle longest leaves: a browser that lost its connection does not say so."""
+    def _let_in(self, session: str, new: Visitor) -> Visitor:
+        """The new visitor, or who came with the same session meanwhile."""
+        left = None
         with self._lock:
-            session, idlest = min(self._visitors.items(), key=lambda item: item[1].seen)
-        if time.monotonic() - idlest.seen < IDLE_S:
+            if self._closed:
+                raise InputError("the page is being closed")
+            if session in self._visitors:
+                return self._visitors[session]
+            if len(self._visitors) >= MAX_VISITORS:
+                left = self._visitors.pop(self._gives_way())
+            self._visitors[session] = new
+        if left is not None:
+            left.close()
+        return new
+
+    def _gives_way(self) -> str:
+        """Whose place is for another one: of those without a conversation, else of all, who was
+        idle longest. A browser that lost its connection does not say so."""
+        now = time.monotonic()
+        session, idlest = max(
+            self._visitors.items(), key=lambda item: (not item[1].converses, now - item[1].seen)
+        )
+        if idlest.converses and now - idlest.seen < IDLE_S:
             raise InputError(f"{MAX_VISITORS} visitors are here already: try again later")
-        self.leave(session)
+        return session
 
     def leave(self, session: str) -> None:
         """A visitor has left: what was held for it is free."""
@@ -82,9 +99,15 @@ class Hall:
             visitor.close()
 
     def close(self) -> None:
-        """All visitors leave."""
-        for session in list(self._visitors):
-            self.leave(session)
+        """All visitors leave, and no one is let in any more; answers end first."""
+        with self._lock:
+            self._closed = True
+            visitors = list(self._visitors.values())
+            self._visitors.clear()
+        for visitor in visitors:
+            visitor.stop()
+        for visitor in visitors:
+            visitor.close()
 
     @property
     def status(self) -> str:

@@ -64,6 +64,11 @@ class Visitor:
         """Exchanges that are turns of the chat."""
         return [one for one in self.exchanges if one.counts]
 
+    @property
+    def converses(self) -> bool:
+        """Whether something was asked and answered, or is just now."""
+        return self._turn.locked() or bool(self.turns)
+
     def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
         """Ask a question; goes on as the answer does, with ``exchanges`` brought up to date.
 

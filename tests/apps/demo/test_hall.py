@@ -72,11 +72,13 @@ def test_the_budget_holds_for_all_together(pipe, uploads) -> None:
 
 def test_the_hall_may_be_full(hall, monkeypatch) -> None:
     monkeypatch.setattr(hall_module, "MAX_VISITORS", 2)
-    hall.visitor("a"), hall.visitor("b")
+    for session in "ab":
+        asked(hall.visitor(session), "What?")
     with pytest.raises(InputError, match="2 visitors are here already"):
         hall.visitor("c")
     hall.leave("a")
     first = hall.visitor("c")
+    asked(first, "What?")
     monkeypatch.setattr(hall_module, "IDLE_S", 0.0)
     hall.visitor("b")
     hall.visitor("d")  # and c, idle longest, leaves
@@ -84,3 +86,40 @@ def test_the_hall_may_be_full(hall, monkeypatch) -> None:
     with asking:
         asked(first, "What?")
     assert hall.visitor("b") is not first
+
+
+def test_who_never_asked_gives_way(hall) -> None:
+    """Invented sessions keep nobody out, and push out nobody who has a conversation."""
+    mine = hall.visitor("mine")
+    asked(mine, "What?")
+    for index in range(100):
+        invented = hall.visitor(f"invented {index}")
+        with pytest.raises(InputError, match="nothing to take back"):
+            invented.undo()
+    assert len(hall._visitors) == hall_module.MAX_VISITORS
+    asked(hall.visitor("new"), "What?")
+    for index in range(100):
+        hall.visitor(f"more {index}").tell(InputError("no"))
+    assert hall.visitor("new").turns and hall.visitor("mine") is mine
+    assert len(hall._visitors) == hall_module.MAX_VISITORS
+
+
+def test_who_waits_for_the_first_answer_stays(hall, monkeypatch) -> None:
+    monkeypatch.setattr(hall_module, "MAX_VISITORS", 2)
+    first = hall.visitor("a")
+    options = {"max_new_tokens": 6, "temperature": 0.0}
+    answering = first.ask("What?", [], **options)
+    next(answering)
+    for index in range(5):
+        hall.visitor(str(index))
+    assert hall.visitor("a") is first
+    list(answering)
+    assert first.turns
+
+
+def test_nobody_is_let_in_after_the_end(hall) -> None:
+    asked(hall.visitor("a"), "What?")
+    hall.close()
+    with pytest.raises(InputError, match="is being closed"):
+        hall.visitor("b")
+    assert hall.pipe.budget.used_bytes == 0
