@@ -50,7 +50,9 @@ class KVBudget:
         try:
             if folder is True:
                 # Goes away with this object, at the latest with the process.
-                self._temporary = tempfile.TemporaryDirectory(prefix="oscar-mm-")
+                self._temporary = tempfile.TemporaryDirectory(
+                    prefix="oscar-mm-", ignore_cleanup_errors=True
+                )
                 self.folder = Path(self._temporary.name)
             elif folder is not False:
                 self.folder = Path(folder)
@@ -59,6 +61,12 @@ class KVBudget:
             raise InputError(f"spill={folder!r}: no folder that can be used: {error}") from None
         self._last_use: weakref.WeakKeyDictionary[Holding, int] = weakref.WeakKeyDictionary()
         self._clock = count()
+
+    def close(self) -> None:
+        """Remove the folder if it is a temporary one; nothing can be written to disk any more."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self.folder = None
 
     @property
     def used_bytes(self) -> int:

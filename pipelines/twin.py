@@ -31,5 +31,6 @@ def with_policy(pipe: P, policy: str | KVPolicy) -> P:
     twin.store = PageStore(twin.policy, pipe.lock, pipe.store.ranks)
     twin.prefixes = None
     if pipe.budget is not None:
-        pipe.budget.stores.add(twin.store)
+        with pipe.lock:
+            pipe.budget.stores.add(twin.store)
     return twin

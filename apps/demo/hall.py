@@ -99,15 +99,21 @@ class Hall:
             visitor.close()
 
     def close(self) -> None:
-        """All visitors leave, and no one is let in any more; answers end first."""
+        """All visitors leave, as soon as their answers end, and no one is let in any more."""
         with self._lock:
             self._closed = True
             visitors = list(self._visitors.values())
-            self._visitors.clear()
         for visitor in visitors:
             visitor.stop()
         for visitor in visitors:
             visitor.close()
+        with self._lock:
+            self._visitors.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no one is here, and so nothing is being answered."""
+        return not self._visitors
 
     @property
     def status(self) -> str:

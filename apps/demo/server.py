@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -26,6 +27,8 @@ _STYLE = Path(__file__).with_name("style.css")
 _FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
 _CLEANED_EVERY_S, _KEPT_S = 600, 6 * 3600
+GRACE_S = 10.0
+"""So long answers that are being written have to end when the page is closed."""
 
 
 def serve(
@@ -40,25 +43,33 @@ def serve(
     device: str | None,
     dtype: str | None,
 ) -> None:
-    """Load the model and serve the page until Ctrl-C.
+    """Load the model and serve the page until Ctrl-C or SIGTERM; then nothing of it is left.
 
     Raises:
         InputError: no such model, or the port is taken.
     """
-    pipe = pipeline_for(model)(
-        model,
-        policy=policy,
-        dtype=dtype or _dtype(device),
-        device=device,
-        limits=LIMITS,
-        kv_budget=kv_budget,
-        max_context=max_context,
-    )
-    settings = Settings(KVPolicy.preset(policy), policy, compare=compare)
-    with running(pipe, settings, port=port, host=host) as served:
-        print(f"oscar-mm: {served.address} (Ctrl-C ends it)", file=sys.stderr)
-        wait_for_ctrl_c()
+    with sigterm_as_ctrl_c():
+        pipe = pipeline_for(model)(
+            model,
+            policy=policy,
+            dtype=dtype or _dtype(device),
+            device=device,
+            limits=LIMITS,
+            kv_budget=kv_budget,
+            max_context=max_context,
+        )
+        settings = Settings(KVPolicy.preset(policy), policy, compare=compare)
+        try:
+            with running(pipe, settings, port=port, host=host) as served:
+                print(f"oscar-mm: {served.address} (Ctrl-C ends it)", file=sys.stderr)
+                wait_for_ctrl_c()
+        finally:
+            pipe.budget.close()
     print(file=sys.stderr)
+    if not served.hall.is_empty:
+        # The model still reads for someone, in a thread that the process would wait for.
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _dtype(device: str | None) -> str | None:
@@ -86,12 +97,13 @@ class Served:
 def running(
     pipe: Any, settings: Settings, *, port: int, host: str = "127.0.0.1"
 ) -> Iterator[Served]:
-    """The page while it is served.
+    """The page while it is served; then visitors leave, those with an answer in ``GRACE_S``.
 
     Raises:
         InputError: the port is taken.
     """
-    with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-") as name:
+    # Answers that go on may still open files in it.
+    with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         # Read when a page is built; uploads go there, and nothing outlives the server.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
@@ -138,8 +150,28 @@ def running(
         try:
             yield Served(page.local_url, hall, page)
         finally:
+            leaving = threading.Thread(target=hall.close, daemon=True)
+            leaving.start()
             page.close(verbose=False)
-            hall.close()
+            leaving.join(GRACE_S)
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """In the block SIGTERM does what Ctrl-C does; once, so that it does not disturb the end."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def wait_for_ctrl_c() -> None:

@@ -1,7 +1,14 @@
 """oscar-mm demo: what it needs, what it refuses, and that it serves until Ctrl-C."""
 
 import importlib.util
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -10,7 +17,8 @@ from oscar_mm.apps.demo import server
 from oscar_mm.apps.demo.command import DEFAULT_MODEL
 from oscar_mm.cli import run
 from oscar_mm.models import BUNDLED
-from tests.apps.demo.test_server import free_port
+from tests.apps.demo.test_server import WHERE, call, free_port, join, upload
+from tests.processes import Forked, command
 
 
 def test_the_default_is_a_bundled_model() -> None:
@@ -55,6 +63,67 @@ def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys) -> None:
     assert f"http://127.0.0.1:{port}/ (Ctrl-C ends it)" in capsys.readouterr().err
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/")
+
+
+def serve_until_told(folder: Path, port: int, slow: Path, reading: Path, *options: str) -> None:
+    """The demo; once a file is there, a step of the model takes minutes, as another file tells."""
+    load = server.pipeline_for
+
+    def slowly(*_: object) -> None:
+        if slow.exists():
+            reading.touch()
+            time.sleep(300)
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        pipe = load(folder)(*arguments, **named)
+        pipe.model.lm_head.register_forward_pre_hook(slowly)
+        return pipe
+
+    server.pipeline_for = lambda model: made
+    server.GRACE_S = 1.0
+    command("demo", "-m", str(folder), "--port", str(port), "--device", "cpu", *options)
+
+
+def until(done: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if found := done():
+                return found
+        time.sleep(0.05)
+    raise AssertionError(f"not in {seconds} s")
+
+
+def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
+    """Neither uploads nor conversations on disk, whoever is connected and waits for an answer."""
+    port, left, slow, reading = free_port(), tmp_path / "tmp", tmp_path / "slow", tmp_path / "reads"
+    left.mkdir()
+    arguments = qwen3_omni_folder, port, slow, reading, "--kv-budget", "250kB"
+    with (
+        Forked(serve_until_told, *arguments, environment={"TMPDIR": str(left)}) as demo,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        until(lambda: client.get("/").status_code == 200)
+        handlers = {
+            one["id"]: SimpleNamespace(name=one["api_name"])
+            for one in client.get("/config").json()["dependencies"]
+        }
+        page = SimpleNamespace(page=SimpleNamespace(fns=handlers))
+        with ExitStack() as sessions:
+            for session in ("first", "second"):
+                beats = client.stream("GET", f"gradio_api/heartbeat/{session}")
+                next(sessions.enter_context(beats).iter_lines())
+                message = {"text": "What?", "files": [upload(client, uploads / "0.png")]}
+                assert call(client, page, "ask", [message, 0, 4, *WHERE], session)[-1]["success"]
+            assert any(left.rglob("0.png")) and any(left.rglob("chat-*.safetensors"))
+            slow.touch()
+            join(client, page, "ask", [message, 0, 4, *WHERE], "second")
+            until(reading.exists)
+            start = time.monotonic()
+            os.kill(demo.pid, signal.SIGTERM)
+            assert demo.wait(30) == 0
+            assert time.monotonic() - start < 20
+    assert not list(left.iterdir())
 
 
 def test_ctrl_c(monkeypatch) -> None:

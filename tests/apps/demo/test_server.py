@@ -38,9 +38,7 @@ def client(served: Served) -> Iterator[httpx.Client]:
 
 def call(client: httpx.Client, served: Served, name: str, data: list, session: str) -> list[dict]:
     """What the queue sends about a call of a handler."""
-    [index] = [i for i, one in served.page.fns.items() if one.name == name]
-    body = {"data": data, "fn_index": index, "session_hash": session}
-    client.post("gradio_api/queue/join", json=body).raise_for_status()
+    join(client, served, name, data, session)
     sent = []
     with client.stream(
         "GET", "gradio_api/queue/data", params={"session_hash": session}
@@ -51,6 +49,13 @@ def call(client: httpx.Client, served: Served, name: str, data: list, session: s
                 if sent[-1]["msg"] in ("process_completed", "close_stream"):
                     break
     return sent
+
+
+def join(client: httpx.Client, served: Served, name: str, data: list, session: str) -> None:
+    """Have a handler called."""
+    [index] = [i for i, one in served.page.fns.items() if one.name == name]
+    body = {"data": data, "fn_index": index, "session_hash": session}
+    client.post("gradio_api/queue/join", json=body).raise_for_status()
 
 
 def upload(client: httpx.Client, path: Path) -> dict[str, Any]:
