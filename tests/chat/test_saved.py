@@ -57,9 +57,6 @@ FORGED = {
     "position": lambda held: dataclasses.replace(held, next_position=torch.tensor([float("nan")])),
     "positions": lambda held: dataclasses.replace(held, next_position=torch.tensor([True])),
     "turns": lambda held: dataclasses.replace(held, turns=()),
-    "many turns": lambda held: dataclasses.replace(
-        held, turns=(first_turn(media=(), forgotten=())(held).turns * 40_000)
-    ),
     "a turn's pending": first_turn(pending=(10**9,)),
     "a turn's ids": first_turn(pending=("1",)),
     "a turn's position": first_turn(position=1e300),
@@ -186,12 +183,10 @@ def held(qwen) -> Conversation:
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_forged_chats(qwen, held, tmp_path, monkeypatch, name) -> None:
+def test_forged_chats(qwen, held, tmp_path, name) -> None:
     """Refused without the pipeline's lock: here another thread has it all the time."""
     path, used = tmp_path / "forged", qwen.store.memory()
-    monkeypatch.setattr(saved_module, "_check_counts", lambda turns: None)
     save_chat(path, FORGED[name](held), None, qwen.fingerprint)
-    monkeypatch.undo()
     with ThreadPoolExecutor(1) as thread, qwen.lock:
         loading = thread.submit(qwen.load_chat, path)
         with pytest.raises(InputError, match=r"forged: is no chat that can be read: .{,250}$"):
@@ -229,9 +224,18 @@ def test_a_chat_too_large_for_the_budget_is_not_loaded(qwen, held, qwen3_vl_fold
     assert small.store.memory().pool_bytes == 0
 
 
-def test_too_many_turns_are_not_saved(held, tmp_path) -> None:
-    with pytest.raises(InputError, match="chat: cannot be written: 40,000 turns"):
-        save_chat(tmp_path / "chat", FORGED["many turns"](held), None, "f")
+def test_turns_are_counted(qwen, held, tmp_path, monkeypatch) -> None:
+    """What would not be read again is not written either."""
+    path = tmp_path / "chat"
+    save_chat(path, held, None, qwen.fingerprint)
+    for limit in ("_MAX_TURNS", "_MAX_MEDIA"):
+        monkeypatch.setattr(saved_module, limit, 0)
+        with pytest.raises(InputError, match="chat: is no chat that can be read: 1 turns and 1 me"):
+            qwen.load_chat(path)
+        with pytest.raises(InputError, match="chat: cannot be written: 1 turns and 1 media"):
+            save_chat(path, held, None, qwen.fingerprint)
+        monkeypatch.undo()
+    assert qwen.load_chat(path).turns == held.turns
 
 
 def test_segments_of_many_turns_take_one_look(held) -> None:
