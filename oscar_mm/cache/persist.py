@@ -330,12 +330,8 @@ def _checked_shapes(
     """Of every layer, by the header; ValueError if a tensor is there that should not, or is not
     what others say."""
     layers, rest = text["layers"], dict(kinds)
-    most = _MAX_LAYERS if model is None else len(model)
-    if (
-        not isinstance(layers, list)
-        or len(layers) > most
-        or (model and layers and len(layers) < most)
-    ):
+    # An empty cache has no layers yet.
+    if len(layers) > _MAX_LAYERS or (model is not None and len(layers) not in (0, len(model))):
         raise ValueError(f"{len(layers)} layers")
     for name in [name for name in rest if name.startswith("given.")]:
         del rest[name]
@@ -354,7 +350,9 @@ def _checked_shapes(
         shape = LayerShape(heads, width, _DTYPES[blocks.dtype])
         if model is not None and shape != model[index]:
             raise ValueError(f"layer {index}: {shape}, where the model has {model[index]}")
-        wanted = {16: ((2, heads, BLOCK_TOKENS, width), blocks.dtype)}
+        wanted: dict[int, tuple[tuple[int, ...], str]] = {
+            16: ((2, heads, BLOCK_TOKENS, width), blocks.dtype)
+        }
         for bits in set(policy.bits) - {16}:
             page = PageFormat.of(policy, bits, heads, width)
             wanted[bits] = ((page.page_bytes,), "U8")
