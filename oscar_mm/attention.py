@@ -5,8 +5,10 @@
 another one, or without, it is transformers' own "sdpa".
 
 Two functions are registered when this module is imported: the attention itself, and the mask
-function of the same name. Transformers calls the latter once a forward pass, before any layer, and
-without one it would drop the padding mask silently.
+function of the same name. Transformers calls the latter before any layer, once a forward pass for
+each kind of layer, and without one it would drop the padding mask silently. Where the model asks
+for more than causal attention (windows, chunks, images whose tokens see each other), or hides
+tokens that the cache holds, the mask is built and the past unpacked, a layer at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from oscar_mm.errors import InputError
 
 IMPLEMENTATION = "oscar"
 _SDPA = "sdpa"
@@ -30,7 +34,6 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of transformers' AttentionInterface.
@@ -43,23 +46,23 @@ def attend(
         value: likewise.
         attention_mask: what the mask function returned.
         scaling: factor of the scores; head_dim ** -0.5 by default.
-        sliding_window: tokens that a query sees, itself included; None for all.
 
     Returns:
         (batch, tokens, query heads, head_dim) and None.
+
+    Raises:
+        NotImplementedError: with an ``OscarCache``, what pages cannot do.
     """
     chunk = getattr(key, "oscar_chunk", None)
     if chunk is None:
-        if sliding_window is not None:
-            kwargs["sliding_window"] = sliding_window
         sdpa = AttentionInterface()[_SDPA]
         return sdpa(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if attention_mask is not None:
+    if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            "attention 'oscar' with an OscarCache takes a 2-D attention_mask (padding) only; "
-            "use attn_implementation='sdpa' for a mask of your own"
+            "attention 'oscar' does not keep the weights that output_attentions asks for; use "
+            "attn_implementation='eager', with which an OscarCache works too"
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -69,7 +72,7 @@ def attend(
             )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return chunk.attend(module, query, key, value, scaling, sliding_window).transpose(1, 2), None
+    return chunk.attend(module, query, key, value, scaling, attention_mask).transpose(1, 2), None
 
 
 def mask(
@@ -79,26 +82,52 @@ def mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Mask function: tells the cache of the padding; builds a mask only for other caches.
+    """Mask function: tells the cache of the padding; None where causal attention is all there is.
 
     ``kv_length`` is what ``Cache.get_mask_sizes`` returned; of an ``OscarCache`` it is an int that
     knows its cache, the one thread of contact between mask and cache that transformers leaves.
+
+    Args:
+        attention_mask: (batch, tokens of the cache and new ones) bool, False for what nobody sees.
+        local_size: tokens that a window or a chunk holds.
+        allow_is_causal_skip: transformers' word that up to ``local_size`` tokens the mask is
+            causal, but for padding.
+
+    Returns:
+        (batch, 1, new tokens, all tokens) bool or None.
+
+    Raises:
+        InputError: the attention_mask is too short.
     """
     cache = getattr(kv_length, "cache", None)
-    if cache is None:
-        return AttentionMaskInterface()[_SDPA](
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-    cache.attend_packed(None if attention_mask is None else attention_mask[:, -q_length:])
-    return None
+    kwargs |= {"attention_mask": attention_mask, "local_size": local_size}
+    if cache is not None:
+        if attention_mask is not None:
+            if attention_mask.shape[1] < kv_length:
+                raise InputError(
+                    f"attention_mask covers {attention_mask.shape[1]} tokens; it must cover those "
+                    f"in the cache and the new ones, {kv_length}"
+                )
+            attention_mask = attention_mask[:, :kv_length]
+        hides = cache.attend_packed(attention_mask)
+        causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
+        if causal and not hides:
+            return None
+        # None would stand for causal attention.
+        allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
+    return AttentionMaskInterface()[_SDPA](
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **kwargs,
+    )
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

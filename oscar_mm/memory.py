@@ -14,11 +14,14 @@ from oscar_mm.modality import Modality
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
+    import torch
+    from transformers.cache_utils import LinearAttentionLayer
+
     from oscar_mm.cache.cache import OscarCache
     from oscar_mm.cache.ledger import Ledger
     from oscar_mm.cache.store import LayerPools, PageStore
 
-KINDS = ("codes", "scales", "norms", "tails", "tables", "unused")
+KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
 _SHARED = "shared"
 _TAILS = "tails: tokens outside of full pages of 128, in the model's dtype"
 
@@ -31,14 +34,15 @@ class MemoryReport:
     a store are in a cache's report while no other cache holds slots of the store.
 
     Attributes:
-        kv_bytes: all bytes held: pools (used and free slots), balancing vectors, tables.
-        bf16_bytes: bytes of the same tokens as plain 16-bit keys and values.
+        kv_bytes: all bytes held: pools (used and free slots), states of linear-attention layers,
+            balancing vectors, tables.
+        bf16_bytes: bytes of the same tokens as plain 16-bit keys and values, and of the states.
         values: key and value elements stored (2 * layers * KV heads * head_dim * tokens).
         by_modality: bytes of "text", "image", "video", "audio", and "shared" (tables, balancing
-            vectors and free slots).
+            vectors, states and free slots).
         by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (tokens in the model's
-            dtype: recent ones, sinks, incomplete pages), "tables" (page tables, token map,
-            balancing vectors), "unused" (free slots of the pools).
+            dtype: recent ones, sinks, incomplete pages), "states" (of linear attention), "tables"
+            (page tables, token map, balancing vectors), "unused" (free slots of the pools).
         tokens: stored tokens by modality, summed over the batch; of shared slots counted once
             for each sequence.
         shared_bytes: those of kv_bytes that other caches hold too.
@@ -86,7 +90,7 @@ class MemoryReport:
         """A table of a few lines."""
         if not self.kv_bytes:
             return "KV cache: empty"
-        per_token = self.bf16_bytes / max(1, sum(self.tokens.values()))
+        per_token = 2 * self.values / max(1, sum(self.tokens.values()))
         rows = [("KV cache", "tokens", "held", "in 16 bit", "ratio")]
         for name, held in self.by_modality.items():
             tokens = self.tokens.get(name, 0)
@@ -102,7 +106,8 @@ class MemoryReport:
                     )
                 )
         if self.by_modality.get(_SHARED):
-            rows.append(("tables, free", "", format_bytes(self.by_modality[_SHARED]), "", ""))
+            name = "states, tables, free" if self.by_kind.get("states") else "tables, free"
+            rows.append((name, "", format_bytes(self.by_modality[_SHARED]), "", ""))
         rows.append(
             (
                 "all",
@@ -174,7 +179,7 @@ def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:
 def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0) -> list[int]:
     """``token_bytes`` of many spans, (start, stop) each, for one look at the tokens."""
     sequence, ends = cache.ledger.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
-    pools = [cache.store.layers[x.index].by_bits for x in cache.layers if x.is_initialized]
+    pools = [cache.store.layers[x.index].by_bits for x in cache.packed_layers]
     total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
         # Of the stream's tokens those before a span, and those before its end.
@@ -212,9 +217,7 @@ def measure(cache: OscarCache) -> MemoryReport:
     alone = all(one.alone for one in slots.values())
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
-    for layer in cache.layers:
-        if not layer.is_initialized:
-            continue
+    for layer in cache.packed_layers:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
         pools = cache.store.layers[layer.index]
         before = sum(by_kind.values())
@@ -224,12 +227,16 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_kind["tables"] += own
         by_modality[_SHARED] += own
         by_device[str(layer.device)] += sum(by_kind.values()) - before
+    for state in (x for layer in cache.linear_layers for x in _states(layer)):
+        by_kind["states"] += state.nbytes
+        by_modality[_SHARED] += state.nbytes
+        by_device[str(state.device)] += state.nbytes
     by_device["cpu"] += ledger.table_bytes
     by_kind["tables"] += ledger.table_bytes
     by_modality[_SHARED] += ledger.table_bytes
     return MemoryReport(
         kv_bytes=sum(by_kind.values()),
-        bf16_bytes=2 * values,
+        bf16_bytes=2 * values + by_kind["states"],
         values=values,
         by_modality=by_modality,
         by_kind=by_kind,
@@ -238,6 +245,11 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_device=dict(by_device),
         ranks=ledger.store.ranks.count,
     )
+
+
+def _states(layer: LinearAttentionLayer) -> list[torch.Tensor]:
+    both = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in both if state is not None]
 
 
 def _slots(ledger: Ledger, bits: int) -> _Slots:

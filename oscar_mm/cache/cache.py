@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
 import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
 from oscar_mm.cache.chunk import Chunk, KeyLength
@@ -23,7 +24,12 @@ from oscar_mm.quant.balance import sigmas_of_model
 
 _INCOMPLETE = (
     "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
-    "start again"
+    "start again. (An encoder-decoder takes EncoderDecoderCache(OscarCache(...), DynamicCache()).)"
+)
+_ONE_STATE = "linear-attention layers keep the state after the last token only"
+_TWO_STATES = (
+    "layer {} has attention and a linear-attention state, of which an OscarCache holds one a "
+    "layer: use transformers' DynamicCache for this model"
 )
 
 
@@ -38,7 +44,8 @@ class OscarCache(Cache):
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
     pages; with any other implementation it is unpacked for each layer in turn, to the same result.
     A prompt's attention is exact in both: its keys and values are packed after their layer's
-    attention is done. Tokens of a later chunk see the packed past.
+    attention is done. Tokens of a later chunk see the packed past. Layers with linear attention
+    (Qwen3-Next, Qwen3.5, Jamba) keep their state as it is, in transformers' own layers.
 
     The cache learns of padding from attention "oscar"; with other implementations, and to store
     images, video and audio in streams of their own, call ``expect`` before a prompt.
@@ -88,9 +95,21 @@ class OscarCache(Cache):
         """
         self._expected.announce(modalities, attention_mask)
 
-    def attend_packed(self, padding: torch.Tensor | None) -> None:
-        """Attention "oscar" announces a forward pass: (batch, tokens) bool, False for padding."""
-        self._expected.attention(packed=True, padding=padding)
+    def attend_packed(self, mask: torch.Tensor | None) -> bool:
+        """Attention "oscar" announces a forward pass.
+
+        Args:
+            mask: (batch, tokens held and new ones) bool, False for what nobody sees.
+
+        Returns:
+            whether the mask hides tokens that are held; new ones are not stored where it is False.
+        """
+        if mask is None:
+            self._expected.attention(packed=True)
+            return False
+        mask, past = mask.to("cpu", torch.bool), self.ledger.length
+        self._expected.attention(packed=True, padding=mask[:, past:])
+        return past > 0 and bool((self.real_tokens(past) & ~mask[:, :past]).any())
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
@@ -102,14 +121,16 @@ class OscarCache(Cache):
         """
         if self.closed:
             raise RuntimeError("the cache is closed")
-        while len(self.layers) <= layer_idx:
-            self.layers.append(OscarLayer(self, len(self.layers)))
-        layer = self.layers[layer_idx]
+        layer = self._layer(layer_idx)
+        if isinstance(layer, LinearAttentionLayer):
+            raise NotImplementedError(_TWO_STATES.format(layer_idx))
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.sigma = self._sigmas.get(layer_idx)
         step = self._step_for(layer, key_states)
-        if self._expected.packed:
+        if step.from_pages is None:
+            step.from_pages = self._expected.take_packed()
+        if step.from_pages:
             # A view, so that no stored tensor leads back to this layer.
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = Chunk(layer, step)
@@ -136,6 +157,22 @@ class OscarCache(Cache):
         layer.waits = True
         return ledger.last
 
+    def _layer(self, index: int) -> OscarLayer | LinearAttentionLayer:
+        """A layer, made an empty ``OscarLayer`` if it was not there."""
+        while len(self.layers) <= index:
+            self.layers.append(OscarLayer(self, len(self.layers)))
+        return self.layers[index]
+
+    @property
+    def packed_layers(self) -> list[OscarLayer]:
+        """Those that have taken in keys and values."""
+        return [x for x in self.layers if isinstance(x, OscarLayer) and x.is_initialized]
+
+    @property
+    def linear_layers(self) -> list[LinearAttentionLayer]:
+        """Those of linear attention, which hold a state instead of keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+
     def begin(self, modalities: np.ndarray) -> Step:
         """Decide what becomes of new tokens, (batch, tokens) modality ids: all layers carry it out.
 
@@ -151,7 +188,7 @@ class OscarCache(Cache):
             RuntimeError: the cache can only be reset or closed.
             FloatingPointError: of a prompt, on a GPU; on a CPU its forward pass raises it.
         """
-        layers = [layer for layer in self.layers if layer.is_initialized]
+        layers = self.packed_layers
         for layer in layers:
             if layer.waits or layer.steps < self.ledger.steps:
                 raise RuntimeError(_INCOMPLETE.format(layer.index))
@@ -203,7 +240,10 @@ class OscarCache(Cache):
         twin = OscarCache(self.policy, store=self.store)
         twin._own_store, twin.closed, twin._sigmas = self._own_store, self.closed, self._sigmas
         twin.ledger = self.ledger.fork()
-        twin.layers += [layer.fork(twin) for layer in self.layers]
+        twin.layers += [
+            layer.fork(twin) if isinstance(layer, OscarLayer) else _copied(layer)
+            for layer in self.layers
+        ]
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
         return twin
 
@@ -227,10 +267,13 @@ class OscarCache(Cache):
         Raises:
             InputError: tokens or a row that are not there.
             RuntimeError: as of ``fork``.
+            NotImplementedError: the state of a linear-attention layer has seen them.
         """
+        if self.linear_layers:
+            raise NotImplementedError(f"OscarCache.forget: {_ONE_STATE}")
         self.check_complete()
         moves = self.ledger.forget(row, start, stop)
-        layers = [layer for layer in self.layers if layer.is_initialized]
+        layers = self.packed_layers
         for layer in layers:
             layer.waits = True  # Interrupted, the cache would be incomplete.
         for layer in layers:
@@ -255,7 +298,12 @@ class OscarCache(Cache):
 
         Tokens in 16 bit are dropped; a packed page that is cut keeps its codes and counts fewer
         tokens. Nothing is quantized again.
+
+        Raises:
+            NotImplementedError: the state of a linear-attention layer has seen them.
         """
+        if tokens_to_remove and self.linear_layers:
+            raise NotImplementedError(f"OscarCache.crop: {_ONE_STATE}")
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): give minus the number of tokens to remove, "
@@ -265,18 +313,72 @@ class OscarCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row ``beam_idx[i]`` was; beams share the slots of their history."""
-        self.ledger.select(beam_idx.tolist())
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; the copies share their slots."""
         rows = range(len(self.ledger.sequences))
-        self.ledger.select([row for row in rows for _ in range(repeats)])
+        self._select([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows at these indices, or where a bool mask is true."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
-        self.ledger.select(indices.tolist())
+        self._select(indices.tolist())
+
+    def _select(self, rows: list[int]) -> None:
+        self.ledger.select(rows)
+        for layer in self.linear_layers:
+            layer.reorder_cache(torch.tensor(rows))
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether a linear-attention layer, by default the last one, has a state."""
+        if not self.linear_layers or (layer_idx is not None and not self._is_linear(layer_idx)):
+            return False
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """State of a linear-attention layer's convolution; None before the first tokens."""
+        return super().get_conv_state(layer_idx, state_idx) if self._is_linear(layer_idx) else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """State of a linear-attention layer's recurrence; None before the first tokens."""
+        if not self._is_linear(layer_idx):
+            return None
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See ``Cache.update_conv_state``; a layer whose first update this is becomes linear."""
+        self._use_linear(layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See ``Cache.update_recurrent_state``; else as ``update_conv_state``."""
+        self._use_linear(layer_idx, state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _is_linear(self, index: int) -> bool:
+        return index < len(self.layers) and isinstance(self.layers[index], LinearAttentionLayer)
+
+    def _use_linear(self, index: int, state: int) -> None:
+        if self.closed:
+            raise RuntimeError("the cache is closed")
+        if state:
+            raise NotImplementedError(
+                f"layer {index} has several linear-attention states, of which an OscarCache holds "
+                "one: use transformers' DynamicCache for this model"
+            )
+        layer = self._layer(index)
+        if isinstance(layer, OscarLayer):
+            if layer.is_initialized:
+                raise NotImplementedError(_TWO_STATES.format(index))
+            self.layers[index] = LinearAttentionLayer()
 
     def reset(self) -> None:
         """Forget everything, balancing too; pools of a store of its own are given up."""
@@ -292,8 +394,38 @@ class OscarCache(Cache):
         self.reset()
         self.closed = True
 
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first tokens."""
+        return len(self.ledger.sequences) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether tokens have come in."""
+        return bool(self.packed_layers)
+
     def offload(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: pages are small enough to stay."""
         raise NotImplementedError("OscarCache.offload: pages cannot be offloaded")
 
-    prefetch = offload
+    def prefetch(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported, as nothing is offloaded."""
+        raise NotImplementedError("OscarCache.prefetch: pages cannot be offloaded")
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: pools follow the first keys."""
+        raise NotImplementedError("OscarCache.early_initialization: pools follow the first keys")
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: there are no pages for the keys of sparse attention's indexer."""
+        raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be held")
+
+
+def _copied(layer: LinearAttentionLayer) -> LinearAttentionLayer:
+    """A layer of the same states, which are written in place, in tensors of its own."""
+    twin = copy.copy(layer)
+    for name, by_state in vars(layer).items():
+        if isinstance(by_state, dict):
+            own = {k: x.clone() if torch.is_tensor(x) else x for k, x in by_state.items()}
+            setattr(twin, name, own)
+    return twin

@@ -40,31 +40,36 @@ class Chunk:
         key: torch.Tensor,
         value: torch.Tensor,
         scaling: float,
-        sliding_window: int | None,
+        visible: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.attend``."""
+        """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.attend``.
+
+        Args:
+            visible: what a query sees of what is stored, (batch, 1 or query heads, new tokens,
+                all tokens) bool, or numbers that are added to the scores; None for causal.
+        """
         layer, step = self._layer, self._step
         real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
         if not layer.sigma_is_final:
             tokens = None if real is None else real.to(key.device)
             layer.settle_basis(key, query, module, tokens)
-        past = layer.cache.get_seq_length() - key.shape[2]
-        if sliding_window is None or past + key.shape[2] <= sliding_window:
+        if visible is None:
             output = attend_stored(layer, query, key, value, scaling, step)
         else:
             keys, values = layer.cache.with_past(layer, step, key, value)
-            visible = window_mask(layer.cache, key.shape[2], sliding_window).to(key.device)
             output = scaled_dot_product_attention(
-                query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=True
+                *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
             ).nan_to_num()  # a query that is padding sees nothing
         layer.append(key, value, step)
         return output
 
+    def _stored(self, visible: torch.Tensor) -> torch.Tensor:
+        """A mask without what is not stored: padding and forgotten tokens."""
 
-def window_mask(cache: OscarCache, queries: int, window: int) -> torch.Tensor:
-    """(batch, 1, queries, length) bool: causal, sliding, without what is not stored."""
-    length = cache.get_seq_length()
-    query = torch.arange(length - queries, length)[:, None]
-    key = torch.arange(length)
-    visible = (key <= query) & (key > query - window)
-    return visible & cache.real_tokens(length)[:, None, None]
+        def real() -> torch.Tensor:
+            return self._layer.cache.real_tokens(visible.shape[-1])[:, None, None]
+
+        stored = self._step.once(("stored", visible.device), lambda: real().to(visible.device))
+        if visible.dtype == torch.bool:
+            return visible & stored
+        return visible.masked_fill(~stored, -torch.inf)

@@ -12,14 +12,10 @@ from oscar_mm.modality import PADDING, Modality
 
 
 class Expected:
-    """Modality ids of tokens to come, taken in pieces as they come.
-
-    Attributes:
-        packed: whether attention "oscar" runs the coming forward pass.
-    """
+    """Modality ids of tokens to come, taken in pieces as they come."""
 
     def __init__(self) -> None:
-        self.packed = False
+        self._packed = False
         self._ids: np.ndarray | None = None
         self._padding: np.ndarray | None = None
 
@@ -49,7 +45,7 @@ class Expected:
 
     def attention(self, *, packed: bool, padding: torch.Tensor | None = None) -> None:
         """Of the coming forward pass; ``padding``: (batch, tokens), False or 0 for padding."""
-        self.packed = packed
+        self._packed = packed
         self._padding = None if padding is None else padding.to("cpu").numpy().astype(bool)
 
     def take(self, batch: int, tokens: int) -> np.ndarray:
@@ -57,15 +53,25 @@ class Expected:
         ids = self._announced(batch, tokens)
         if ids is None:
             ids = np.zeros((batch, tokens), dtype=np.int8)
-            if self._padding is None and not self.packed and batch > 1 and tokens > 1:
+            if self._padding is None and not self._packed and batch > 1 and tokens > 1:
                 warnings.warn(
                     "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
                     "that is stored too. Call cache.expect, or use attention 'oscar'",
                     stacklevel=4,  # who called OscarCache.update
                 )
-        if self._padding is not None:
-            ids[~self._padding] = PADDING
+        padding, self._padding = self._padding, None
+        if padding is not None:
+            ids[~padding] = PADDING
         return ids
+
+    def take_packed(self) -> bool:
+        """Whether attention "oscar" runs the forward pass that has begun.
+
+        The next one has to announce itself again: of a pass with a mask of four dimensions nobody
+        hears, and it gets past and new tokens, whatever its attention is.
+        """
+        packed, self._packed = self._packed, False
+        return packed
 
     def _announced(self, batch: int, tokens: int) -> np.ndarray | None:
         if self._ids is None:

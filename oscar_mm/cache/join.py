@@ -16,7 +16,7 @@ def can_join(caches: SequenceOf[OscarCache]) -> bool:
 
     The balancing differs where it is taken from the prompt, that is on models without QK-norm.
     """
-    if any(cache.store is not caches[0].store for cache in caches):
+    if any(cache.store is not caches[0].store or cache.linear_layers for cache in caches):
         return False
     sigmas = [[layer.sigma for layer in cache.layers] for cache in caches if cache.layers]
     return all(
@@ -40,7 +40,8 @@ def join(caches: SequenceOf[OscarCache]) -> OscarCache:
     """
     if not can_join(caches):
         raise InputError(
-            "caches of different stores, or balanced by different prompts, cannot be joined"
+            "caches of different stores, balanced by different prompts, or with linear attention "
+            "cannot be joined"
         )
     for cache in caches:
         cache.check_complete()

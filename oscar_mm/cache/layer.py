@@ -44,7 +44,7 @@ class OscarLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: OscarCache, index: int) -> None:
-        super().__init__()
+        self.is_initialized = False
         # Weak, so that slots go back as soon as nobody has the cache.
         self._cache, self.index = weakref.ref(cache), index
         # Steps carried out, and whether the next one has come in but is not carried out yet.
@@ -56,6 +56,16 @@ class OscarLayer(CacheLayerMixin):
     def cache(self) -> OscarCache:
         """Whose layer it is."""
         return self._cache()
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Not there: models read it of a cross-attention whose keys do not grow."""
+        raise NotImplementedError(
+            "OscarLayer.keys: keys and values are in pages (OscarCache.unpacked makes a copy); for "
+            "cross-attention use a DynamicCache"
+        )
+
+    values = keys
 
     def fork(self, cache: OscarCache) -> OscarLayer:
         """The same layer for a fork of the cache: the same pools and the same basis."""

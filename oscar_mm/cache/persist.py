@@ -76,7 +76,10 @@ def save_cache(
     Raises:
         InputError: the file cannot be written, or metadata cannot be saved.
         RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+        NotImplementedError: layers hold states of linear attention.
     """
+    if cache.linear_layers:
+        raise NotImplementedError(f"{path}: states of linear attention cannot be saved")
     cache.check_complete()
     tables, slots = renumbered(cache.ledger)
     tensors, plain = dict(tables.tensors()), {}

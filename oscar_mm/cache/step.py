@@ -56,6 +56,8 @@ class Step:
         real: for each row the indices of its tokens that are not padding; None if all are real.
         past: the sequences before the step. Their slots stay as they are until a layer carries
             the step out, so attention over the past and the new tokens comes first.
+        from_pages: whether attention "oscar" runs the forward pass and reads the past from its
+            pages; None until the first layer's keys come in.
         fixed: where a graph finds the tables of attention and of ``writes``; None makes new ones.
     """
 
@@ -64,6 +66,7 @@ class Step:
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
     past: list[Sequence] = field(default_factory=list)
+    from_pages: bool | None = None
     fixed: FixedTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
 

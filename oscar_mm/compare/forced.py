@@ -101,10 +101,11 @@ class ForcedCache(Cache):
         keys.oscar_chunk = _Attention(self, layer_idx)
         return keys, value_states
 
-    def attend_packed(self, padding: Tensor | None) -> None:
+    def attend_packed(self, mask: Tensor | None) -> bool:
         """Attention "oscar" tells of padding, of which there is none."""
-        if padding is not None and not bool(padding.all()):
+        if mask is not None and not bool(mask.all()):
             raise ValueError("prompts that are compared have no padding")
+        return False
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(length of past and new tokens, 0)."""
@@ -132,7 +133,7 @@ class _Attention:
         key: Tensor,
         value: Tensor,
         scaling: float,
-        sliding_window: int | None,
+        visible: Tensor | None,
     ) -> Tensor:
         """(rows, query heads, tokens, head_dim)."""
         cache, tokens = self._cache, query.shape[2]
@@ -144,11 +145,9 @@ class _Attention:
                 torch.cat([old.to(new.dtype), new], dim=2)
                 for old, new in zip(pasts, (key, value), strict=True)
             )
-        visible = None
-        if cache.length or (sliding_window is not None and tokens > sliding_window):
+        if visible is None and cache.length:
             place = torch.arange(key.shape[2], device=query.device)
-            distance = place[-tokens:, None] - place
-            visible = (distance >= 0) & (distance < (sliding_window or key.shape[2]))
+            visible = place[-tokens:, None] >= place
         # Expanded, as attention of float32 that knows of head groups keeps all scores.
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -139,7 +139,7 @@ def cached(policy: KVPolicy, layers: Sequence[LayerStates], ids: Tensor) -> Osca
         pair: Pair = (states.keys[:1], states.values[:1])
         keys, _ = cache.update(*pair, states.index)
         keys.oscar_chunk.attend(
-            states.module, states.first_queries, *pair, states.scaling, sliding_window=None
+            states.module, states.first_queries, *pair, states.scaling, visible=None
         )
     cache.check_complete()
     return cache

@@ -55,10 +55,11 @@ class Probe(Cache):
         keys.oscar_chunk = _Attention(layer_idx, self._look)
         return keys, value_states
 
-    def attend_packed(self, padding: torch.Tensor | None) -> None:
+    def attend_packed(self, mask: torch.Tensor | None) -> bool:
         """Attention "oscar" tells of padding, of which there is none."""
-        if padding is not None and not bool(padding.all()):
+        if mask is not None and not bool(mask.all()):
             raise ValueError("a prompt that is inspected has no padding")
+        return False
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(tokens of the prompt, 0)."""
@@ -86,14 +87,9 @@ class _Attention:
         key: torch.Tensor,
         value: torch.Tensor,
         scaling: float,
-        sliding_window: int | None,
+        visible: torch.Tensor | None,
     ) -> torch.Tensor:
-        """(1, query heads, tokens, head_dim), causal."""
-        visible = None
-        if sliding_window is not None and query.shape[2] > sliding_window:
-            place = torch.arange(query.shape[2], device=query.device)
-            distance = place[:, None] - place
-            visible = (distance >= 0) & (distance < sliding_window)
+        """(1, query heads, tokens, head_dim)."""
         output = scaled_dot_product_attention(
             *(query, key, value, visible),
             is_causal=visible is None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend, mask
@@ -44,7 +45,13 @@ def chunk(
     return queries, keys, values
 
 
-def announce(cache: OscarCache, batch: int, tokens: int, padding: torch.Tensor | None) -> None:
+def announce(
+    cache: OscarCache,
+    batch: int,
+    tokens: int,
+    padding: torch.Tensor | None,
+    window: int | None = None,
+) -> torch.Tensor | None:
     """What transformers does once a forward pass before any layer, with attention "oscar"."""
     length, offset = cache.get_mask_sizes(tokens, 0)
     assert length == cache.get_seq_length() + tokens
@@ -52,10 +59,16 @@ def announce(cache: OscarCache, batch: int, tokens: int, padding: torch.Tensor |
     if padding is not None:
         past = torch.ones(batch, length - tokens, dtype=torch.bool)
         full = torch.cat([past, padding], dim=1)
-    assert (
-        mask(batch, tokens, length, length - tokens, offset, attention_mask=full, config=None)
-        is None
+    sliding = (
+        {}
+        if window is None
+        else {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
     )
+    found = mask(
+        batch, tokens, length, length - tokens, offset, attention_mask=full, config=None, **sliding
+    )
+    assert (found is None) == (window is None or length <= window)
+    return found
 
 
 def attend_oscar(
@@ -72,13 +85,14 @@ def attend_oscar(
     ids: (batch, tokens) modality ids, PADDING for pads; announced before layer 0.
     """
     queries, keys, values = new
+    visible = None
     if layer == 0:
         padding = None if ids is None or not (ids == PADDING).any() else ids != PADDING
         if ids is not None:
             cache.expect(ids)
-        announce(cache, keys.shape[0], keys.shape[2], padding)
+        visible = announce(cache, keys.shape[0], keys.shape[2], padding, window)
     keys, values = cache.update(keys, values, layer)
-    output, _ = attend(module or nn.Identity(), queries, keys, values, None, sliding_window=window)
+    output, _ = attend(module or nn.Identity(), queries, keys, values, visible)
     return output.transpose(1, 2)
 
 

@@ -277,9 +277,10 @@ def test_what_transformers_asks() -> None:
     assert (cache.get_seq_length(), type(cache.get_seq_length())) == (200, int)
     assert cache.get_mask_sizes(5) == (205, 0) and cache.get_max_length() == -1
     assert not cache.is_compileable and not any(cache.is_sliding)
-    for operation in (cache.offload, cache.prefetch):
-        with pytest.raises(NotImplementedError, match="OscarCache"):
-            operation(0)
+    assert (cache.batch_size, cache.is_initialized) == (1, True)
+    for name in ("offload", "prefetch", "early_initialization", "update_indexer"):
+        with pytest.raises(NotImplementedError, match=f"OscarCache.{name}"):
+            getattr(cache, name)(0)
     with pytest.raises(ValueError, match=r"crop\(150\).*crop\(-50\) to keep 150"):
         cache.crop(150)
     for wrong in (-201, -1000):

@@ -78,7 +78,9 @@ def test_a_sliding_window_hides_the_past() -> None:
     past = (torch.full((1, 1, 3, 4), 100.0), torch.full((1, 1, 3, 4), 100.0))
     cache = ForcedCache(lambda index: past, 3)
     chunk = cache.update(keys, keys, 0)[0].oscar_chunk
-    seen = chunk.attend(None, keys, keys, keys, 1.0, 2)
+    distance = torch.arange(3, 9)[:, None] - torch.arange(9)
+    window = ((distance >= 0) & (distance < 2))[None, None]
+    seen = chunk.attend(None, keys, keys, keys, 1.0, window)
     assert seen[:, :, 1:].max() < 2
     torch.testing.assert_close(seen[0, 0, 0], past[1][0, 0, 0])
 

@@ -1,0 +1,396 @@
+"""OscarCache in decoders beyond plain causal attention, against transformers' own caches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
+    Gemma3Config,
+    Gemma3Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.cache_utils import LinearAttentionLayer
+
+from oscar_mm import InputError, OscarCache
+from oscar_mm.cache.join import join
+from oscar_mm.cache.persist import save_cache
+from tests.checkpoints import build_decoder
+from tests.tiny import randomize
+
+ALTERNATING = ["linear_attention", "full_attention"] * 2
+LINEAR = {
+    "num_hidden_layers": 4,
+    "layer_types": ALTERNATING,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama4_text": {  # chunks of 40 tokens in three layers of four
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 1,
+        "moe_layers": [],
+        "attention_chunk_size": 40,
+        "no_rope_layers": [1, 1, 1, 0],
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 2,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_next": LINEAR | {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]},
+    "qwen3_5_text": LINEAR,
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+}
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "jamba")
+
+
+@functools.cache
+def decoder(name: str) -> PreTrainedModel:
+    return build_decoder(name, **OVERRIDES[name])
+
+
+def prompt(tokens: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 300, (batch, tokens), generator=generator)
+
+
+def generate(model: PreTrainedModel, cache: object, **inputs: Any) -> torch.Tensor:
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    return model.generate(**options | inputs, past_key_values=cache)
+
+
+def states(model: PreTrainedModel, cache: object, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        output = model(ids, past_key_values=cache, use_cache=True, **inputs)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "oscar"])
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_16_bit_greedy(name: str, implementation: str) -> None:
+    """A row alone and rows of unequal length, over several chunks and windows."""
+    model = decoder(name)
+    ids = prompt(100, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    for inputs in ({"input_ids": ids[:1]}, {"input_ids": ids, "attention_mask": mask}):
+        model.set_attn_implementation("sdpa")
+        expected = generate(model, DynamicCache(config=model.config), **inputs)
+        model.set_attn_implementation(implementation)
+        cache = OscarCache("bf16")
+        if "attention_mask" in inputs:
+            cache.expect(attention_mask=mask)
+        assert torch.equal(generate(model, cache, **inputs), expected)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_packed_attention_is_that_over_the_unpacked_copy(name: str) -> None:
+    """The prompt's logits are exact; later ones the same as with transformers' attention."""
+    model = decoder(name)
+    ids, new = prompt(300), prompt(9, seed=1)
+    model.set_attn_implementation("sdpa")
+    exact = states(model, DynamicCache(config=model.config), ids)
+    model.set_attn_implementation("oscar")
+    cache = OscarCache("compact")
+    assert_near(states(model, cache, ids), exact)
+    twin = cache.fork()
+    for part in (new[:, :1], new[:, 1:]):
+        model.set_attn_implementation("oscar")
+        found = states(model, cache, part)
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(found, states(model, twin, part), rtol=1e-3, atol=1e-3)
+
+
+def gemma3() -> PreTrainedModel:
+    config = Gemma3Config(
+        text_config=decoder("gemma3_text").config.to_dict(),
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=299,
+    )
+    return Gemma3Model(config)
+
+
+def paligemma() -> PreTrainedModel:
+    config = PaliGemmaConfig(
+        text_config={
+            "model_type": "gemma",
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        },
+        vision_config=gemma3().config.vision_config.to_dict(),
+        projection_dim=64,
+        image_token_index=299,
+    )
+    return PaliGemmaModel(config)
+
+
+@pytest.mark.parametrize("build", [gemma3, paligemma])
+def test_tokens_of_an_image_see_each_other(build: Any) -> None:
+    """In a prompt, and in images of a later turn, with a past and padding in front."""
+    model = build().float().eval()
+    randomize(model, 0)
+    ids = prompt(160, batch=2).clamp(max=290)
+    kinds = torch.ones_like(ids) if build is paligemma else torch.zeros_like(ids)
+    kinds[:, 20:60] = kinds[:, 110:130] = 1 - kinds[0, 0]
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    found = {}
+    for implementation in ("sdpa", "oscar"):
+        model.set_attn_implementation(implementation)
+        cache = DynamicCache() if implementation == "sdpa" else OscarCache("bf16")
+        found[implementation] = torch.cat(
+            [
+                states(
+                    model,
+                    cache,
+                    ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    # Kinds of all tokens that there are; transformers looks them up by position.
+                    token_type_ids=kinds[:, :stop],
+                )
+                for start, stop in ((0, 100), (100, 159), (159, 160))
+            ],
+            dim=1,
+        )
+    real = mask.bool()
+    assert_near(found["oscar"][real], found["sdpa"][real])
+    model.set_attn_implementation("sdpa")
+    causal = states(model, DynamicCache(), ids[:, :100], attention_mask=mask[:, :100])
+    assert (causal - found["sdpa"][:, :100])[real[:, :100]].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
+    """Zeros over the past count for that pass, in a chunk, a step and a padded batch."""
+    model = build_decoder(name, sliding_window=60) if name == "mistral" else build_decoder(name)
+    ids = prompt(170, batch=2)
+    caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16")}
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    for start, stop, hidden in (
+        (0, 150, ()),
+        (150, 168, (30, 100)),
+        (168, 169, (140, 160)),
+        (169, 170, ()),
+    ):
+        seen = mask[:, :stop].clone()
+        if hidden:
+            seen[0, slice(*hidden)] = 0
+        found = {}
+        for implementation, cache in caches.items():
+            model.set_attn_implementation(implementation)
+            positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            found[implementation] = states(
+                model, cache, ids[:, start:stop], attention_mask=seen, position_ids=positions
+            )
+        real = mask[:, start:stop].bool()
+        assert_near(found["oscar"][real], found["sdpa"][real])
+
+
+def test_a_mask_must_cover_the_past() -> None:
+    model = build_decoder("llama")
+    model.set_attn_implementation("oscar")
+    cache = OscarCache("bf16")
+    states(model, cache, prompt(20))
+    with pytest.raises(InputError, match=r"covers 5 tokens; it must cover.*25"):
+        states(model, cache, prompt(5), attention_mask=torch.ones(1, 5))
+
+
+def test_a_mask_of_four_dimensions() -> None:
+    """Nobody announces its pass, whatever the one before was."""
+    model = build_decoder("llama")
+    ids = prompt(60)
+    visible = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
+    visible[..., 10:, 3:8] = False
+    found = {}
+    for implementation, cache in (("sdpa", DynamicCache()), ("oscar", OscarCache("bf16"))):
+        model.set_attn_implementation(implementation)
+        parts = [states(model, cache, ids[:, :20], attention_mask=visible[..., :20, :20])]
+        parts.append(states(model, cache, ids[:, 20:40]))
+        parts.append(states(model, cache, ids[:, 40:], attention_mask=visible[..., 40:, :]))
+        found[implementation] = torch.cat(parts, dim=1)
+    assert_near(found["oscar"], found["sdpa"])
+
+
+def test_a_bidirectional_decoder() -> None:
+    config = LlamaConfig(**decoder("gemma3_text").config.to_dict() | {"is_causal": False})
+    model = LlamaForCausalLM(config).float().eval()
+    randomize(model, 0)
+    found = {}
+    for implementation, cache in (("sdpa", DynamicCache()), ("oscar", OscarCache("bf16"))):
+        model.set_attn_implementation(implementation)
+        ids = prompt(40)
+        found[implementation] = [states(model, cache, part) for part in ids.split([30, 10], 1)]
+    for one, other in zip(found["oscar"], found["sdpa"], strict=True):
+        assert_near(one, other)
+
+
+def test_output_attentions_are_refused() -> None:
+    model = build_decoder("llama")
+    model.set_attn_implementation("oscar")
+    for ask in (generate, states):
+        given = {"input_ids": prompt(5)} if ask is generate else {"ids": prompt(5)}
+        options = {"return_dict_in_generate": True} if ask is generate else {}
+        with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
+            ask(model, OscarCache(), **given, output_attentions=True, **options)
+    model.set_attn_implementation("eager")
+    weights = model(prompt(5), past_key_values=OscarCache(), output_attentions=True).attentions
+    assert [x.shape for x in weights] == [(1, 4, 5, 5)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:OscarCache. a batch without expect")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "oscar"])
+def test_encoder_decoders(implementation: str) -> None:
+    """The decoder's own past may be packed; what it reads of the encoder stays as it is."""
+    bart = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=300, d_model=64, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=64, decoder_ffn_dim=64, init_std=0.5,
+        )
+    )  # fmt: skip
+    t5 = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=300, d_model=64, d_kv=32, num_layers=2, num_heads=2, d_ff=64,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    ids = prompt(20, batch=2)
+    for model in (bart.eval(), t5.eval()):
+        model.set_attn_implementation("sdpa")
+        expected = generate(model, None, input_ids=ids)
+        model.set_attn_implementation(implementation)
+        cache = EncoderDecoderCache(OscarCache("bf16"), DynamicCache())
+        if model is t5 and implementation == "oscar":
+            with pytest.raises(NotImplementedError, match=r"position_bias.*eager"):
+                generate(model, cache, input_ids=ids)
+            continue
+        assert torch.equal(generate(model, cache, input_ids=ids), expected)
+        with pytest.raises(RuntimeError, match=r"EncoderDecoderCache\(OscarCache"):
+            generate(model, OscarCache("bf16"), input_ids=ids)
+        cache = EncoderDecoderCache(DynamicCache(), OscarCache("bf16"))
+        with pytest.raises(NotImplementedError, match=r"OscarLayer\.keys.*DynamicCache"):
+            generate(model, cache, input_ids=ids)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_of_linear_attention(name: str) -> None:
+    """Held as transformers holds them, counted byte by byte, gone after reset."""
+    model = decoder(name)
+    model.set_attn_implementation("oscar")
+    cache, plain = OscarCache("bf16"), DynamicCache(config=model.config)
+    assert not cache.has_previous_state() and not cache.is_initialized and cache.batch_size == -1
+    for one in (cache, plain):
+        states(model, one, prompt(50, batch=2))
+    assert cache.has_previous_state() and cache.is_initialized and cache.batch_size == 2
+    assert cache.has_previous_state(0) and not cache.has_previous_state(1)
+    assert cache.is_linear == plain.is_linear and cache.get_seq_length() == 50
+    total = 0
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        if isinstance(other, LinearAttentionLayer):
+            for mine, theirs in (
+                (layer.conv_states[0], other.conv_states[0]),
+                (layer.recurrent_states[0], other.recurrent_states[0]),
+            ):
+                assert torch.equal(mine, theirs)
+                total += mine.nbytes
+    report = cache.memory()
+    assert report.by_kind["states"] == total > 0
+    assert sum(report.by_kind.values()) == report.kv_bytes == sum(report.by_modality.values())
+    assert report.bf16_bytes == 2 * report.values + total
+    assert "states, tables" in str(report)
+    with pytest.raises(NotImplementedError, match=r"OscarCache\.forget"):
+        cache.forget(0, 3)
+    with pytest.raises(NotImplementedError, match=r"OscarCache\.crop"):
+        cache.crop(-1)
+    cache.crop(0)
+    cache.reset()
+    assert cache.memory().kv_bytes == cache.memory().by_kind["states"] == 0
+    assert not cache.has_previous_state()
+
+
+def test_rows_and_forks_of_a_hybrid() -> None:
+    """Beams, repeated and selected rows and forks have states of their own."""
+    model = decoder("qwen3_next")
+    ids = prompt(40, batch=2)
+    model.set_attn_implementation("sdpa")
+    options = {"input_ids": ids, "num_beams": 3}
+    expected = generate(model, DynamicCache(config=model.config), **options)
+    model.set_attn_implementation("oscar")
+    assert torch.equal(generate(model, OscarCache("bf16"), **options), expected)
+
+    alone = [OscarCache("bf16") for _ in ids]
+    for row, one in zip(ids, alone, strict=True):
+        states(model, one, row[None])
+    new = prompt(3, seed=1)
+    after = [states(model, one.fork(), new) for one in alone]
+    cache = OscarCache("bf16")
+    states(model, cache, ids)
+    cache.batch_repeat_interleave(2)
+    twin = cache.fork()
+    cache.batch_select_indices(torch.tensor([3, 0, 2]))
+    assert_near(states(model, cache, new.expand(3, -1)), torch.cat([after[1], after[0], after[1]]))
+    twin.batch_select_indices(torch.tensor([True, False, False, True]))
+    assert_near(states(model, twin, new.expand(2, -1)), torch.cat(after))
+    with pytest.raises(InputError, match="linear attention"):
+        join([cache])
+
+
+def test_what_a_hybrid_cannot(tmp_path) -> None:
+    model = decoder("jamba")
+    cache = OscarCache("bf16")
+    states(model, cache, prompt(5))
+    with pytest.raises(NotImplementedError, match=r"a\.safetensors.*linear attention"):
+        save_cache(cache, tmp_path / "a.safetensors", fingerprint="")
+    state = torch.zeros(1, 2, 3)
+    keys = torch.zeros(1, 2, 1, 64)
+    with pytest.raises(NotImplementedError, match="layer 1 has attention and a linear-attention"):
+        cache.update_conv_state(state, 1)
+    with pytest.raises(NotImplementedError, match="layer 0 has attention and a linear-attention"):
+        cache.update(keys, keys, 0)
+    with pytest.raises(NotImplementedError, match="several linear-attention states"):
+        cache.update_recurrent_state(state, 0, state_idx=1)
+    cache.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        cache.update_conv_state(state, 0)
