@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from oscar_mm.errors import InputError
@@ -92,7 +93,8 @@ def mask(
     knows its cache, the one thread of contact between mask and cache that transformers leaves.
 
     Args:
-        attention_mask: (batch, tokens of the cache and new ones) bool, False for what nobody sees.
+        attention_mask: (batch, tokens of the cache and new ones) bool, False for what nobody sees;
+            of the new ones alone all others are seen.
         local_size: tokens that a window or a chunk holds.
         allow_is_causal_skip: transformers' word that up to ``local_size`` tokens the mask is
             causal, but for padding.
@@ -101,18 +103,12 @@ def mask(
         (batch, 1, new tokens, all tokens) bool or None.
 
     Raises:
-        InputError: the attention_mask is too short.
+        InputError: the attention_mask is of another length.
     """
     cache = getattr(kv_length, "cache", None)
-    kwargs |= {"attention_mask": attention_mask, "local_size": local_size}
     if cache is not None:
         if attention_mask is not None:
-            if attention_mask.shape[1] < kv_length:
-                raise InputError(
-                    f"attention_mask covers {attention_mask.shape[1]} tokens; it must cover those "
-                    f"in the cache and the new ones, {kv_length}"
-                )
-            attention_mask = attention_mask[:, :kv_length]
+            attention_mask = _of_all(attention_mask, q_length, kv_length)
         hides = cache.attend_packed(attention_mask)
         causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
         if causal and not hides:
@@ -125,9 +121,23 @@ def mask(
         kv_length=kv_length,
         q_offset=q_offset,
         kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+def _of_all(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:
+    """A mask of the new tokens, or of more than there are, for past and new tokens."""
+    if mask.shape[1] == new:
+        return pad(mask, (tokens - new, 0), value=1)
+    if mask.shape[1] < tokens:
+        raise InputError(
+            f"attention_mask covers {mask.shape[1]} tokens; it must cover the {new} new ones, or "
+            f"those in the cache and the new ones, {tokens}"
+        )
+    return mask[:, :tokens]
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

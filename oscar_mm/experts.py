@@ -43,13 +43,24 @@ def forward(
 
 def choose_experts(model: Any) -> None:
     """Use it in a model of transformers wherever it has what transformers takes by itself,
-    "grouped_mm"; a choice of the user's stays."""
+    "grouped_mm"; a choice of the user's stays, and so do experts that are quantized."""
     chosen = model.get_experts_implementation()
-    if _GROUPED in chosen.values():
+    if _GROUPED in chosen.values() and not _has_quantized_experts(model):
         ours = {
             name: IMPLEMENTATION if value == _GROUPED else value for name, value in chosen.items()
         }
         model.set_experts_implementation(ours)
+
+
+def _has_quantized_experts(model: torch.nn.Module) -> bool:
+    """Their modules choose among functions of their own (transformers' FP8Experts), of which
+    "oscar" is none."""
+    return any(
+        weight.itemsize == 1
+        for name, experts in model.named_modules()
+        if name.endswith(".experts")
+        for weight in experts.parameters()
+    )
 
 
 ExpertsInterface.register(IMPLEMENTATION, forward)

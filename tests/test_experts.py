@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import (
+    ALL_FP8_EXPERTS_FUNCTIONS,
+    replace_with_fp8_linear,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from oscar_mm import OscarVLPipeline
@@ -57,3 +61,29 @@ def test_a_choice_stays(qwen3_vl_moe_folder: Path, qwen3_vl_folder: Path) -> Non
     dense = load(qwen3_vl_folder)
     choose_experts(dense)
     assert implementations(dense) == set()
+
+
+def test_quantized_experts_keep_theirs(
+    qwen3_vl_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' FP8 experts choose among functions of their own."""
+    model = AutoModelForImageTextToText.from_pretrained(qwen3_vl_moe_folder)
+    others = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not name.endswith(".experts")
+    ]
+    replace_with_fp8_linear(model, others, FineGrainedFP8Config())
+    assert any(type(one).__name__ == "FP8Experts" for one in model.modules())
+    model.to_empty(device="cpu")
+    taken = []
+
+    def experts(module: torch.nn.Module, states: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        taken.append(type(module).__name__)
+        return torch.zeros_like(states)
+
+    monkeypatch.setitem(ALL_FP8_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", experts)
+    choose_experts(model)
+    with torch.inference_mode():
+        model(input_ids=torch.arange(3, 12)[None])
+    assert set(taken) == {"FP8Experts"}

@@ -115,7 +115,8 @@ def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     mask = arguments.get("attention_mask")
     if mask is not None:
         past = mask.shape[1] - length(arguments)
-        found["attention_mask"] = mask[:, : past + stop]
+        # Their own alone: what is padding before them is not in the cache.
+        found["attention_mask"] = mask[:, past + start : past + stop]
     visual, features = arguments.get("visual_pos_masks"), arguments.get(_FEATURES)
     if visual is None or features is None:
         return found

@@ -21,6 +21,9 @@ KNOWN_LAYERS = (
     "Qwen3OmniMoeThinkerTextDecoderLayer",
 )
 """Classes of transformers with this arithmetic."""
+_HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
+"""Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
+bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
 _DIVIDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
@@ -78,11 +81,13 @@ def _is_divided_as_known(layer: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """No hooks of others, no forward of its own, no weights that are more than tensors."""
+    """No class or hooks of others, no forward of its own, no weights but floating-point tensors."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (
         all(getattr(hook, "__module__", "").startswith("oscar_mm.") for hook in hooks)
+        and type(module).__module__.startswith(_HOMES)
         and _runs_as_written(module)
+        and all(x.is_floating_point() and x.itemsize > 1 for x in module.parameters(recurse=False))
         and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
     )
 

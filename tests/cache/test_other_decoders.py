@@ -228,13 +228,20 @@ def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
         assert_near(found["oscar"][real], found["sdpa"][real])
 
 
-def test_a_mask_must_cover_the_past() -> None:
-    model = build_decoder("llama")
+def test_a_mask_of_new_tokens() -> None:
+    """It is that of them all; any other length is refused."""
+    model = build_decoder("mistral", sliding_window=15)
     model.set_attn_implementation("oscar")
-    cache = OscarCache("bf16")
-    states(model, cache, prompt(20))
-    with pytest.raises(InputError, match=r"covers 5 tokens; it must cover.*25"):
-        states(model, cache, prompt(5), attention_mask=torch.ones(1, 5))
+    new, mask = prompt(5, batch=2), torch.tensor([[1] * 5, [0] * 2 + [1] * 3])
+    positions = (mask.cumsum(1) - 1).clamp(min=0) + 20
+    found = []
+    for given in (mask, torch.cat([torch.ones(2, 20, dtype=torch.long), mask], dim=1)):
+        cache = OscarCache("bf16")
+        states(model, cache, prompt(20, batch=2))
+        found.append(states(model, cache, new, attention_mask=given, position_ids=positions))
+    assert torch.equal(*found)
+    with pytest.raises(InputError, match=r"covers 7 tokens; it must cover the 5 new.* 30"):
+        states(model, cache, new, attention_mask=torch.ones(2, 7))
 
 
 def test_a_mask_of_four_dimensions() -> None:

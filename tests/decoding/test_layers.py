@@ -10,10 +10,13 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.nn.utils import parametrizations
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.decoding.known import is_known
 from oscar_mm.decoding.layers import TokenLayers, _Part
+from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.modality import Modality
 
 PIPELINES = {
@@ -127,6 +130,63 @@ def test_layers_that_are_divided_otherwise_are_left_to_their_modules(model) -> N
     assert not known(attention)
 
 
+class Packed(nn.Module):
+    """Shaped like the layers of GPTQ and AWQ: codes and scales as buffers, no ``weight``."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scales = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("qweight", (linear.weight / scales).round().to(torch.int8))
+        self.register_buffer("scales", scales)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.qweight * self.scales, self.bias)
+
+
+class Adapted(nn.Module):
+    """Shaped like a layer of PEFT: it shows the weight that it goes beyond."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.lora = linear, nn.Linear(linear.in_features, linear.out_features)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora(x)
+
+
+@pytest.mark.parametrize("kind", [Packed, Adapted, FP8Linear])
+def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]) -> None:
+    changed = copy.deepcopy(model)
+    attention = changed.get_decoder().layers[1].self_attn
+    linear = attention.o_proj
+    given = (linear.in_features, linear.out_features) if kind is FP8Linear else (linear,)
+    attention.o_proj = kind(*given)
+    assert not is_known(changed)
+    if kind is FP8Linear:
+        return  # Its kernels need a GPU.
+    caches = [OscarCache("bf16") for _ in range(2)]
+    ids = torch.randint(20, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(12).expand(*axes(changed), 1, -1)
+    for cache in caches:
+        changed(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    step = {"input_ids": ids[:, :1], "position_ids": positions[..., :1] + 12, "use_cache": True}
+    expected = changed(**step, past_key_values=caches[0]).logits[:, -1]
+    steps = DecodeSteps(
+        changed, caches[1], axes(changed) and (4,), torch.tensor([12]), torch.device("cpu")
+    )
+    found = steps(ids[0, :1], torch.tensor([False]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_changed_model_is_left_to_its_modules(model) -> None:
     def watched(copied: nn.Module) -> None:
         copied.register_forward_hook(lambda *_: None)
@@ -144,7 +204,14 @@ def test_a_changed_model_is_left_to_its_modules(model) -> None:
     def unknown(copied: nn.Module) -> None:
         copied.get_decoder().layers[2].__class__ = type("OtherLayer", (nn.Module,), {})
 
-    for change in (watched, hooked, replaced, adapted, unknown):
+    def parametrized(copied: nn.Module) -> None:
+        parametrizations.weight_norm(copied.get_decoder().layers[0].self_attn.q_proj)
+
+    def narrow(copied: nn.Module) -> None:
+        linear = copied.get_decoder().layers[0].self_attn.q_proj
+        linear.weight = nn.Parameter(linear.weight.to(torch.float8_e4m3fn))
+
+    for change in (watched, hooked, replaced, adapted, unknown, parametrized, narrow):
         changed = copy.deepcopy(model)
         change(changed)
         assert not is_known(changed), change.__name__

@@ -67,6 +67,15 @@ def test_batch_of_unequal_prompts(reference) -> None:
         same(logits(reference, prompt, chunk, "bf16"), expected)
 
 
+def test_batch_of_unequal_prompts_after_a_past(reference) -> None:
+    prompt = reference.prompt(BATCH)
+    cache = OscarCache("bf16")
+    read(reference.model, reference.prompt([REQUESTS["text"]] * 3), cache)
+    expected = read(reference.model, prompt, cache.fork())
+    for chunk in (4, 25):
+        same(read(reference.model, prompt, cache.fork(), chunk), expected)
+
+
 def test_packed_history_is_close(reference) -> None:
     request = REQUESTS["two images"]
     long = type(request)("Compare. " * 150, request.images, REQUESTS["video"].videos)
