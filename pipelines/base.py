@@ -21,6 +21,7 @@ from oscar_mm.experts import choose_experts
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.pipelines.media import Media, Medium
 
+_MARKUP = re.compile(r"<.+>|\[.+\]")
 _QUESTION, _ANSWER = "oscar-question", "oscar-answer"
 """Stand for a former turn where only what the template writes after its answer is wanted."""
 
@@ -219,9 +220,22 @@ class Family(ABC):
             ids = self.processor.tokenizer.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Special tokens, and added ones that the chat template gives a meaning: <think>, ..."""
+        tokenizer, template = self.processor.tokenizer, str(self.processor.chat_template)
+        added = tokenizer.added_tokens_decoder.values()
+        # Some tokenizers add runs of spaces and line breaks, which are nobody's control.
+        meant = [
+            one.content
+            for one in added
+            if one.special or (_MARKUP.fullmatch(one.content) and one.content in template)
+        ]
+        return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant]))
+
     def refuse_control_tokens(self, name: str, text: str) -> None:
-        """Text from a user must not end its own turn or claim to be an image."""
-        for token in self.processor.tokenizer.all_special_tokens:
+        """Text from a user must not end its own turn or thoughts, or claim to be an image."""
+        for token in self.control_tokens:
             if token in text:
                 raise InputError(
                     f"{name} holds {token!r}, a control token of this model: take it out"

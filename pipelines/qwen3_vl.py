@@ -29,8 +29,15 @@ class Qwen3VL(Family):
         arguments: dict[str, Any] = {"images": images} if images else {}
         if videos:
             arguments |= video_arguments(self.processor.video_processor, videos)
+        # The models were trained with a pair of marks around each frame and none around the video;
+        # the processor of transformers 5 writes the frames between the template's two marks.
+        marks = self.processor.vision_start_token, self.processor.vision_end_token
+        video = self.processor.video_token
         inputs = self.processor(
-            text=[text], **arguments, **self.text_options(text), return_tensors="pt"
+            text=[text.replace(video.join(marks), video)],
+            **arguments,
+            **self.text_options(text),
+            return_tensors="pt",
         )
         ids = inputs.pop("input_ids")
         grids = {name: inputs[name] for name in _GRIDS.values() if name in inputs}

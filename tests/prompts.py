@@ -60,11 +60,12 @@ class Reference:
             media = [{"type": "image"}] * len(request.images)
             media += [{"type": "video"}] * len(request.videos)
             turn = {"role": "user", "content": [*media, {"type": "text", "text": request.prompt}]}
-            texts.append(
-                self.processor.apply_chat_template(
-                    [turn], tokenize=False, add_generation_prompt=True
-                )
+            text = self.processor.apply_chat_template(
+                [turn], tokenize=False, add_generation_prompt=True
             )
+            # As transformers 4.57, with which Qwen3-VL came out, read it.
+            pair = "<|vision_start|><|video_pad|><|vision_end|>"
+            texts.append(text.replace(pair, "<|video_pad|>"))
             videos += [load_video(video, fps=2.0) for video in request.videos]
         media = {"images": [image for request in requests for image in request.images]}
         if videos:

@@ -84,11 +84,11 @@ def test_batch_equals_one_by_one(oscar) -> None:
 def test_rows_that_end_early(oscar) -> None:
     free, _ = run(oscar, BATCH)
     # Rows end at the first step, in the middle, and never.
-    ends = {free[1][0], free[2][9]}
+    ends = {free[1][0], free[3][9]}
     together, cache = run(oscar, BATCH, ends=ends)
     alone = [run(oscar, [request], ends=ends)[0][0] for request in BATCH]
     assert together == alone
-    assert together[1] == [] and len(together[2]) <= 9
+    assert together[1] == [] and len(together[3]) <= 9
     assert len({len(row) for row in together}) > 2
     # A row that has ended stores nothing more; of others all tokens but the last are stored.
     prompt = int(oscar.inputs(BATCH)["attention_mask"].sum())

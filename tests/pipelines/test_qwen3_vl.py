@@ -1,12 +1,17 @@
 """The prompt of Qwen3-VL: the processor's own ids, positions as the model makes them."""
 
+import copy
+import re
+
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.modality import Modality
+from oscar_mm.pipelines.counting import count_tokens
 from oscar_mm.pipelines.media import Media
 from tests.prompts import REQUESTS, Reference, Request, clip, noise
 
@@ -52,6 +57,27 @@ def test_positions_are_those_that_the_model_makes(pipe) -> None:
     assert torch.equal(ours.positions[1:], expected)
     assert ours.next_position.item() == ours.tokens + deltas.item()
     assert ours.next_position.item() < ours.tokens
+
+
+def test_marks_are_around_each_frame_and_not_around_the_video(pipe) -> None:
+    """What the released models were trained with, in a first turn and in a later one."""
+    request = REQUESTS["image and video"]
+    media = pipe.read_media(request.images, request.videos)
+    messages = pipe.family.messages(request.prompt, None, media)
+    first = pipe.family.prompt(messages, media)
+    later = pipe.family.continuation(messages, media, first.tokens, first.next_position)
+    frame = f"<|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>"
+    turn = (
+        f"<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>"
+        f"<0.2 seconds>{frame}<1.2 seconds>{frame}<2.0 seconds>{frame}"
+        "Where is the sign?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for ours, text in ((first, turn), (later, f"<|im_end|>\n{turn}")):
+        assert pipe.processor.tokenizer.decode(ours.inputs["input_ids"][0]) == text
+        assert ours.inputs["input_ids"].tolist() == pipe.family.tokenize(text).tolist()
+    counted = sum(count_tokens(pipe.family, media).values())
+    alone = pipe.family.prompt(pipe.family.messages("?", None, media), media)
+    assert counted == alone.tokens
 
 
 def test_text_only(pipe) -> None:
@@ -127,6 +153,21 @@ def test_control_tokens_of_the_tokenizer(pipe) -> None:
             pipe.family.refuse_control_tokens("prompt", f"x{token}")
     pipe.family.refuse_control_tokens("prompt", "<im_end> <|image pad|> <think>")
     assert len(tokenizer.all_special_tokens) == 8
+
+
+def test_control_tokens_that_the_tokenizer_only_adds(pipe) -> None:
+    """Special ones that no map names, and what a Thinking template gives a meaning to."""
+    processor = copy.deepcopy(pipe.processor)
+    plain = ["<think>", "</think>", "<tool_call>", "\n\n"]
+    added = [AddedToken("<|object_ref_start|>", special=True), *map(AddedToken, plain)]
+    processor.tokenizer.add_tokens(added)
+    processor.chat_template += "{# after </think>\n\n the answer to <think> #}"
+    family = type(pipe.family)(pipe.model, processor)
+    assert "<|object_ref_start|>" not in processor.tokenizer.all_special_tokens
+    for token in ("<|object_ref_start|>", "<think>", "</think>"):
+        with pytest.raises(InputError, match=f"prompt holds '{re.escape(token)}', a control token"):
+            family.refuse_control_tokens("prompt", f"x{token}")
+    family.refuse_control_tokens("prompt", "a <tool_call>\n\nof no meaning here")
 
 
 def test_end_tokens(pipe, monkeypatch) -> None:
