@@ -14,8 +14,6 @@ from transformers import (
     EncoderDecoderCache,
     Gemma3Config,
     Gemma3Model,
-    LlamaConfig,
-    LlamaForCausalLM,
     PaliGemmaConfig,
     PaliGemmaModel,
     PreTrainedModel,
@@ -261,9 +259,7 @@ def test_a_mask_of_four_dimensions() -> None:
 
 
 def test_a_bidirectional_decoder() -> None:
-    config = LlamaConfig(**decoder("gemma3_text").config.to_dict() | {"is_causal": False})
-    model = LlamaForCausalLM(config).float().eval()
-    randomize(model, 0)
+    model = build_decoder("llama", is_causal=False)
     found = {}
     for implementation, cache in (("sdpa", DynamicCache()), ("oscar", OscarCache("bf16"))):
         model.set_attn_implementation(implementation)
@@ -309,7 +305,8 @@ def test_encoder_decoders(implementation: str) -> None:
         expected = generate(model, None, input_ids=ids)
         model.set_attn_implementation(implementation)
         cache = EncoderDecoderCache(OscarCache("bf16"), DynamicCache())
-        if model is t5 and implementation == "oscar":
+        # Older transformers leave the decoder of T5 at its own attention.
+        if model is t5 and t5.decoder.config._attn_implementation == "oscar":
             with pytest.raises(NotImplementedError, match=r"position_bias.*eager"):
                 generate(model, cache, input_ids=ids)
             continue
