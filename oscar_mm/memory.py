@@ -14,9 +14,6 @@ from oscar_mm.modality import Modality
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
-    import torch
-    from transformers.cache_utils import LinearAttentionLayer
-
     from oscar_mm.cache.cache import OscarCache
     from oscar_mm.cache.ledger import Ledger
     from oscar_mm.cache.store import LayerPools, PageStore
@@ -227,7 +224,7 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_kind["tables"] += own
         by_modality[_SHARED] += own
         by_device[str(layer.device)] += sum(by_kind.values()) - before
-    for state in (x for layer in cache.linear_layers for x in _states(layer)):
+    for state in (x for layer in cache.linear_layers for x in layer.states):
         by_kind["states"] += state.nbytes
         by_modality[_SHARED] += state.nbytes
         by_device[str(state.device)] += state.nbytes
@@ -245,11 +242,6 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_device=dict(by_device),
         ranks=ledger.store.ranks.count,
     )
-
-
-def _states(layer: LinearAttentionLayer) -> list[torch.Tensor]:
-    both = (*layer.conv_states.values(), *layer.recurrent_states.values())
-    return [state for state in both if state is not None]
 
 
 def _slots(ledger: Ledger, bits: int) -> _Slots:

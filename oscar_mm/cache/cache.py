@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Cache
-from transformers.cache_utils import LinearAttentionLayer
 
 import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
 from oscar_mm.cache.chunk import Chunk, KeyLength
 from oscar_mm.cache.expected import Expected
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.linear import LinearLayer
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
@@ -122,7 +122,7 @@ class OscarCache(Cache):
         if self.closed:
             raise RuntimeError("the cache is closed")
         layer = self._layer(layer_idx)
-        if isinstance(layer, LinearAttentionLayer):
+        if isinstance(layer, LinearLayer):
             raise NotImplementedError(_TWO_STATES.format(layer_idx))
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
@@ -157,7 +157,7 @@ class OscarCache(Cache):
         layer.waits = True
         return ledger.last
 
-    def _layer(self, index: int) -> OscarLayer | LinearAttentionLayer:
+    def _layer(self, index: int) -> OscarLayer | LinearLayer:
         """A layer, made an empty ``OscarLayer`` if it was not there."""
         while len(self.layers) <= index:
             self.layers.append(OscarLayer(self, len(self.layers)))
@@ -169,9 +169,9 @@ class OscarCache(Cache):
         return [x for x in self.layers if isinstance(x, OscarLayer) and x.is_initialized]
 
     @property
-    def linear_layers(self) -> list[LinearAttentionLayer]:
+    def linear_layers(self) -> list[LinearLayer]:
         """Those of linear attention, which hold a state instead of keys and values."""
-        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
     def begin(self, modalities: np.ndarray) -> Step:
         """Decide what becomes of new tokens, (batch, tokens) modality ids: all layers carry it out.
@@ -183,6 +183,8 @@ class OscarCache(Cache):
 
     def check_complete(self) -> None:
         """Raise if a forward pass did not reach all layers, or brought what cannot be stored.
+
+        Layers with linear attention cannot tell: some models write to their states in place.
 
         Raises:
             RuntimeError: the cache can only be reset or closed.
@@ -219,7 +221,12 @@ class OscarCache(Cache):
 
         In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding
         or forgotten.
+
+        Raises:
+            InputError: the layer has linear attention.
         """
+        if self._is_linear(layer_idx):
+            raise InputError(f"layer {layer_idx} has linear attention: a state, no keys and values")
         return self.layers[layer_idx].unpacked(self.ledger.sequences, self.ledger.length, dtype)
 
     def memory(self) -> MemoryReport:
@@ -241,7 +248,7 @@ class OscarCache(Cache):
         twin._own_store, twin.closed, twin._sigmas = self._own_store, self.closed, self._sigmas
         twin.ledger = self.ledger.fork()
         twin.layers += [
-            layer.fork(twin) if isinstance(layer, OscarLayer) else _copied(layer)
+            layer.fork(twin) if isinstance(layer, OscarLayer) else layer.fork()
             for layer in self.layers
         ]
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
@@ -364,7 +371,7 @@ class OscarCache(Cache):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def _is_linear(self, index: int) -> bool:
-        return index < len(self.layers) and isinstance(self.layers[index], LinearAttentionLayer)
+        return index < len(self.layers) and isinstance(self.layers[index], LinearLayer)
 
     def _use_linear(self, index: int, state: int) -> None:
         if self.closed:
@@ -378,7 +385,7 @@ class OscarCache(Cache):
         if isinstance(layer, OscarLayer):
             if layer.is_initialized:
                 raise NotImplementedError(_TWO_STATES.format(index))
-            self.layers[index] = LinearAttentionLayer()
+            self.layers[index] = LinearLayer()
 
     def reset(self) -> None:
         """Forget everything, balancing too; pools of a store of its own are given up."""
@@ -419,13 +426,3 @@ class OscarCache(Cache):
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: there are no pages for the keys of sparse attention's indexer."""
         raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be held")
-
-
-def _copied(layer: LinearAttentionLayer) -> LinearAttentionLayer:
-    """A layer of the same states, which are written in place, in tensors of its own."""
-    twin = copy.copy(layer)
-    for name, by_state in vars(layer).items():
-        if isinstance(by_state, dict):
-            own = {k: x.clone() if torch.is_tensor(x) else x for k, x in by_state.items()}
-            setattr(twin, name, own)
-    return twin

@@ -395,6 +395,8 @@ def test_what_a_hybrid_cannot(tmp_path) -> None:
         cache.update(keys, keys, 0)
     with pytest.raises(NotImplementedError, match="several linear-attention states"):
         cache.update_recurrent_state(state, 0, state_idx=1)
+    with pytest.raises(InputError, match="layer 0 has linear attention"):
+        cache.unpacked(0)
     cache.close()
     with pytest.raises(RuntimeError, match="closed"):
         cache.update_conv_state(state, 0)
