@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -224,6 +225,30 @@ def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
             )
         real = mask[:, start:stop].bool()
         assert_near(found["oscar"][real], found["sdpa"][real])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_masks_and_states_on_a_gpu(name: str) -> None:
+    """A padded prompt, a chunk that hides a part of the past, and a step after a fork."""
+    model = copy.deepcopy(decoder(name)).cuda()
+    ids = prompt(120, batch=2).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    hiding = mask.clone()
+    if name not in HYBRIDS:  # States cannot hide what they have seen.
+        hiding[0, 30:80] = 0
+    found = {}
+    caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16")}
+    for implementation, cache in caches.items():
+        model.set_attn_implementation(implementation)
+        parts = []
+        for start, stop, seen in ((0, 100, mask), (100, 119, hiding), (119, 120, mask)):
+            parts.append(states(model, cache, ids[:, start:stop], attention_mask=seen[:, :stop]))
+            cache = cache.fork() if implementation == "oscar" else cache
+        found[implementation] = torch.cat(parts, dim=1)
+    real = mask.bool()
+    torch.testing.assert_close(found["oscar"][real], found["sdpa"][real], rtol=1e-3, atol=1e-3)
 
 
 def test_a_mask_of_new_tokens() -> None:
