@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -83,18 +84,27 @@ def test_norm_compiles(arch: str) -> None:
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
+@pytest.fixture
+def added_in_float32() -> Iterator[None]:
+    """cuBLAS may add in 16 bit otherwise."""
+    matmul = torch.backends.cuda.matmul
+    flags = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
+    before = [getattr(matmul, flag) for flag in flags]
+    for flag in flags:
+        setattr(matmul, flag, False)
+    yield
+    for flag, value in zip(flags, before, strict=True):
+        setattr(matmul, flag, value)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [32, 256, 4096, 12288])
 @pytest.mark.parametrize("rows", [3, 5, 8, 9, 16, 17, 24])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernel(
-    dtype: torch.dtype, gated: bool, rows: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("added_in_float32")
+def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
     """Also fewer outputs than thread blocks, several sweeps, and NaN around all that is read."""
-    for name in ("fp16", "bf16"):  # cuBLAS may add in 16 bit otherwise
-        flag = f"allow_{name}_reduced_precision_reduction"
-        monkeypatch.setattr(torch.backends.cuda.matmul, flag, False)
     device = torch.device("cuda", torch.cuda.current_device())
     kernel = module.TRUSTED.kernel(Specialization.of(rows, gated, dtype), device)
     assert isinstance(kernel, LinearRowsKernel) and kernel.takes(width, True)

