@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,12 +26,16 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = [x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
         output = func(*args, **(kwargs or {}))
-        for tensor in filter(_is_tensor, tree_leaves(output)):
+        given: set[int] | None = None
+        for tensor in _tensors((output,)):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._sizes or key in given:
+            if key in self._sizes:
+                continue
+            if given is None:
+                given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            if key in given:
                 continue
             self._sizes[key] = storage.nbytes()
             self.now += storage.nbytes()
@@ -43,5 +47,12 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments or results; every operation comes here, so it is quick."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())

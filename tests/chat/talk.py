@@ -1,0 +1,36 @@
+"""A chat beside what was said in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from oscar_mm.chat.session import Chat
+from oscar_mm.decoding.answer import AnswerStream
+from tests.chat.plain import Layout, Said, Script
+
+
+@dataclass
+class Reader:
+    """A stream that is being read, and the logits by which its tokens were chosen."""
+
+    stream: AnswerStream
+    said: Said
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass
+class Talk:
+    """A chat, what was said in it, where that is, and who reads its next answer just now."""
+
+    name: str
+    chat: Chat
+    script: Script
+    layout: Layout | None = None
+    reader: Reader | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that the chat holds, forgotten ones included."""
+        return 0 if self.layout is None else len(self.layout.ids) - self.script.turns[-1].unread

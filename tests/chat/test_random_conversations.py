@@ -1,0 +1,77 @@
+"""Any conversation is what plain transformers makes of it, and leaves nothing behind.
+
+``pytest -m soak`` takes the walks that are too many for every day. A failure names its steps; the
+same seed takes them again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.pipelines.pipeline import Pipeline
+from tests.chat.plain import Plain
+from tests.chat.walk import Walk
+
+FAMILIES = {
+    "llava": (OscarVLPipeline, "llava_next_folder"),
+    "qwen": (OscarVLPipeline, "qwen3_vl_folder"),
+    "omni": (OscarOmniPipeline, "qwen3_omni_folder"),
+}
+WAYS = (
+    {},
+    {"prefill_chunk": 48, "prefix_cache": "2MB"},
+    {"kv_budget": "3MB"},
+    {"kv_budget": "4MB", "prefix_cache": "1MB"},
+)
+"""Options of the pipelines, walk by walk."""
+PACKED = ("compact", "oscar")
+
+
+def walks(quick: int) -> list[Any]:
+    """Seeds and steps: a few short walks for every day, and a hundred longer ones."""
+    many = [pytest.param(seed, 25, marks=pytest.mark.soak) for seed in range(quick, quick + 100)]
+    return [*((seed, 8) for seed in range(quick)), *many]
+
+
+@pytest.fixture(scope="module")
+def models(request) -> dict[str, tuple[Plain, Pipeline]]:
+    """Of each family plain transformers, and a pipeline whose answers end at some words."""
+    found = {}
+    for family, (kind, folder) in FAMILIES.items():
+        plain = Plain(family, request.getfixturevalue(folder))
+        pipe = kind(request.getfixturevalue(folder), policy="bf16", device="cpu")
+        plain.never_write_control_tokens(pipe.model)
+        pipe.model.generation_config.eos_token_id = list(range(300, 400, 3))
+        found[family] = plain, pipe
+    return found
+
+
+def walk(models, family: str, policy: str, seed: int, steps: int, folder: Path) -> None:
+    plain, loaded = models[family]
+    spill = folder / "spilled"
+    spill.mkdir(parents=True, exist_ok=True)
+    pipe = type(loaded)(
+        getattr(loaded.family, "whole", loaded.model),
+        processor=loaded.processor,
+        policy=policy,
+        device="cpu",
+        spill=spill,
+        **WAYS[seed % len(WAYS)],
+    )
+    Walk(pipe, plain, policy == "bf16", seed, folder).run(steps)
+
+
+@pytest.mark.parametrize(("seed", "steps"), walks(quick=4))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_conversation_is_one_prefill(family, seed, steps, models, tmp_path) -> None:
+    walk(models, family, "bf16", seed, steps, tmp_path)
+
+
+@pytest.mark.parametrize(("seed", "steps"), walks(quick=1))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_conversation_over_packed_pages(family, seed, steps, models, tmp_path) -> None:
+    walk(models, family, PACKED[seed // len(WAYS) % len(PACKED)], seed, steps, tmp_path)
