@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,25 +115,38 @@ class Batched:
 def _results(
     pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batching: Batching
 ) -> Iterator[BatchResult]:
-    left = enumerate(requests)
-    while True:
-        ahead: list[Prepared] = []
-        exhausted = True
-        for index, request in islice(left, _AHEAD * batching.batch_size):
-            exhausted = False
-            one = _prepared(pipe, index, request)
-            if isinstance(one, BatchResult):
-                yield one
-                continue
-            ahead.append(one)
-            if sum(other.nbytes for other in ahead) >= _AHEAD_BYTES:
-                break
-        if exhausted:
-            return
-        batches = batching.batches(ahead)
-        ahead.clear()
-        while batches:
-            yield from answers(pipe, batches.pop(0))
+    ahead: list[Prepared] = []
+    # Beginnings that are read ahead stay in the budget until their batch has run.
+    room = math.inf if pipe.budget is None or pipe.prefixes is None else pipe.budget.limit
+    taken = 0
+    for index, request in enumerate(requests):
+        one = _prepared(pipe, index, request)
+        if isinstance(one, BatchResult):
+            yield one
+            continue
+        takes = pipe.growth_bytes(pipe.growth(one.prompt, one.sampling.max_new_tokens))
+        if taken + takes > room:
+            yield from _in_batches(pipe, batching, ahead)
+            taken = 0
+        one = _begun(pipe, one)
+        if isinstance(one, BatchResult):
+            yield one
+            continue
+        ahead.append(one)
+        taken += takes
+        full = sum(other.nbytes for other in ahead) >= _AHEAD_BYTES
+        if full or len(ahead) == _AHEAD * batching.batch_size:
+            yield from _in_batches(pipe, batching, ahead)
+            taken = 0
+    yield from _in_batches(pipe, batching, ahead)
+
+
+def _in_batches(pipe: Pipeline, batching: Batching, ahead: list[Prepared]) -> Iterator[BatchResult]:
+    """Answer all requests of a list, which is empty then."""
+    batches = batching.batches(ahead)
+    ahead.clear()
+    while batches:
+        yield from answers(pipe, batches.pop(0))
 
 
 def _prepared(pipe: Pipeline, index: int, request: Any) -> Prepared | BatchResult:
@@ -141,14 +154,28 @@ def _prepared(pipe: Pipeline, index: int, request: Any) -> Prepared | BatchResul
     start = time.perf_counter()
     try:
         prompt, sampling = _read(pipe, request)
-        past, past_ids = _known_past(pipe, prompt), None
-        if past is not None:
-            known = past.get_seq_length()
-            past_ids = prompt.inputs["input_ids"][0, :known]
-            prompt = remaining(prompt, known)
     except Exception as error:  # Whatever a file makes a library raise is this request's own.
         return BatchResult(index, error=error.with_traceback(None))
-    return Prepared(index, prompt, sampling, time.perf_counter() - start, past, past_ids)
+    return Prepared(index, prompt, sampling, time.perf_counter() - start)
+
+
+def _begun(pipe: Pipeline, request: Prepared) -> Prepared | BatchResult:
+    """A request that goes on from a beginning which others may share, if there is one."""
+    start = time.perf_counter()
+    try:
+        past = _known_past(pipe, request.prompt)
+    except Exception as error:
+        return BatchResult(request.index, error=error.with_traceback(None))
+    if past is None:
+        return request
+    known = past.get_seq_length()
+    return replace(
+        request,
+        prompt=remaining(request.prompt, known),
+        seconds=request.seconds + time.perf_counter() - start,
+        past=past,
+        past_ids=request.prompt.inputs["input_ids"][0, :known],
+    )
 
 
 def _known_past(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
@@ -164,6 +191,7 @@ def _known_past(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
             first = beginning(prompt, stop)
             past = pipe.new_cache() if past is None else past
             new = remaining(first, known) if known else first
+            pipe.make_room(pipe.growth(new, 0, past), new.tokens)
             read(pipe.model, new, past, pipe.prefill_chunk)
             pipe.prefixes.keep(first, settings, past)
         return past

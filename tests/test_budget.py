@@ -235,6 +235,20 @@ def test_prefixes_go_first(qwen3_vl_folder, tmp_path) -> None:
     assert pipe.store.memory().used_bytes <= LIMIT and not files(tmp_path)
 
 
+def test_beginnings_that_a_batch_reads_ahead_have_room(qwen3_vl_folder) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, prefix_cache="1GB")
+    plain = pipeline(qwen3_vl_folder)
+    used = []
+    pipe.model.get_decoder().register_forward_hook(lambda *_: used.append(pipe.budget.used_bytes))
+    requests = [
+        {"prompt": "What is it?", "images": [noise(300, 300, seed)], "max_new_tokens": 4}
+        for seed in range(9)
+    ]
+    found = [result.answer.token_ids for result in pipe.batch(requests, batch_size=2)]
+    assert max(used) <= LIMIT
+    assert found == [result.answer.token_ids for result in plain.batch(requests, batch_size=2)]
+
+
 def test_arguments(qwen3_vl_folder, tmp_path) -> None:
     for size in ("8 gallons", 0, -1, "", True, 1.5):
         with pytest.raises(InputError, match=r'kv_budget=.*such as "8GB"'):
