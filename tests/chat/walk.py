@@ -234,7 +234,7 @@ class Walk:
             ("forget", (0,), {}),
             ("save", (self.folder / "no such folder" / "chat",), {}),
         ]
-        for kind in set(KINDS) - set(READS[self.plain.family]):
+        for kind in (kind for kind in KINDS if kind not in READS[self.plain.family]):
             calls.append(("ask", ("What?",), {ARGUMENTS[kind]: MEDIA[kind][:1]}))
         if not talk.script.turns:
             calls.append(("undo", (), {}))
