@@ -97,6 +97,20 @@ class Family(ABC):
         }
         return {token: modality for modality, token in tokens.items()}
 
+    def check_reads(self, media: Iterable[Medium]) -> None:
+        """Refuse media of a kind that the family does not read.
+
+        Raises:
+            InputError: names the medium, and the kinds that it reads.
+        """
+        for medium in media:
+            if medium.modality not in self.reads:
+                known = ", ".join(sorted(modality.label for modality in self.reads))
+                raise InputError(
+                    f"{medium.label}: {self.name} does not read {medium.modality.label}; of media "
+                    f"it reads {known}"
+                )
+
     def messages(
         self,
         prompt: str,
@@ -115,13 +129,7 @@ class Family(ABC):
         Raises:
             InputError: a medium that the family does not read.
         """
-        for medium in media:
-            if medium.modality not in self.reads:
-                known = ", ".join(sorted(modality.label for modality in self.reads))
-                raise InputError(
-                    f"{medium.label}: {self.name} does not read {medium.modality.label}; of media "
-                    f"it reads {known}"
-                )
+        self.check_reads(media)
         shown = Counter(earlier)
         parts = []
         for medium in media:

@@ -37,6 +37,7 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     Raises:
         InputError: a medium that the family does not read.
     """
+    family.check_reads([medium])
     if medium.modality is not Modality.VIDEO:
         return {medium.modality.label: family.least_tokens(medium)}
     alone = Media(videos=[replace(medium.content, sound=None)])

@@ -219,6 +219,15 @@ def test_only_media_can_be_forgotten(packed) -> None:
             chat.forget(index)
 
 
+def test_a_later_turn_about_what_the_model_does_not_read(pipes) -> None:
+    chat = pipes["llava"].chat()
+    chat.ask("What?", max_new_tokens=2)
+    for media in ({"audio": [tone(1.3)]}, {"videos": [clip(4)]}):
+        with pytest.raises(InputError, match=r"LLaVA.* does not read .*; of media it reads image"):
+            chat.ask("And this?", **media)
+    assert len(chat.turns) == 1
+
+
 def test_repetition_penalty_counts_the_whole_chat(qwen) -> None:
     penalty = {"repetition_penalty": 1e6}
     chat = qwen.chat()
