@@ -206,6 +206,8 @@ class Plain:
     def _shown(self, turn: Said) -> str:
         marks = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in KINDS}
         marks["audio"] = "<|audio_start|><|audio_pad|><|audio_end|>"
+        if self.family == "qwen":  # its processor writes marks around each frame
+            marks["video"] = "<|video_pad|>"
         if self.family == "llava":
             marks = {"image": "<image>\n"}
         return "".join(marks[kind] for kind, _ in turn.shown)
