@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Qwen3Omni(Family):
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
     positions whatever comes with it (the processor would pad recordings to the longest and take
-    one frame rate for all videos), and silent videos may stand beside videos with sound.
+    one frame rate for all videos), and silent videos may stand beside videos with sound. Loading
+    also teaches the audio tower to read each recording as if it were alone.
     """
 
     model_types = ("qwen3_omni_moe",)
@@ -45,6 +47,7 @@ class Qwen3Omni(Family):
         super().__init__(model.thinker, processor)
         self.whole = model
         _teach_logits_to_keep(self.model)
+        _read_each_as_alone(self.model.get_encoder(modality="audio"))
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
@@ -199,3 +202,47 @@ def _teach_logits_to_keep(thinker: Any) -> None:
     thinker.register_forward_pre_hook(note, with_kwargs=True)
     thinker.lm_head.register_forward_pre_hook(cut)
     thinker.register_forward_hook(forget, always_call=True)
+
+
+# What the audio tower has made of the later recordings of the call that is running.
+_later: ContextVar[tuple[Any, ...]] = ContextVar("later", default=())
+
+
+def _read_each_as_alone(tower: Any) -> None:
+    """Let the audio tower make the same of a recording whatever is read with it.
+
+    It cuts recordings into pieces of a second and pads the pieces of a call to the longest. To its
+    convolutions padding is not the same as the end of a piece, so that a recording of less than a
+    second would depend on what else is read. Here only those share a call that would be padded
+    alike each by itself.
+    """
+    if getattr(tower, "_oscar_reads_each_as_alone", False):
+        return
+    tower._oscar_reads_each_as_alone = True
+    longest = 2 * tower.config.n_window
+
+    def read_later(
+        tower: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        lengths = kwargs.get("feature_lens")
+        if lengths is None or len(args) != 1:
+            return None
+        alike = groupby(lengths.tolist(), lambda frames: min(frames, longest))
+        runs = [lengths.new_tensor(list(run)) for _, run in alike]
+        parts = args[0].split([int(run.sum()) for run in runs], dim=1)
+        calls = [
+            ((part,), kwargs | {"feature_lens": run}) for part, run in zip(parts, runs, strict=True)
+        ]
+        _later.set(tuple(tower(*args, **kwargs) for args, kwargs in calls[1:]))
+        return calls[0]
+
+    def join(_: Any, __: tuple, output: Any) -> Any:
+        later = _later.get()
+        _later.set(())
+        if output is None or not later:
+            return None  # an error is under way, or the output is whole
+        parts = [output, *later]
+        return type(output)(**{name: torch.cat([part[name] for part in parts]) for name in output})
+
+    tower.register_forward_pre_hook(read_later, with_kwargs=True)
+    tower.register_forward_hook(join, always_call=True)

@@ -3,14 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
+from oscar_mm.decoding.loop import read
+from oscar_mm.decoding.prefixes import processor_settings
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.remaining import remaining
 from oscar_mm.media import load_video
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.media import Media
+from oscar_mm.pipelines.padding import left_padded
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie
@@ -164,6 +170,70 @@ def test_a_medium_is_the_same_whatever_comes_with_it(omni) -> None:
     one = omni.prepare("x", omni.read_media(audio=[short]), None).inputs["input_features"]
     two = omni.prepare("x", omni.read_media(audio=[long, short]), None).inputs["input_features"]
     assert torch.equal(two[1, :, : one.shape[2]], one[0])
+
+
+SHORT, LONG = tone(0.37, 300.0), tone(2.3)
+"""Of less than a second, which the tower alone does not pad, and more."""
+
+
+def last_logits(pipe: OscarOmniPipeline, prompt: Prompt) -> torch.Tensor:
+    """(rows, vocabulary) over a 16-bit cache of its own."""
+    return read(pipe.model, prompt, pipe.new_cache(), pipe.prefill_chunk)
+
+
+def heard(pipe: OscarOmniPipeline, *recordings: tuple[np.ndarray, int]) -> Prompt:
+    return pipe.prepare("What is it?", pipe.read_media(audio=list(recordings)), None)
+
+
+def test_a_short_recording_alone_is_that_of_plain_transformers(omni, plain) -> None:
+    inputs = plain.inputs("What is it?", omni.read_media(audio=[SHORT]))
+    with torch.inference_mode():
+        expected = plain.model.thinker(**inputs).logits[:, -1]
+    assert (last_logits(omni, heard(omni, SHORT)) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("short_one", [0, 1])
+def test_a_short_recording_is_the_same_beside_a_long_one(omni, plain, short_one: int) -> None:
+    """What the tower makes of it is what plain transformers makes of it alone."""
+    recordings = [LONG, LONG, tone(0.62)]
+    recordings.insert(short_one, SHORT)
+    tower = plain.model.thinker.get_encoder(modality="audio")
+    with torch.inference_mode():
+        alone = []
+        for one in recordings:
+            inputs = heard(omni, one).inputs
+            lengths = inputs["feature_attention_mask"].sum(-1)
+            features = inputs["input_features"][0, :, : int(lengths)]
+            alone.append(tower(features, feature_lens=lengths).last_hidden_state)
+        inputs = heard(omni, *recordings).inputs
+        media = {name: inputs[name] for name in ("input_features", "feature_attention_mask")}
+        together = omni.model.get_audio_features(**media, return_dict=True).last_hidden_state
+    expected = torch.cat(alone)
+    assert together.shape == expected.shape and expected.abs().max() > 0.1
+    assert (together - expected).abs().max() < 1e-6
+
+
+def test_a_short_recording_is_the_same_in_a_batch(omni) -> None:
+    prompts = [heard(omni, SHORT), heard(omni, LONG), heard(omni, SHORT, LONG)]
+    single = torch.cat([last_logits(omni, prompt) for prompt in prompts])
+    together = last_logits(omni, left_padded(prompts, omni.family))
+    assert (together - single).abs().max() < 1e-5
+
+
+def test_a_short_recording_is_the_same_in_chunks_and_after_a_prefix(omni) -> None:
+    whole = last_logits(omni, heard(omni, LONG, SHORT))
+    model, options = omni.family.whole, {"processor": omni.processor, "policy": "bf16"}
+    chunked = OscarOmniPipeline(model, prefill_chunk=16, **options)
+    assert (last_logits(chunked, heard(omni, LONG, SHORT)) - whole).abs().max() < 1e-5
+    keeping = OscarOmniPipeline(model, prefix_cache="1GB", **options)
+    with keeping.chat() as chat:
+        chat.ask("What is it?", audio=[LONG], max_new_tokens=1)
+    prompt = heard(omni, LONG, SHORT)
+    past = keeping.prefixes.find(prompt, processor_settings(omni.processor))
+    known = past.get_seq_length()
+    assert known >= prompt.media[0].stop
+    after = read(omni.model, remaining(prompt, known), past)
+    assert (after - whole).abs().max() < 1e-5
 
 
 def test_logits_of_the_last_token_only(omni) -> None:
