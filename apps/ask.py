@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from oscar_mm.apps import options, progress
-from oscar_mm.apps.terminal import warnings_as_lines, write
+from oscar_mm.apps.terminal import warnings_as_lines, written
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.image import eighth
@@ -33,10 +33,10 @@ def ask(
     ] = None,
     audio_in_video: options.AudioInVideo = False,
     system: options.System = None,
-    max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
+    max_new_tokens: options.Longest = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
     seed: options.Seed = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
@@ -49,7 +49,8 @@ def ask(
 ) -> None:
     """Answer one question about images, videos and sound.
 
-    The answer goes to stdout as it is generated, the memory table to stderr.
+    The answer goes to stdout as it is generated, a thinking model's reasoning and the memory table
+    to stderr.
     """
     # Whatever can be wrong with the request is told before the model takes its seconds to load.
     KVPolicy.preset(policy)
@@ -64,9 +65,7 @@ def ask(
     )
     for name, picture in zip(given["images"], pictures, strict=True):
         load_image(picture, label=name, fit=eighth)
-    from oscar_mm.decoding.sampling import Sampling  # brings torch, unlike the checks above
-
-    sampling = Sampling(
+    how = options.checked_sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -94,16 +93,16 @@ def ask(
     )
     with progress.prefill(pipe.model):
         with warnings_as_lines():
-            stream = pipe.stream(prompt=prompt, system=system, **shown, **asdict(sampling))
-        pieces = iter(stream)
+            stream = pipe.stream(prompt=prompt, system=system, **shown, **how)
+        pieces = stream.with_reasoning()
         first = next(pieces, "")
     if as_json:
         for _ in pieces:
             pass
         print(json.dumps(_as_dict(stream.result), ensure_ascii=False), flush=True)
         return
-    for piece in chain([first], pieces):
-        write(piece)
+    for _ in written(chain([first], pieces)):
+        pass
     print(flush=True)
     timings = stream.result.timings
     print(stream.result.memory, file=sys.stderr)
@@ -131,6 +130,7 @@ def _local(name: str, allow_remote: bool) -> Path | bytes:
 def _as_dict(result: Any) -> dict[str, Any]:
     return {
         "text": result.text,
+        "reasoning": result.reasoning,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
         "memory": result.memory.to_dict(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oscar_mm.apps import options, progress
-from oscar_mm.apps.terminal import harmless, warnings_as_lines, write
+from oscar_mm.apps.terminal import harmless, warnings_as_lines, written
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
 from oscar_mm.media.image import eighth
@@ -35,6 +35,9 @@ _HELP = """\
 /help       this list
 /quit       end, as does the end of the input; Ctrl-C ends an answer"""
 _SUFFIX = ".safetensors"
+_AS_BEFORE = "stopped; the chat is as it was before"
+_LONGEST_TEXT = 1024
+"""Tokens of an answer by default."""
 
 
 def chat(
@@ -44,10 +47,10 @@ def chat(
     load: Annotated[
         str | None, typer.Option("--load", metavar="FILE", help="Go on with a saved chat.")
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 1024,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
+    max_new_tokens: options.Longest = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
     seed: options.Seed = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
@@ -58,23 +61,21 @@ def chat(
 ) -> None:
     """Talk about images, videos and sound; earlier ones stay in sight.
 
-    A line is a message, or a command: /help lists them. Answers go to stdout.
+    A line is a message, or a command: /help lists them. Answers go to stdout, a thinking model's
+    reasoning to stderr.
     """
     KVPolicy.preset(policy)
     if load is not None:
         existing_file(load, load)
         if system is not None:
             raise InputError("--system is for a new chat: a saved one has its own")
-    from oscar_mm.decoding.sampling import Sampling  # brings torch, unlike the checks above
-
-    how = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-    }
-    Sampling(**how)
+    how = options.checked_sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+    )
     model = options.chosen_model(model, hears=audio_in_video)
     progress.on_loading()
     from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
@@ -91,6 +92,7 @@ def chat(
     if audio_in_video:
         _check_reads(pipe, Modality.AUDIO)
         how["use_audio_in_video"] = True
+    how.setdefault("max_new_tokens", pipe.longest_answer(_LONGEST_TEXT))
     talk = _Talk(pipe, pipe.load_chat(load) if load else pipe.chat(system), how)
     if sys.stdin.isatty():
         print(f"{pipe.family.name}, {policy}: ask, or /help", file=sys.stderr)
@@ -151,7 +153,7 @@ class _Talk:
         except InputError as error:
             _note(f"error: {error}")
         except KeyboardInterrupt:
-            _note("stopped; the chat is as it was before")
+            _note(_AS_BEFORE)
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -162,20 +164,23 @@ class _Talk:
 
     def _ask(self, prompt: str) -> None:
         shown = {kind: paths or None for kind, paths in self.waiting.items()}
+        before = len(self.chat.turns)
         with _ctrl_c() as pressed:
             with progress.prefill(self.pipe.model), warnings_as_lines():
                 stream = self.chat.stream(prompt, **shown, **self.how)
-                first = next(stream, "")
+                pieces = stream.with_reasoning()
+                first = next(pieces, "")
             pressed.begun = True
-            for piece in chain([first], stream):
-                write(piece)
+            for _ in written(chain([first], pieces)):
                 if pressed.once:
                     break
             stream.close()
         print(flush=True)
-        self._drop()
+        counts = len(self.chat.turns) > before
+        if counts:
+            self._drop()
         if pressed.once:
-            _note("stopped; what you read counts as the answer")
+            _note("stopped; what you read counts as the answer" if counts else _AS_BEFORE)
 
     def _show(self, kind: str, modality: Modality, path: str) -> None:
         if not path:

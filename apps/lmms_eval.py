@@ -98,7 +98,8 @@ def manifest() -> ModelManifest:
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     """A task's generation_kwargs as fields of ``Sampling``; beams are not supported."""
-    found: dict[str, Any] = {"max_new_tokens": int(options.get("max_new_tokens") or 256)}
+    longest = int(options.get("max_new_tokens") or 256)
+    found: dict[str, Any] = {"max_new_tokens": longest, "temperature": 0}
     if until := options.get("until"):
         found["stop"] = [until] if isinstance(until, str) else list(until)
     if options.get("do_sample") and (temperature := options.get("temperature")):

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,12 +30,26 @@ Policy = Annotated[
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.")]
-Temperature = Annotated[
-    float, typer.Option(metavar="F", help="0 takes the likeliest token; above 0 samples.")
+Longest = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        metavar="N",
+        help="Longest answer, in tokens, with its reasoning; thinking models get more by default.",
+    ),
 ]
-TopP = Annotated[float, typer.Option(metavar="F", help="Sample from this much probability mass.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        metavar="F",
+        help="0 takes the likeliest token, above 0 samples. Default: as the checkpoint says.",
+    ),
+]
+TopP = Annotated[
+    float | None, typer.Option(metavar="F", help="Sample from this much probability mass.")
+]
 TopK = Annotated[
-    int, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
+    int | None, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
 ]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")]
 Device = Annotated[
@@ -68,6 +82,19 @@ AudioInVideo = Annotated[
 AllowRemote = Annotated[
     bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
 ]
+
+
+def checked_sampling(**given: Any) -> dict[str, Any]:
+    """Those options of an answer that were given, checked before a model takes its time to load.
+
+    Raises:
+        InputError: a value that is not allowed.
+    """
+    from oscar_mm.decoding.sampling import Sampling  # brings torch
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    Sampling(**chosen)
+    return chosen
 
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:

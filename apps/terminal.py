@@ -1,16 +1,42 @@
-"""What commands write: pieces of an answer, and warnings as lines of the command."""
+"""What commands write: an answer, its reasoning, and warnings as lines of the command."""
 
 import sys
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 
-def write(piece: str) -> None:
-    """Part of an answer on stdout, at once."""
-    print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+def written(pieces: Iterable[str]) -> Iterator[str]:
+    """Write an answer as it comes: text on stdout, a model's reasoning dimly on stderr.
+
+    Args:
+        pieces: as ``AnswerStream.with_reasoning`` gives them.
+
+    Returns:
+        The pieces, each once it is written.
+    """
+    from oscar_mm.decoding.reasoning import Reasoning
+
+    reasons = False
+    for piece in pieces:
+        if isinstance(piece, Reasoning):
+            _write_dimly(piece)
+        else:
+            if reasons:
+                print("\n", file=sys.stderr, flush=True)
+            print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+        reasons = isinstance(piece, Reasoning)
+        yield piece
+    if reasons:
+        print(file=sys.stderr, flush=True)
+
+
+def _write_dimly(piece: str) -> None:
+    on_terminal = sys.stderr.isatty()
+    shown = f"\033[2m{harmless(piece)}\033[0m" if on_terminal else piece
+    print(shown, end="", file=sys.stderr, flush=True)
 
 
 def harmless(text: str) -> str:

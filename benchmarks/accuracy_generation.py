@@ -71,7 +71,7 @@ def answered(
     cache.expect(talks.ids.expand(rows, -1))
     model.get_decoder()(**talks.prefix_in(model.dtype), past_key_values=cache, use_cache=True)
     longest = max(map(len, _answers(talks))) + _ROOM
-    sampling = Sampling(max_new_tokens=longest)
+    sampling = Sampling(max_new_tokens=longest, temperature=0)
     answers: list[list[int]] = [[] for _ in range(rows)]
     for step in decode(model, _question(talks), cache, sampling, end_tokens=end_tokens):
         for row, token in enumerate(step):

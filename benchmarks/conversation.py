@@ -114,7 +114,7 @@ class Bench:
         return tokenizer.decode((ids * times)[: self.load.text])
 
     def ask(self, chat: Chat, prompt: str = "What is it?", **media: list[Any]) -> Any:
-        return chat.ask(prompt, **media, max_new_tokens=self.load.answer)
+        return chat.ask(prompt, **media, max_new_tokens=self.load.answer, temperature=0)
 
     def warm_up(self) -> None:
         """Compiles and checks the kernels, and makes the workspaces of libraries."""
@@ -229,7 +229,7 @@ class Bench:
         spent = []
         for tokens in (self.load.answer, self.load.answer + self.load.steps):
             with chat.fork() as twin:
-                spent.append(twin.ask("?", max_new_tokens=tokens).timings.decode_s)
+                spent.append(twin.ask("?", max_new_tokens=tokens, temperature=0).timings.decode_s)
         return 1e3 * (spent[1] - spent[0]) / self.load.steps
 
     def _saved(self, chat: Chat) -> dict[str, Any]:

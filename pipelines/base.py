@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.reasoning import ThinkTokens
 from oscar_mm.errors import InputError
 from oscar_mm.experts import choose_experts
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
@@ -221,9 +222,35 @@ class Family(ABC):
         begin = self.processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin and text.startswith(begin) else {}
 
+    @cached_property
+    def think_tokens(self) -> ThinkTokens | None:
+        """Between which the model may reason before it answers; None if it has none."""
+        return ThinkTokens.of(self.processor.tokenizer)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the chat template has every answer begin with reasoning."""
+        if self.think_tokens is None:
+            return False
+        question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
+        return self.think_tokens.opened(self.tokenize(self.render([question]))[0]) > 0
+
+    def generation_setting(self, name: str) -> Any:
+        """What the checkpoint's generation_config says of something; None for nothing."""
+        return getattr(self.model.generation_config, name)
+
+    def sampling_rules(self) -> dict[str, Any]:
+        """How the checkpoint says that tokens are chosen: fields of ``Sampling``."""
+        rules = {"repetition_penalty": self.generation_setting("repetition_penalty")}
+        if self.generation_setting("do_sample"):
+            temperature = self.generation_setting("temperature")
+            rules["temperature"] = 1.0 if temperature is None else temperature
+            rules |= {name: self.generation_setting(name) for name in ("top_p", "top_k")}
+        return {name: value for name, value in rules.items() if value is not None}
+
     def end_tokens(self) -> frozenset[int]:
         """Token ids that end an answer."""
-        ids = self.model.generation_config.eos_token_id
+        ids = self.generation_setting("eos_token_id")
         if ids is None:
             ids = self.processor.tokenizer.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or [])

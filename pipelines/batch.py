@@ -244,8 +244,7 @@ def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
 def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     """Answer the rows of one batch, each result as soon as its row has ended."""
     start = time.perf_counter()
-    tokenizer = pipe.processor.tokenizer
-    writers = [AnswerWriter(tokenizer, one.sampling, start - one.seconds) for one in batch]
+    writers = [_writer(pipe, one, start) for one in batch]
     prompt = left_padded([one.prompt for one in batch], pipe.family)
     with pipe.lock:
         rows = (pipe.growth(one.prompt, one.sampling.max_new_tokens, one.past) for one in batch)
@@ -299,6 +298,17 @@ def row_memory(cache: OscarCache, row: int, past: OscarCache | None = None) -> M
     report = replace(alone.memory(), shared_bytes=shared)
     alone.close()
     return report
+
+
+def _writer(pipe: Pipeline, request: Prepared, start: float) -> AnswerWriter:
+    ids = torch.cat([_seen(request), request.prompt.inputs["input_ids"][0].cpu()])
+    return AnswerWriter(
+        pipe.processor.tokenizer,
+        request.sampling,
+        start - request.seconds,
+        pipe.family.think_tokens,
+        ids,
+    )
 
 
 def _seen(request: Prepared) -> torch.Tensor:

@@ -48,11 +48,11 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        repetition_penalty: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         **unknown: Any,
@@ -70,8 +70,12 @@ class OscarOmniPipeline(Pipeline):
             speak: also speak the answer: ``answer.speech``, float32 mono at
                 ``answer.sample_rate``. Needs a checkpoint with a talker; ``stop`` cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
-            max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
-                ``oscar_mm.decoding.sampling``.
+            max_new_tokens: longest answer, in tokens; by default 256, and 8,192 more for the
+                reasoning of a thinking model (at most half of the context).
+            temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
+                generation_config says how tokens are chosen, which may be by sampling.
+            top_p, top_k, repetition_penalty, seed, stop: see ``oscar_mm.decoding.sampling``. The
+                first three are by default the checkpoint's too, but off beside a temperature.
 
         Raises:
             InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
@@ -114,6 +118,8 @@ class OscarOmniPipeline(Pipeline):
         **sampling: Any,
     ) -> AnswerStream:
         """As ``__call__``, but an iterator of pieces of text with the answer as ``result``.
+
+        ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
 
         The request is checked and its media are read at once; the model runs as pieces are taken.
         A spoken answer comes in one piece.

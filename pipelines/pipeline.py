@@ -34,6 +34,9 @@ from oscar_mm.policy import KVPolicy
 from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
 
+_REASONING = 8192
+"""Tokens that thinking models are given for their reasoning."""
+
 
 class Pipeline(Batched, Bounded):
     """Loads a checkpoint and answers prompts made from checked requests.
@@ -265,6 +268,9 @@ class Pipeline(Batched, Bounded):
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; ``arguments`` are the other names that a user may give.
 
+        What is None or not given is the checkpoint's own: without a temperature, all by which its
+        generation_config has tokens chosen; without max_new_tokens, ``longest_answer``.
+
         Raises:
             InputError: an unknown name, or a value that is not allowed.
         """
@@ -274,7 +280,18 @@ class Pipeline(Batched, Bounded):
                 f"unknown argument {', '.join(sorted(unknown))}: choose from "
                 f"{', '.join([*arguments, *known])}"
             )
-        return Sampling(**options)
+        given = {name: value for name, value in options.items() if value is not None}
+        rules = {} if "temperature" in given else self.family.sampling_rules()
+        return Sampling(**{"max_new_tokens": self.longest_answer()} | rules | given)
+
+    def longest_answer(self, text: int = 256) -> int:
+        """Default of max_new_tokens: tokens of text, and of a thinking model's reasoning.
+
+        Together they take no more than half of the context, unless the text alone does.
+        """
+        if not self.family.thinks:
+            return text
+        return max(text, min(text + _REASONING, self.max_context // 2))
 
     def answer(
         self, prompt: Prompt, sampling: Sampling, start: float

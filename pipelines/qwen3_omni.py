@@ -100,12 +100,10 @@ class Qwen3Omni(Family):
         sound = medium.content if medium.modality is Modality.AUDIO else medium.content.sound
         return 0 if sound is None else audio_tokens(len(sound.samples))
 
-    def end_tokens(self) -> frozenset[int]:
-        """See ``Family.end_tokens``; checkpoints name them on the outer model, if at all."""
-        ids = self.whole.generation_config.eos_token_id
-        if self.model.generation_config.eos_token_id is not None or ids is None:
-            return super().end_tokens()
-        return frozenset([ids] if isinstance(ids, int) else ids)
+    def generation_setting(self, name: str) -> Any:
+        """See ``Family.generation_setting``; checkpoints say it of the outer model, if at all."""
+        found = super().generation_setting(name)
+        return getattr(self.whole.generation_config, name) if found is None else found
 
     def _pieces(self, text: str) -> list[tuple[str, bool]]:
         """The text in pieces: media with the tokens that open and close them, and the rest."""

@@ -34,11 +34,11 @@ class OscarVLPipeline(Pipeline):
         *,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        repetition_penalty: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         **unknown: Any,
@@ -51,8 +51,12 @@ class OscarVLPipeline(Pipeline):
             prompt: the question.
             videos: one video or a list, of paths or of frames. LLaVA reads none.
             system: system prompt.
-            max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
-                ``oscar_mm.decoding.sampling``.
+            max_new_tokens: longest answer, in tokens; by default 256, and 8,192 more for the
+                reasoning of a thinking model (at most half of the context).
+            temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
+                generation_config says how tokens are chosen, which may be by sampling.
+            top_p, top_k, repetition_penalty, seed, stop: see ``oscar_mm.decoding.sampling``. The
+                first three are by default the checkpoint's too, but off beside a temperature.
 
         Raises:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
@@ -86,6 +90,8 @@ class OscarVLPipeline(Pipeline):
         **sampling: Any,
     ) -> AnswerStream:
         """As ``__call__``, but an iterator of pieces of text with the answer as ``result``.
+
+        ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
 
         The request is checked and its media are read at once; the model runs as pieces are taken.
         """

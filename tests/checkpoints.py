@@ -22,6 +22,7 @@ BUILDERS: dict[str, Callable[..., None]] = {
     "llava_next_vicuna": partial(llava_next, text_model="llama"),
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": partial(qwen3_vl, moe=True),
+    "qwen3_vl_thinking": partial(qwen3_vl, thinking=True),
     "qwen3_omni": qwen3_omni,
     "qwen3_omni_talker": partial(qwen3_omni, talker=True),
 }

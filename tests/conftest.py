@@ -43,6 +43,12 @@ def qwen3_vl_moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3_vl_thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-VL that begins its answers with reasoning."""
+    return built("qwen3_vl_thinking", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def llava_next_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaVA-v1.6 on Mistral."""
     return built("llava_next", tmp_path_factory)

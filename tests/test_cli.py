@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,8 +67,9 @@ def test_json_is_all_there_is(model, picture, capsys) -> None:
     captured = capsys.readouterr()
     answer = json.loads(captured.out)
     assert set(answer) == {
-        *("text", "token_ids", "finish_reason", "memory", "timings", "prompt_tokens")
+        *("text", "reasoning", "token_ids", "finish_reason", "memory", "timings", "prompt_tokens")
     }
+    assert answer["reasoning"] is None
     assert 1 <= len(answer["token_ids"]) <= 5
     assert answer["memory"]["kv_bytes"] > 0
     assert answer["timings"]["prefill_s"] > 0
@@ -80,6 +81,17 @@ def test_streamed_text_is_the_text_of_json(model, picture, capsys) -> None:
     streamed = capsys.readouterr().out
     run(request(picture, model, "--max-new-tokens", "12", "--json"))
     assert streamed == json.loads(capsys.readouterr().out)["text"] + "\n"
+
+
+def test_reasoning_goes_to_stderr(qwen3_vl_thinking_folder, picture, capsys) -> None:
+    """Random weights reason until they are cut."""
+    arguments = request(picture, str(qwen3_vl_thinking_folder), "--max-new-tokens", "9")
+    run([*arguments, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == "" and answer["finish_reason"] == "length" and answer["reasoning"]
+    run(arguments)
+    captured = capsys.readouterr()
+    assert captured.out == "\n" and captured.err.startswith(answer["reasoning"] + "\n")
 
 
 def test_options_reach_the_pipeline(model, picture, capsys) -> None:
@@ -238,16 +250,13 @@ def test_unexpected_error_is_one_line_unless_debugging(model, picture, monkeypat
 def test_an_answer_cannot_command_a_terminal(
     terminal, shown, model, picture, monkeypatch, capsys
 ) -> None:
-    class Stream(Iterator):
-        pieces = iter(["a\x1b[2J", "b\tc"])
-        result = SimpleNamespace(
+    stream = SimpleNamespace(
+        with_reasoning=lambda: iter(["a\x1b[2J", "b\tc"]),
+        result=SimpleNamespace(
             timings=SimpleNamespace(prefill_s=1.0, decode_s=1.0, tokens_per_s=1.0), memory=""
-        )
-
-        def __next__(self) -> str:
-            return next(self.pieces)
-
-    pipeline = SimpleNamespace(stream=lambda *_, **__: Stream(), model=None)
+        ),
+    )
+    pipeline = SimpleNamespace(stream=lambda *_, **__: stream, model=None)
     monkeypatch.setattr(pipelines, "pipeline_for", lambda _: lambda *_, **__: pipeline)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     assert run(request(picture, model)) == 0

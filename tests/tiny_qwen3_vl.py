@@ -16,6 +16,8 @@ from transformers import (
 
 from tests.tiny import qwen_tokenizer, randomize
 
+THINK = ("<think>", "</think>")
+
 QWEN3_VL_TEMPLATE = """
 {%- macro render(content) -%}
 {%- if content is string -%}{{ content }}
@@ -35,10 +37,27 @@ QWEN3_VL_TEMPLATE = """
 """.strip()
 
 
-def qwen3_vl(folder: Path, *, seed: int, moe: bool = False, **overrides: Any) -> None:
+_ANSWER = """
+{%- set said = render(message.content) -%}
+{%- if message.role == 'assistant' and '</think>' in said -%}
+{%- set said = said.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+""".strip()
+THINKING_TEMPLATE = (
+    QWEN3_VL_TEMPLATE.replace("render(message.content) +", "said +")
+    .replace("{%- for message in messages -%}", "{%- for message in messages -%}" + _ANSWER)
+    .replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+)
+"""Opens the reasoning of an answer, and leaves that of earlier answers out."""
+
+
+def qwen3_vl(
+    folder: Path, *, seed: int, moe: bool = False, thinking: bool = False, **overrides: Any
+) -> None:
     """Qwen3-VL: deepstack vision tower, interleaved multimodal RoPE, timestamps in videos.
 
-    ``moe`` gives the decoder experts; ``overrides`` go to the text config.
+    ``moe`` gives the decoder experts, ``thinking`` the template and the tokens of a Thinking
+    checkpoint; ``overrides`` go to the text config.
     """
     config_class, model_class = Qwen3VLConfig, Qwen3VLForConditionalGeneration
     if moe:
@@ -46,6 +65,8 @@ def qwen3_vl(folder: Path, *, seed: int, moe: bool = False, **overrides: Any) ->
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
         overrides = experts | overrides
     tokenizer = qwen_tokenizer(500)
+    if thinking:
+        tokenizer.add_tokens(list(THINK))
     # At most 64 tokens for an image and as many for a video, so that tests stay quick.
     size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
     video_size = {"shortest_edge": 2 * 32 * 32, "longest_edge": 32 * 64 * 64}
@@ -53,7 +74,7 @@ def qwen3_vl(folder: Path, *, seed: int, moe: bool = False, **overrides: Any) ->
         image_processor=Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size),
         tokenizer=tokenizer,
         video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=video_size),
-        chat_template=QWEN3_VL_TEMPLATE,
+        chat_template=THINKING_TEMPLATE if thinking else QWEN3_VL_TEMPLATE,
     )
     text = {
         "vocab_size": len(tokenizer),

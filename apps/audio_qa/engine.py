@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, pipe: Pipeline, settings: Settings, batch_size: int = 8) -> None:
         self.pipe, self.settings, self.batch_size = pipe, settings, batch_size
         self.audio_seconds, self.peak_bytes = 0.0, 0
-        self._how = Sampling(max_new_tokens=settings.max_new_tokens)
+        self._how = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Results in the order in which they are finished.

@@ -25,6 +25,7 @@ class Exchange:
         media: its files by kind.
         shown: its media, in the order of the turn's segments.
         options: how it was answered.
+        reasoning: what a thinking model writes before it, as far as it was written.
         answer: as far as it was written.
         other: the answer over a 16-bit cache, or None.
         note: how the answer ended, if it is not by itself.
@@ -36,6 +37,7 @@ class Exchange:
     media: dict[str, list[Path]] = field(default_factory=dict)
     shown: list[Shown] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    reasoning: str = ""
     answer: str = ""
     other: str | None = None
     note: str = ""
@@ -48,6 +50,7 @@ class Exchange:
         return cls(
             question=turn.prompt,
             shown=[Shown.named(span.modality, span.label) for span in turn.media],
+            reasoning=turn.reasoning or "",
             answer=turn.answer,
             note=NOTES.get(turn.finish_reason, ""),
             counts=True,

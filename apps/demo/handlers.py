@@ -77,7 +77,7 @@ class Handlers:
         """Answer a message; the box is emptied, and filled again if it could not be answered."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
         visitor = self._visitor(request)
-        options = {"temperature": temperature, "max_new_tokens": whole(longest)}
+        options = self._options(temperature, longest)
         empty = gr.MultimodalTextbox(value=None)
         sent = yield from self._answer(visitor, text, files, options, empty)
         last = visitor.exchanges[-1:]
@@ -102,7 +102,7 @@ class Handlers:
                 visitor.begin()
             except InputError as error:
                 raise gr.Error(str(error), print_exception=False) from None
-            options = {"temperature": temperature, "max_new_tokens": whole(longest)}
+            options = self._options(temperature, longest)
             for message in example.messages:
                 sent = yield from self._answer(visitor, message.text, message.paths, options, _SAME)
                 past, *parts = self.all_of(visitor, gpu, model, length)
@@ -111,6 +111,16 @@ class Handlers:
                     break
 
         return play
+
+    @property
+    def usual_temperature(self) -> float:
+        """The checkpoint's own."""
+        return self.hall.pipe.sampling({}, ()).temperature
+
+    def _options(self, temperature: float, longest: float) -> dict[str, Any]:
+        # At its own temperature the checkpoint also says among which tokens is chosen.
+        chosen = None if temperature == self.usual_temperature else temperature
+        return {"temperature": chosen, "max_new_tokens": whole(longest)}
 
     def _answer(
         self, visitor: Visitor, text: str, files: list, options: dict[str, Any], box: Any

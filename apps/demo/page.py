@@ -152,10 +152,11 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     gr.Markdown("For every answer")
     with gr.Row():
-        parts["temperature"] = gr.Slider(0, 2, value=0, step=0.1, label="Temperature")
-        parts["longest"] = gr.Slider(
-            1, MAX_NEW_TOKENS, value=256, step=1, label="Longest answer, tokens"
-        )
+        usual, pipe = handlers.usual_temperature, handlers.hall.pipe
+        parts["temperature"] = gr.Slider(0, 2, value=usual, step=0.1, label="Temperature")
+        most, longest = pipe.longest_answer(MAX_NEW_TOKENS), pipe.longest_answer()
+        label = "Longest answer, tokens"
+        parts["longest"] = gr.Slider(1, most, value=longest, step=1, label=label)
     gr.Markdown("For a new conversation")
     parts["system"] = gr.Textbox(label="System prompt", lines=2, max_length=MAX_CHARACTERS)
     policy = handlers.hall.settings

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.curve import Curve
 from oscar_mm.decoding.answer import Timings
+from oscar_mm.decoding.reasoning import Reasoning
 
 if TYPE_CHECKING:
     from oscar_mm.chat.session import Chat
@@ -30,12 +31,13 @@ class Side:
             since have had it written to disk.
         timings: of the latest answer, as far as it goes.
         finish_reason: of the latest answer.
+        reasoning: of the latest answer, as far as it goes.
     """
 
     def __init__(self, chat: Chat) -> None:
         self.chat, self.curve = chat, Curve()
         self.timings: Timings | None = None
-        self.finish_reason = ""
+        self.finish_reason = self.reasoning = ""
         self.memory, self.segments = chat.memory, chat.segments
         if chat.turns:
             self.measure()
@@ -75,10 +77,13 @@ class Side:
         before, turns = self.tokens, len(self.chat.turns)
         shown = {kind: paths or None for kind, paths in media.items()}
         stream = self.chat.stream(question, **shown, **options)
-        text, told = "", 0.0
+        text, told, self.reasoning = "", 0.0, ""
         try:
-            for piece in stream:
-                text += piece
+            for piece in stream.with_reasoning():
+                if isinstance(piece, Reasoning):
+                    self.reasoning += piece
+                else:
+                    text += piece
                 if stop.is_set():
                     break
                 if time.monotonic() - told >= 1 / UPDATES_PER_S:

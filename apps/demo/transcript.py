@@ -69,9 +69,12 @@ def live(exchange: Exchange | None) -> str:
     """The answer that is being written, or nothing."""
     if exchange is None:
         return ""
-    if not exchange.answer:
-        return '<article class="said live" aria-busy="true"><p class="dots">reading</p></article>'
-    return f'<article class="said live" aria-busy="true"><p>{escape(exchange.answer)}</p></article>'
+    thought = _folded(exchange, unfolded=not exchange.answer)
+    if exchange.answer:
+        text = f"<p>{escape(exchange.answer)}</p>"
+    else:
+        text = f'<p class="dots">{"thinking" if thought else "reading"}</p>'
+    return f'<article class="said live" aria-busy="true">{thought}{text}</article>'
 
 
 def _asked(exchange: Exchange, numbers: Counter[str]) -> str:
@@ -98,7 +101,7 @@ def _figure(one: Shown, numbers: Counter[str]) -> str:
 
 
 def _answered(exchange: Exchange) -> str:
-    parts = []
+    parts = [_folded(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f"<p>{escape(exchange.answer)}</p>")
     if exchange.note:
@@ -109,3 +112,12 @@ def _answered(exchange: Exchange) -> str:
             f'<article class="said error" role="alert"><p>{escape(exchange.error)}</p></article>'
         )
     return said
+
+
+def _folded(exchange: Exchange, *, unfolded: bool = False) -> str:
+    if not exchange.reasoning:
+        return ""
+    return (
+        f'<details class="reasoning"{" open" if unfolded else ""}><summary>Reasoning</summary>'
+        f"<div>{escape(exchange.reasoning)}</div></details>"
+    )

@@ -24,7 +24,7 @@ MAX_CHAT_BYTES = 2**30
 MAX_STORED_BYTES = 4 * 2**30
 """Of all files that are on the server."""
 MAX_NEW_TOKENS = 1024
-"""Of one answer."""
+"""Of one answer, without a thinking model's reasoning."""
 MAX_CHARACTERS = 4000
 """Of one message, or of the system prompt."""
 

@@ -101,7 +101,7 @@ class Visitor:
     def _answered(self, exchange: Exchange, files: Sequence[str | Path]) -> Iterator[None]:
         try:
             exchange.question = checked_text("message", exchange.question)
-            _check_length(exchange.options.get("max_new_tokens"))
+            self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = by_kind(files, self.hall.folders)
             exchange.shown = thumbnails(exchange.media, self.hall.pipe.limits)
             yield
@@ -109,6 +109,7 @@ class Visitor:
             try:
                 with closing(self._answers(self.side, exchange)) as answers:
                     for exchange.answer in answers:
+                        exchange.reasoning = self.side.reasoning
                         yield
             finally:
                 exchange.counts = len(self.side.chat.turns) > before
@@ -127,6 +128,11 @@ class Visitor:
         except Exception as error:
             _log.exception("an answer failed")
             exchange.error = f"the server failed ({type(error).__name__}); try again"
+
+    def _check_length(self, tokens: Any) -> None:
+        most = self.hall.pipe.longest_answer(MAX_NEW_TOKENS)
+        if isinstance(tokens, int) and tokens > most:
+            raise InputError(f"an answer of {tokens:,} tokens is over the {most:,} of here")
 
     def _answers(self, side: Side, exchange: Exchange) -> Generator[str]:
         return side.answer(exchange.question, exchange.media, exchange.options, self._stop)
@@ -281,8 +287,3 @@ class Visitor:
             yield
         finally:
             self._turn.release()
-
-
-def _check_length(tokens: Any) -> None:
-    if isinstance(tokens, int) and tokens > MAX_NEW_TOKENS:
-        raise InputError(f"an answer of {tokens:,} tokens is over the {MAX_NEW_TOKENS:,} of here")

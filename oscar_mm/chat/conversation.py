@@ -8,6 +8,7 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.reasoning import Reasoned
 from oscar_mm.memory import span_bytes
 from oscar_mm.modality import MediumSpan, Modality
 
@@ -52,7 +53,8 @@ class Turn:
         start: index of its first token.
         stop: index after its last token in the cache.
         position: RoPE position that it began at.
-        pending: ids at its beginning that end the answer before.
+        pending: ids at its beginning that end the answer before, or are all of it.
+        reasoning: what a thinking model wrote before the answer; None where it did not think.
     """
 
     prompt: str
@@ -64,6 +66,7 @@ class Turn:
     stop: int
     position: float
     pending: tuple[int, ...]
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +74,9 @@ class Conversation:
     """Everything that the next turn goes on from; never changed, a turn makes a new one.
 
     Attributes:
-        cache: keys and values of all turns; None while they are on disk.
-        token_ids: (1, tokens) int64 on the CPU, of what the cache holds.
+        cache: keys and values of all turns, and after them perhaps of reasoning, until ``Holding``
+            takes it out; None while they are on disk.
+        token_ids: (1, tokens) int64 on the CPU, of what the cache holds of the turns.
         next_position: (1,) RoPE position of the next token.
         pending: ids at the end of the last answer that are not in the cache.
         turns: from the first.
@@ -106,9 +110,19 @@ class Conversation:
         return self.tokens - sum(gone)
 
     def answered(
-        self, cache: OscarCache, prompt: Prompt, asked: str, answer: str, ids: list[int], ended: str
+        self,
+        cache: OscarCache,
+        prompt: Prompt,
+        asked: str,
+        answer: str,
+        ids: list[int],
+        ended: str,
+        reasoned: Reasoned | None = None,
     ) -> Conversation:
         """With one more turn.
+
+        Chat templates leave the reasoning of earlier turns out. So where there was some, the turn
+        ends before it, and the next one begins by reading the answer's text.
 
         Args:
             cache: with prompt and answer, perhaps without the answer's last tokens.
@@ -117,9 +131,14 @@ class Conversation:
             answer: its text.
             ids: its tokens.
             ended: finish reason.
+            reasoned: what the answer began with.
         """
-        stop = cache.get_seq_length()
-        held = stop - self.tokens - prompt.tokens
+        if reasoned is None:
+            stop = cache.get_seq_length()
+            held = read = stop - self.tokens - prompt.tokens
+        else:
+            held, read = -reasoned.opened, reasoned.tokens
+            stop = self.tokens + prompt.tokens + held
         turn = Turn(
             prompt=asked,
             answer=answer,
@@ -130,13 +149,14 @@ class Conversation:
             stop=stop,
             position=self.next_position.item(),
             pending=self.pending,
+            reasoning=None if reasoned is None else reasoned.text,
         )
-        new = [prompt.inputs["input_ids"].cpu(), torch.tensor([ids[:held]], dtype=torch.long)]
+        new = [prompt.inputs["input_ids"].cpu(), torch.tensor([ids[:read]], dtype=torch.long)]
         return Conversation(
             cache=cache,
-            token_ids=torch.cat([self.token_ids, *new], dim=1),
+            token_ids=torch.cat([self.token_ids, *new], dim=1)[:, :stop],
             next_position=prompt.next_position.cpu() + held,
-            pending=tuple(ids[held:]),
+            pending=tuple(ids[read:]),
             turns=(*self.turns, turn),
         )
 

@@ -10,10 +10,12 @@ import torch
 from oscar_mm.chat.next_turn import next_prompt
 from oscar_mm.decoding.loop import read
 from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.decoding.remaining import beginning
 from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
     from oscar_mm.chat.session import Chat
+    from oscar_mm.pipelines.pipeline import Pipeline
 
 
 def tell(
@@ -42,7 +44,7 @@ def tell(
     with chat._alone() as held:
         system = None if held.turns else chat.system
         ids = pipe.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        asked = next_prompt(pipe, held, prompt, system, shown, len(ids))
+        asked = _closed(pipe, next_prompt(pipe, held, prompt, system, shown, len(ids)))
         chat._held.make_room(asked, len(ids) + 1)  # all of them are stored
         cache = held.cache.fork()
         try:
@@ -52,6 +54,13 @@ def tell(
             raise
         chat._held.now = held.answered(cache, asked, prompt, answer, ids, "stop")
         held.cache.close()
+
+
+def _closed(pipe: Pipeline, prompt: Prompt) -> Prompt:
+    """Without the tokens by which a template has a thinking model begin to reason."""
+    thinks = pipe.family.think_tokens
+    opened = thinks.opened(prompt.inputs["input_ids"][0]) if thinks else 0
+    return beginning(prompt, prompt.tokens - opened) if opened else prompt
 
 
 def _with_answer(prompt: Prompt, ids: list[int]) -> Prompt:

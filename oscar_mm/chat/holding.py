@@ -49,6 +49,8 @@ class Holding:
     def at_hand(self) -> Conversation:
         """The conversation with its cache, which is read from its file if it was spilled.
 
+        What the cache holds beyond the turns, the reasoning of the last one, is taken out.
+
         Raises:
             InputError: no room in the budget, or the file is gone or was altered.
         """
@@ -60,6 +62,12 @@ class Holding:
             self.now = replace(held, cache=self._file.load(self.pipe))
             self._file.remove()
             self._file = None
+        held = self.conversation
+        if surplus := held.cache.get_seq_length() - held.tokens:
+            cache = held.cache.fork()
+            cache.crop(-surplus)
+            self.now = replace(held, cache=cache)
+            held.cache.close()
         return self.conversation
 
     def make_room(self, prompt: Prompt, max_new_tokens: int) -> None:

@@ -159,6 +159,7 @@ def _turn(saved: dict[str, Any], vocabulary: int) -> Turn:
         stop=_number(saved["stop"]),
         position=position,
         pending=_ids(saved["pending"], vocabulary),
+        reasoning=None if saved.get("reasoning") is None else _text(saved["reasoning"]),
     )
 
 

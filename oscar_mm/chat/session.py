@@ -44,6 +44,9 @@ class Chat:
     given out is the answer. A stream that was left but is still kept somewhere ends with the next
     call on the chat.
 
+    Of a thinking model's turns only the text stays in the cache, as chat templates have it; a turn
+    that is left before any text counts as not asked.
+
     Args:
         pipe: answers.
         system: system prompt.
@@ -78,8 +81,8 @@ class Chat:
             audio: likewise, where the model hears (Qwen3-Omni).
             use_audio_in_video: hear the sound of video files too.
             sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty (counts the
-                tokens of earlier turns too), seed, stop: see ``oscar_mm.decoding.sampling``. A stop
-                text is no part of the answer, but the model will have written it.
+                tokens of earlier turns too), seed, stop: as of the pipeline. A stop text is no part
+                of the answer, but the model will have written it.
 
         Returns:
             the answer; its memory is the whole chat's, tokens and times are this turn's.
@@ -105,7 +108,10 @@ class Chat:
         use_audio_in_video: bool = False,
         **sampling: Any,
     ) -> AnswerStream:
-        """As ``ask``, but an iterator of pieces of text with the answer as ``result``."""
+        """As ``ask``, but an iterator of pieces of text with the answer as ``result``.
+
+        ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
+        """
         with self._calls:
             media = (images, videos, audio, use_audio_in_video)
             return self._stream(prompt, media, sampling, keep_part=True)
@@ -270,8 +276,9 @@ class Chat:
         """Pieces of the answer, then the answer; the turn counts from then on."""
 
         def after(ended: str) -> Conversation:
-            said = generation.written.text, generation.written.token_ids
-            return before.answered(generation.cache, prompt, asked, *said, ended)
+            written = generation.written
+            said = written.text, written.token_ids, ended, written.reasoned
+            return before.answered(generation.cache, prompt, asked, *said)
 
         with self.pipe.lock:
             before = self._held.at_hand()
@@ -299,6 +306,7 @@ class Chat:
             self._held.answering = None
         with self.pipe.lock:
             before.cache.close()
+            self._held.at_hand()
             self._held.settle()
         yield replace(answer, memory=self.memory)
 

@@ -36,7 +36,7 @@ class Comparison:
 
     def __init__(self, pipe: Pipeline, methods: Sequence[Method], max_new_tokens: int) -> None:
         self.pipe, self.methods = pipe, methods
-        self._sampling = Sampling(max_new_tokens=max_new_tokens)
+        self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0)
         self._scores = {method.name: Scores() for method in methods}
         self._missing: dict[str, str] = {}
         # Bytes and values of each prompt, in pages and in all that a cache holds.

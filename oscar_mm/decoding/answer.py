@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from oscar_mm.decoding.reasoning import Reasoning
 from oscar_mm.memory import MemoryReport
 
 
@@ -30,14 +31,15 @@ class Answer:
     """What a pipeline returns.
 
     Attributes:
-        text: the answer.
-        token_ids: its tokens, without the end token.
+        text: the answer; empty where the reasoning was not complete.
+        token_ids: its tokens, those of the reasoning included, without the end token.
         memory: what the KV cache held at the end.
         timings: seconds.
         finish_reason: "stop" (end token or stop text) or "length" (max_new_tokens).
         prompt_tokens: tokens of the prompt, media included.
         speech: (samples,) float32, mono, the answer spoken; None where that was not asked for.
         sample_rate: samples per second of ``speech``.
+        reasoning: what a thinking model wrote before the answer; None where it did not think.
     """
 
     text: str
@@ -48,6 +50,7 @@ class Answer:
     prompt_tokens: int
     speech: np.ndarray | None = field(default=None, compare=False)
     sample_rate: int | None = None
+    reasoning: str | None = None
 
     def __str__(self) -> str:
         """The text."""
@@ -55,7 +58,10 @@ class Answer:
 
 
 class AnswerStream:
-    """Iterator over the pieces of an answer; ``result`` is the whole of it at the end."""
+    """Iterator over the pieces of an answer; ``result`` is the whole of it at the end.
+
+    A thinking model's reasoning is passed over: ``with_reasoning`` gives its pieces too.
+    """
 
     def __init__(self, pieces: Generator[str | Answer, None, None]) -> None:
         self._pieces = pieces
@@ -67,13 +73,19 @@ class AnswerStream:
 
     def __next__(self) -> str:
         """The next piece of text, not empty."""
+        for piece in self.with_reasoning():
+            if not isinstance(piece, Reasoning):
+                return piece
+        raise StopIteration
+
+    def with_reasoning(self) -> Iterator[str]:
+        """The pieces that are left, not empty; those of the reasoning are ``Reasoning``."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece
-                break
+                return
             if piece:
-                return piece
-        raise StopIteration
+                yield piece
 
     def close(self) -> None:
         """End the answer here; a second time, or after its end, does nothing."""

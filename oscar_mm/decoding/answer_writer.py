@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from oscar_mm.decoding.answer import Answer, Timings
 from oscar_mm.decoding.detokenize import Detokenizer
+from oscar_mm.decoding.reasoning import Reasoned, Reasoning
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
+    from oscar_mm.decoding.reasoning import ThinkTokens
     from oscar_mm.decoding.sampling import Sampling
     from oscar_mm.memory import MemoryReport
 
@@ -20,8 +23,10 @@ class AnswerWriter:
 
     Args:
         tokenizer: of the model.
-        sampling: for its ``stop`` and ``max_new_tokens``.
+        sampling: for its ``stop``, which is looked for in the text alone, and ``max_new_tokens``.
         start: ``time.perf_counter()`` when the request came.
+        thinks: the tokens between which the model reasons; None if it has none.
+        prompt: (tokens,) ids of the prompt, which may begin the reasoning.
 
     Attributes:
         token_ids: the tokens so far.
@@ -30,17 +35,24 @@ class AnswerWriter:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, start: float
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        start: float,
+        thinks: ThinkTokens | None = None,
+        prompt: torch.Tensor | None = None,
     ) -> None:
-        self._text, self._start = Detokenizer(tokenizer, sampling.stop), start
-        self._longest = sampling.max_new_tokens
+        self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
+        self._thinks = thinks
+        self._text = Detokenizer(tokenizer, sampling.stop)
+        self._reasoning: Detokenizer | None = None
+        self._is_reasoning, self._breaks = False, ""
+        self._opened = 0 if thinks is None or prompt is None else thinks.opened(prompt)
+        if self._opened:
+            self._begin_reasoning()
         self._first: float | None = None
         self._last: float | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """See the class."""
-        return self._text.token_ids
+        self.token_ids: list[int] = []
 
     @property
     def text(self) -> str:
@@ -52,14 +64,33 @@ class AnswerWriter:
         """See the class."""
         return self._text.stopped
 
+    @property
+    def reasoned(self) -> Reasoned | None:
+        """The reasoning so far; None for a model that does not think."""
+        if self._reasoning is None:
+            return None
+        tokens = len(self.token_ids) - len(self._text.token_ids)
+        return Reasoned(self._reasoning.text.rstrip("\n"), self._opened, tokens)
+
     def push(self, token: int) -> str:
-        """Take a token; the text that is now certain, perhaps empty."""
+        """Take a token; the text that is now certain, perhaps empty, as ``Reasoning`` if it is."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
+        self.token_ids.append(token)
+        if self._is_reasoning:
+            return self._reason(token)
+        if self._thinks is not None and self.token_ids == [self._thinks.opening]:
+            self._begin_reasoning()
+            return ""
+        begins = self._reasoning is not None and not self._text.token_ids
+        if begins and not self._tokenizer.decode([token]).strip("\n"):
+            return ""  # Line breaks between reasoning and text belong to neither.
         return self._text.push(token)
 
     def finish(self) -> str:
         """The end of the text: what was held back."""
+        if self._is_reasoning:
+            return self._without_last_breaks(self._reasoning.finish())
         return self._text.finish()
 
     def answer(self, memory: MemoryReport, prompt_tokens: int) -> Answer:
@@ -67,7 +98,8 @@ class AnswerWriter:
         count = len(self.token_ids)
         first = self._first or time.perf_counter()
         decode_s = (self._last or first) - first
-        ended = self.stopped or count < self._longest
+        ended = self.stopped or count < self._sampling.max_new_tokens
+        reasoned = self.reasoned
         return Answer(
             text=self._text.text,
             token_ids=self.token_ids,
@@ -79,4 +111,22 @@ class AnswerWriter:
             ),
             finish_reason="stop" if ended else "length",
             prompt_tokens=prompt_tokens,
+            reasoning=None if reasoned is None else reasoned.text,
         )
+
+    def _begin_reasoning(self) -> None:
+        self._reasoning, self._is_reasoning = Detokenizer(self._tokenizer, lead="\n"), True
+        self._text = Detokenizer(self._tokenizer, self._sampling.stop, lead="\n")
+
+    def _reason(self, token: int) -> Reasoning:
+        self._is_reasoning = token != self._thinks.closing
+        if self._is_reasoning:
+            return self._without_last_breaks(self._reasoning.push(token))
+        return self._without_last_breaks(self._reasoning.finish())
+
+    def _without_last_breaks(self, text: str) -> Reasoning:
+        """A piece of reasoning; line breaks at its end wait for what comes after them."""
+        whole = self._breaks + text
+        piece = whole.rstrip("\n")
+        self._breaks = whole[len(piece) :]
+        return Reasoning(piece)

@@ -11,15 +11,22 @@ if TYPE_CHECKING:
 class Detokenizer:
     """Text of one answer as its tokens come.
 
+    Args:
+        tokenizer: of the model.
+        stop: text that ends it.
+        lead: characters that are left out at its beginning.
+
     Attributes:
         token_ids: all tokens so far.
         text: the text given out so far.
         stopped: whether a stop text has occurred.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = (), lead: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
-        self._stop = stop
+        self._stop, self._lead = stop, lead
         self._held = ""
         # Text of tokens [0, _decoded) is known. Those from _context on are decoded once more with
         # every new token, because the first token of a text may lose its leading space.
@@ -31,7 +38,7 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Take a token; the text that is now certain, perhaps empty."""
         self.token_ids.append(token)
-        self._held += self._new_text(whole_characters=True)
+        self._take(self._new_text(whole_characters=True))
         found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -42,8 +49,13 @@ class Detokenizer:
         """The end of the answer: text held back, and characters that were never completed."""
         if self.stopped:
             return ""
-        self._held += self._new_text(whole_characters=False)
+        self._take(self._new_text(whole_characters=False))
         return self._give(len(self._held))
+
+    def _take(self, text: str) -> None:
+        self._held += text
+        if not self.text:
+            self._held = self._held.lstrip(self._lead)
 
     def _new_text(self, whole_characters: bool) -> str:
         """Text of the tokens since the last text; none if it may end within a character."""

@@ -48,7 +48,10 @@ class Generation:
         history: torch.Tensor | None = None,
     ) -> None:
         self.pipe, self.prompt, self.cache, self.sampling = pipe, prompt, cache, sampling
-        self.written = AnswerWriter(pipe.processor.tokenizer, sampling, start)
+        ids = prompt.inputs["input_ids"][0]
+        self.written = AnswerWriter(
+            pipe.processor.tokenizer, sampling, start, pipe.family.think_tokens, ids
+        )
         self._history = history
 
     def __iter__(self) -> Iterator[str]:

@@ -38,6 +38,7 @@ def test_nothing_that_was_said_becomes_html() -> None:
     evil = exchange(
         question=EVIL,
         answer=EVIL,
+        reasoning=EVIL,
         note=EVIL,
         error=EVIL,
         shown=[Shown("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"), Shown("clip", EVIL)],
@@ -78,3 +79,16 @@ def test_the_answer_that_is_written_is_apart() -> None:
     assert "one" in past and "And?" in past and "two" not in past
     assert "two" in live(now) and "two" in history([done, now])
     assert live(None) == "" and "reading" in live(exchange())
+
+
+def test_reasoning_is_folded_once_there_is_an_answer() -> None:
+    def details(html: str) -> list[dict]:
+        return [attrs for tag, attrs in Page(html).tags if tag == "details"]
+
+    thinking = exchange(reasoning="It is a sign.")
+    assert "open" in details(live(thinking))[0] and "thinking" in Page(live(thinking)).text
+    thinking.answer = "A sign."
+    for html in (live(thinking), history([thinking])):
+        assert [attrs for attrs in details(html) if "open" in attrs] == []
+        assert "It is a sign.A sign." in Page(html).text
+    assert details(history([exchange(answer="A sign.")])) == []

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.demo import side as side_module
 from oscar_mm.apps.demo.hall import Hall
 from oscar_mm.apps.demo.settings import AS_PRESET, chosen
+from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
-from tests.apps.demo.conftest import asked
+from tests.apps.demo.conftest import COMPACT, asked
+from tests.thinking import ids_of, saying
 
 
 def test_answers_are_those_of_the_library(hall, visitor, uploads) -> None:
@@ -50,6 +53,28 @@ def test_answers_have_a_longest_length(visitor) -> None:
     assert "5,000 tokens is over the 1,024" in visitor.exchanges[0].error
     asked(visitor, "What?", tokens=0)
     assert "max_new_tokens" in visitor.exchanges[1].error
+
+
+def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    pipe = OscarVLPipeline(qwen3_vl_thinking_folder, device="cpu", limits=LIMITS)
+    hall = Hall(pipe, COMPACT, (uploads, tmp_path))
+    visitor = hall.visitor("a")
+    told = []
+    with saying(pipe, ids_of(pipe, "It is a picture.\n</think>\n\nA sign.")):
+        for _ in visitor.ask("What is it?", [uploads / "0.png"], max_new_tokens=2000):
+            told.append((visitor.exchanges[0].reasoning, visitor.exchanges[0].answer))
+    assert told[-1] == ("It is a picture.", "A sign.")
+    assert len({reasoning for reasoning, answer in told if not answer}) > 3
+    visitor.save(tmp_path / "saved.safetensors")
+    visitor.begin()
+    visitor.load(tmp_path / "saved.safetensors")
+    [exchange] = visitor.exchanges
+    assert (exchange.reasoning, exchange.answer) == told[-1]
+    most = f"{1024 + 8192:,}"
+    asked(visitor, "What?", tokens=20_000)
+    assert f"20,000 tokens is over the {most}" in visitor.exchanges[-1].error
+    hall.close()
 
 
 @pytest.mark.parametrize(
