@@ -289,7 +289,9 @@ class Pipeline(Batched, Bounded):
 
         Together they take no more than half of the context, unless the text alone does.
         """
-        if not self.family.thinks:
+        with self.lock:  # It is found out once, with the tokenizer.
+            thinks = self.family.thinks
+        if not thinks:
             return text
         return max(text, min(text + _REASONING, self.max_context // 2))
 

@@ -53,7 +53,8 @@ class Side:
         return self.curve.last.by_modality
 
     def measure(self) -> None:
-        """Note what is held now."""
+        """Note what is held now; reasoning that was held meanwhile, or a turn, may be gone."""
+        self.curve.cut(self.tokens)
         self.memory, self.segments = self.chat.memory, self.chat.segments
         self.curve.add(self.memory, self.tokens)
 
@@ -102,7 +103,6 @@ class Side:
     def undo(self) -> None:
         """Take back the last turn."""
         self.chat.undo()
-        self.curve.cut(self.tokens)
         self.timings = None
         self.measure()
 

@@ -49,8 +49,6 @@ class Holding:
     def at_hand(self) -> Conversation:
         """The conversation with its cache, which is read from its file if it was spilled.
 
-        What the cache holds beyond the turns, the reasoning of the last one, is taken out.
-
         Raises:
             InputError: no room in the budget, or the file is gone or was altered.
         """
@@ -62,8 +60,14 @@ class Holding:
             self.now = replace(held, cache=self._file.load(self.pipe))
             self._file.remove()
             self._file = None
+        return self.without_reasoning()
+
+    def without_reasoning(self) -> Conversation:
+        """The conversation; what its cache, if it is in the store, held beyond the turns is gone:
+        the reasoning of the last one."""
         held = self.conversation
-        if surplus := held.cache.get_seq_length() - held.tokens:
+        surplus = held.cache.get_seq_length() - held.tokens if held.cache is not None else 0
+        if surplus:
             cache = held.cache.fork()
             cache.crop(-surplus)
             self.now = replace(held, cache=cache)

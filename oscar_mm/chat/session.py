@@ -125,13 +125,13 @@ class Chat:
     def segments(self) -> list[Segment]:
         """Turn by turn its text and its media, with their tokens and bytes."""
         with self.pipe.lock:
-            return self._held.conversation.segments()
+            return self._held.without_reasoning().segments()
 
     @property
     def memory(self) -> MemoryReport:
         """Bytes that the chat holds; those shared with forks are in the reports of all of them."""
         with self.pipe.lock:
-            cache = self._held.conversation.cache
+            cache = self._held.without_reasoning().cache
             return (cache if cache is not None else self._new_cache()).memory()
 
     @property
@@ -306,7 +306,7 @@ class Chat:
             self._held.answering = None
         with self.pipe.lock:
             before.cache.close()
-            self._held.at_hand()
+            self._held.without_reasoning()
             self._held.settle()
         yield replace(answer, memory=self.memory)
 

@@ -66,6 +66,8 @@ def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypat
             told.append((visitor.exchanges[0].reasoning, visitor.exchanges[0].answer))
     assert told[-1] == ("It is a picture.", "A sign.")
     assert len({reasoning for reasoning, answer in told if not answer}) > 3
+    tokens = [one.tokens for one in visitor.side.curve.samples]
+    assert tokens == sorted(tokens) and tokens[-1] == visitor.side.chat.turns[-1].stop
     visitor.save(tmp_path / "saved.safetensors")
     visitor.begin()
     visitor.load(tmp_path / "saved.safetensors")
