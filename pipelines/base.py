@@ -229,7 +229,7 @@ class Family(ABC):
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the chat template has every answer begin with reasoning."""
+        """Whether answers begin with reasoning, as far as the chat template tells."""
         if self.think_tokens is None:
             return False
         question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}

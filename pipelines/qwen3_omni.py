@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -99,6 +100,13 @@ class Qwen3Omni(Family):
             return image_tokens(self.processor.image_processor, medium.content)
         sound = medium.content if medium.modality is Modality.AUDIO else medium.content.sound
         return 0 if sound is None else audio_tokens(len(sound.samples))
+
+    @cached_property
+    def thinks(self) -> bool:
+        """See ``Family.thinks``; a checkpoint whose template leaves reasoning out of earlier turns
+        may open it by itself, but one that speaks does not reason."""
+        knows = self.think_tokens is not None and "</think>" in str(self.processor.chat_template)
+        return super().thinks or (knows and not self.whole.has_talker)
 
     def generation_setting(self, name: str) -> Any:
         """See ``Family.generation_setting``; checkpoints say it of the outer model, if at all."""

@@ -1,6 +1,7 @@
 """Chats with a thinking model: the reasoning of a turn is out of the cache after it, as chat
 templates have it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def by_the_template(pipe: OscarVLPipeline, turns: list[tuple[list, str, str | No
             messages.append({"role": "assistant", "content": content})
         images += [Image.fromarray(one) for one in shown]
     text = pipe.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text.endswith("assistant\n<think>\n") and text.count("think>") == 1
+    assert REASONING not in text and text.count("think>") == pipe.family.thinks
     inputs = pipe.processor(text=[text], images=images or None, return_tensors="pt")
     with torch.inference_mode():
         return pipe.model(**inputs, use_cache=False).logits[0, -1]
@@ -96,6 +97,18 @@ def test_turns_are_a_fresh_prefill_of_the_template(pipe) -> None:
     assert alike(
         ask(chat, SAID[0], "Why?"), by_the_template(pipe, [*turns[:2], ([], "Why?", None)])
     )
+
+
+def test_a_model_that_opens_its_reasoning_itself(pipe) -> None:
+    processor = copy.deepcopy(pipe.processor)
+    processor.chat_template = processor.chat_template.replace("<think>\\n", "")
+    opening = OscarVLPipeline(pipe.model, processor=processor, policy="bf16")
+    chat = opening.chat()
+    ask(chat, f"<think>\n{THOUGHT}{SAID[0]}", "What?", images=IMAGES[:1])
+    assert (chat.turns[0].answer, chat.turns[0].reasoning) == (SAID[0], REASONING)
+    expected = by_the_template(opening, [(IMAGES[:1], "What?", SAID[0]), ([], "Why?", None)])
+    assert alike(ask(chat, SAID[1], "Why?"), expected)
+    assert chat.turns[1].reasoning is None
 
 
 def test_without_reasoning_a_turn_stays_as_it_is(pipe) -> None:

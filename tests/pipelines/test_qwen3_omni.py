@@ -1,5 +1,6 @@
 """Qwen3-Omni's prompts and answers against plain transformers."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,13 @@ def test_audio_tokens_are_announced(omni) -> None:
     least = [omni.family.least_tokens(medium) for medium in media]
     spans = omni.prepare("What?", media, None).media
     assert least == [span.tokens for span in spans] == [4, 5, 51]
+
+
+def test_a_checkpoint_that_opens_its_reasoning_itself_has_room_for_it(omni, speaking) -> None:
+    for pipe, longest in ((omni, 256 + 8192), (speaking, 256)):
+        processor = copy.deepcopy(pipe.processor)
+        assert OscarOmniPipeline(pipe.family.whole, processor=processor).longest_answer() == 256
+        processor.tokenizer.add_tokens(["<think>", "</think>"])
+        processor.chat_template += "{# Of earlier answers what comes after </think>. #}"
+        thinking = OscarOmniPipeline(pipe.family.whole, processor=processor)
+        assert thinking.longest_answer() == longest
