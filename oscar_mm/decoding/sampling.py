@@ -24,7 +24,7 @@ class Sampling:
     """How an answer is generated.
 
     Attributes:
-        max_new_tokens: longest answer, at least 1.
+        max_new_tokens: longest answer, its reasoning included, at least 1.
         temperature: 0 takes the likeliest token; above 0 samples.
         top_p: sample from the likeliest tokens of this much probability, in (0, 1].
         top_k: sample from this many likeliest tokens; 0 for all.
