@@ -116,7 +116,8 @@ class PageStore:
         A finalizer runs between any two steps of any thread, so it only leaves a note, and
         ``collect`` gives the slots back.
         """
-        self._ledgers.add(ledger)
+        with self.lock:  # whoever holds it may be walking through them
+            self._ledgers.add(ledger)
         weakref.finalize(ledger, self._dropped.append, ledger.sequences).atexit = False
 
     def layer(

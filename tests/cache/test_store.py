@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -19,6 +20,18 @@ IDS = random_ids(3, 60, 400, 50, 300)
 def used(store: PageStore) -> dict[int, int]:
     store.collect()
     return {bits: slots.used for bits, slots in store.allocators.items()}
+
+
+def test_nobody_joins_a_store_while_its_caches_are_walked() -> None:
+    """The other thread would change a set that this one iterates over."""
+    store = PageStore("compact")
+    joining = threading.Thread(target=OscarCache, args=("compact",), kwargs={"store": store})
+    with store.lock:
+        joining.start()
+        joining.join(0.1)
+        assert joining.is_alive()
+    joining.join(10)
+    assert not joining.is_alive()
 
 
 def test_a_fork_costs_tables_only_and_inherits_the_balancing() -> None:
