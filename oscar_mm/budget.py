@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Busy, InputError
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
@@ -89,12 +89,13 @@ class KVBudget:
             chat: that they are for, which stays; also stays who is answering just now.
 
         Raises:
-            InputError: there is no room, whatever else could go; nothing has gone then.
+            Busy: there is no room, whatever else could go, until others have ended; nothing has
+                gone then.
         """
         used = self.used_bytes
         short = used + needed - self.limit
         if short > 0 and short > self._could_go(chat):
-            raise InputError(self._refusal(used, needed))
+            raise Busy(self._refusal(used, needed))
         self._give_way(needed, chat)
 
     def exchange(self, old: OscarCache, new: OscarCache, chat: Holding) -> None:
@@ -103,13 +104,13 @@ class KVBudget:
         Without tokens in their middle, blocks that others hold too are there twice.
 
         Raises:
-            InputError: the new one takes more than the old one gives back, and there is no room
-                for that, whatever else could go; nothing has gone then.
+            Busy: the new one takes more than the old one gives back, and there is no room for
+                that, whatever else could go; nothing has gone then.
         """
         used, added = self.used_bytes, self._freed([new])
         more = added - self._freed([old])
         if more > 0 and used - self.limit > self._could_go(chat, old):
-            raise InputError(self._refusal(used - added, more))
+            raise Busy(self._refusal(used - added, more))
         self._give_way(0, chat, old)
 
     def settle(self, chat: Holding) -> None:

@@ -21,3 +21,7 @@ class NoRoom(InputError):
     def __init__(self, message: str, asked: int, fits: int) -> None:
         super().__init__(message)
         self.asked, self.fits = asked, fits
+
+
+class Busy(InputError):
+    """Others hold the memory that a request needs; it has room once they have ended."""

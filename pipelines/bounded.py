@@ -17,7 +17,7 @@ from oscar_mm.cache.store import LayerShape
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.device_memory import activation_bytes, free_bytes
-from oscar_mm.errors import InputError, NoRoom
+from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.counting import medium_tokens, text_tokens
 from oscar_mm.pipelines.media import Media, outlined_media
@@ -198,10 +198,10 @@ class Bounded:
             chat: that stays; also stays who is answering.
 
         Raises:
-            InputError: there is no room just now; nothing has changed.
+            Busy: there is no room just now; nothing has changed.
         """
         for device, needed, room in self._short_devices(growth, tokens):
-            raise InputError(
+            raise Busy(
                 f"{format_bytes(room)} are free on {device}, and this needs about "
                 f"{format_bytes(needed)}: close() chats, or ask for less at once"
             )
@@ -226,7 +226,12 @@ class Bounded:
             raise asked.refusal(self.max_context, "the context")
 
     def _check_bytes(self, asked: Asked, new: np.ndarray, past: OscarCache | None) -> None:
-        """Refuse what no budget and no device could hold; waits for nobody else to give way."""
+        """Refuse what no budget and no device could hold; waits for nobody else to give way.
+
+        Raises:
+            Busy: other chats hold the memory of a device.
+            NoRoom: what they hold would not be enough.
+        """
         whole = self._growth(new, asked.answer, past)
         if self.budget is not None:
             sizes, limit = self._slot_bytes(), self.budget.limit
@@ -245,12 +250,13 @@ class Bounded:
         for device, needed, room in self._short_devices(whole, len(new)):
             fits = self._fitting(asked, new, past, partial(self._device_bytes, device), room)
             activations = format_bytes(self._activation_bytes(len(new)))
-            raise asked.refusal(
+            refusal = asked.refusal(
                 fits,
                 f"the free memory of {device} ({format_bytes(needed)} of {format_bytes(room)}, "
                 f"{activations} of it while they are read)",
                 "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
             )
+            raise Busy(str(refusal)) if needed <= room + self._others(device, past) else refusal
 
     def _short_devices(
         self, growth: Growth, tokens: int
@@ -326,14 +332,31 @@ class Bounded:
 
     def _bytes_held(self, cache: OscarCache) -> int:
         sizes = self._slot_bytes()
-        blocks = {block for stream in cache.ledger.streams() for block in stream.blocks}
-        pages = {(x.bits, page) for x in cache.ledger.streams() for page in x.pages}
-        return len(blocks) * sizes[16] + sum(sizes[bits] for bits, _ in pages)
+        return sum(len(slots) * sizes[bits] for bits, slots in self._slots_held(cache).items())
+
+    def _slots_held(self, cache: OscarCache) -> dict[int, set[int]]:
+        """Slots of each bit width that a cache holds."""
+        held: dict[int, set[int]] = {16: set()}
+        for stream in cache.ledger.streams():
+            held[16].update(stream.blocks)
+            held.setdefault(stream.bits, set()).update(stream.pages)
+        return held
 
     def _free_slots(self, device: torch.device) -> int:
         """Bytes of the store's pools on a device that are used again before they grow."""
+        return self._slots_on(device, {bits: x.free for bits, x in self.store.allocators.items()})
+
+    def _others(self, device: torch.device, past: OscarCache | None) -> int:
+        """Bytes of the store's pools on a device that only others hold."""
+        used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
+        for bits, slots in self._slots_held(past).items() if past is not None else ():
+            used[bits] -= len(slots)
+        return self._slots_on(device, used)
+
+    def _slots_on(self, device: torch.device, counts: Mapping[int, int]) -> int:
+        """Bytes of so many slots of each bit width, in the layers of a device."""
         return sum(
-            self.store.allocators[bits].free * pool.slot_bytes
+            counts[bits] * pool.slot_bytes
             for pools in self.store.layers.values()
             if pools.device == device
             for bits, pool in pools.by_bits.items()

@@ -10,7 +10,7 @@ import pytest
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.chat import session
 from oscar_mm.chat.session import Chat
-from oscar_mm.errors import NoRoom
+from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.pipelines import bounded
 from oscar_mm.sizes import parse_bytes
 from tests.pipelines.conftest import NEVER
@@ -108,7 +108,7 @@ def test_refused(qwen3_vl_folder) -> None:
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=False)
     first, second = pipe.chat(), pipe.chat()
     first.ask("What is it?", **SHOWN)
-    with pytest.raises(InputError, match=r"kv_budget is 840,000 bytes: .* close\(\) chats"):
+    with pytest.raises(Busy, match=r"kv_budget is 840,000 bytes: .* close\(\) chats"):
         second.ask("What is it?", **SHOWN)
     assert second.turns == ()
     assert first.ask(**MORE).token_ids

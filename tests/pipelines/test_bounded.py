@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.foresight import Growth, bytes_over_time, pool_bytes
 from oscar_mm.device_memory import HIDDEN_STATES
-from oscar_mm.errors import NoRoom
+from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.memory import MemoryReport
 from oscar_mm.models import BUNDLED
 from oscar_mm.pipelines import bounded, pipeline_for
@@ -213,8 +213,18 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
         pipe(PICTURES, "What?", max_new_tokens=20)
     assert pipe(PICTURES[:3], "What?", max_new_tokens=20)
     assert like(vl, prefill_chunk=64)(PICTURES, "What?", max_new_tokens=20)
+    with pipe.chat() as other, pipe.chat() as chat:
+        free["cpu"] = 1 << 30
+        other.ask("What?", images=PICTURES, max_new_tokens=20)
+        other.ask("And?", images=PICTURES, max_new_tokens=20)
+        free["cpu"] = read
+        with nothing_runs(pipe), pytest.raises(Busy, match="free memory of cpu"):
+            chat.ask("What?", images=PICTURES, max_new_tokens=20)
+        with nothing_runs(pipe), pytest.raises(NoRoom, match="free memory of cpu"):
+            chat.ask("What?", images=PICTURES * 4, max_new_tokens=20)
+    free["cpu"] = stored + read - 1
     # Free when it was asked, and taken by others when its turn comes.
     stream = pipe.stream(PICTURES[:1], "What?", max_new_tokens=4)
     free["cpu"] = 1000
-    with nothing_runs(pipe), pytest.raises(InputError, match=r"1\.00 KB are free on cpu"):
+    with nothing_runs(pipe), pytest.raises(Busy, match=r"1\.00 KB are free on cpu"):
         list(stream)
