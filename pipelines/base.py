@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.chat.message import Message
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.decoding.reasoning import ThinkTokens
 from oscar_mm.errors import InputError
@@ -118,6 +119,7 @@ class Family(ABC):
         system: str | None,
         media: Media,
         earlier: Iterable[Modality] = (),
+        before: Sequence[Message] = (),
     ) -> list[dict[str, Any]]:
         """One user turn for the chat template: images, videos, recordings, then the question.
 
@@ -126,20 +128,24 @@ class Family(ABC):
 
         Args:
             earlier: modalities of the media of earlier turns.
+            before: messages before the question, with the first of the media.
 
         Raises:
             InputError: a medium that the family does not read.
         """
         self.check_reads(media)
-        shown = Counter(earlier)
-        parts = []
-        for medium in media:
-            shown[medium.modality] += 1
-            parts.append({"type": medium.modality.label, "label": shown[medium.modality]})
-        turns = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
-        if system:
-            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
-        return turns
+        shown, left = Counter(earlier), list(media)
+        turns = [] if not system else [_message("system", [], system, shown)]
+        for one in before:
+            counts = {Modality.IMAGE: one.images, Modality.AUDIO: one.audio}
+            own = [
+                medium
+                for modality, count in counts.items()
+                for medium in [x for x in left if x.modality is modality][:count]
+            ]
+            left = [medium for medium in left if medium not in own]
+            turns.append(_message(one.role, own, one.text, shown))
+        return [*turns, _message("user", left, prompt, shown)]
 
     def prompt(self, messages: Sequence[dict[str, Any]], media: Media) -> Prompt:
         """A conversation from its beginning: template, processor, positions.
@@ -345,6 +351,19 @@ class Family(ABC):
                 f"medium: {len(media)} media, {len(called)} placeholders"
             )
         return [left[modality].pop(0) for modality in called]
+
+
+def _message(
+    role: str, media: Sequence[Medium], text: str, shown: Counter[Modality]
+) -> dict[str, Any]:
+    """One message for the chat template; its media are counted in ``shown``."""
+    parts: list[dict[str, Any]] = []
+    for medium in media:
+        shown[medium.modality] += 1
+        parts.append({"type": medium.modality.label, "label": shown[medium.modality]})
+    if text or not parts:
+        parts.append({"type": "text", "text": text})
+    return {"role": role, "content": parts}
 
 
 def _spans(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oscar_mm.chat.next_turn import next_prompt
+from oscar_mm.chat.message import Message
+from oscar_mm.chat.next_turn import check_turn, next_prompt
 from oscar_mm.decoding.loop import read
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.decoding.remaining import beginning
@@ -25,6 +27,8 @@ def tell(
     images: Any = None,
     videos: Any = None,
     audio: Any = None,
+    *,
+    before: Sequence[Message] = (),
 ) -> None:
     """Add a turn that took place elsewhere to a chat: question and answer are read in one go.
 
@@ -33,18 +37,19 @@ def tell(
         prompt: the question.
         answer: what was answered; may be empty.
         images, videos, audio: as of ``Chat.ask``.
+        before: as of ``Chat.stream``.
 
     Raises:
         InputError: media or text that cannot be used, or no room in the context.
     """
     pipe = chat.pipe
-    pipe.check_texts(prompt, chat.system)
+    check_turn(pipe, prompt, chat.system, before, (images, videos, audio))
     pipe.check_text("answer", answer, may_be_empty=True)
     shown = pipe.read_media(images, videos, audio)
     with chat._alone() as held:
         system = None if held.turns else chat.system
         ids = pipe.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        asked = _closed(pipe, next_prompt(pipe, held, prompt, system, shown, len(ids)))
+        asked = _closed(pipe, next_prompt(pipe, held, prompt, system, shown, len(ids), before))
         chat._held.make_room(asked, len(ids) + 1)  # all of them are stored
         cache = held.cache.fork()
         try:

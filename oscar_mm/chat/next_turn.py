@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from oscar_mm.chat.conversation import Conversation
+from oscar_mm.chat.message import Message
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality, token_modalities
@@ -24,6 +26,7 @@ def next_prompt(
     system: str | None,
     shown: Media,
     max_new_tokens: int,
+    before: Sequence[Message] = (),
 ) -> Prompt:
     """What the model reads next: the first turn, or what is new of a later one.
 
@@ -31,13 +34,14 @@ def next_prompt(
         asked: the question, checked.
         system: system prompt of a first turn.
         shown: media of the turn.
+        before: what was said before the question in the same turn, checked.
 
     Raises:
         InputError: media that the model does not read, or no room in the context.
     """
     # Media that were forgotten keep their numbers.
     earlier = [span.modality for turn in held.turns for span in turn.media]
-    messages = pipe.family.messages(asked, system, shown, earlier)
+    messages = pipe.family.messages(asked, system, shown, earlier, before)
     pipe.check_media(shown)
     if not held.turns:
         prompt = pipe.family.prompt(messages, shown)
@@ -50,6 +54,35 @@ def next_prompt(
     frees = partial(_frees, held)
     pipe.check_length(prompt, max_new_tokens, held.cache, held=held.stored, frees=frees)
     return prompt
+
+
+def check_turn(
+    pipe: Pipeline,
+    asked: str,
+    system: str | None,
+    before: Sequence[Message],
+    media: Sequence[Any],
+) -> None:
+    """Refuse texts of a turn that are no text or, without media, no question.
+
+    Args:
+        asked: the question.
+        system: system prompt of a first turn.
+        before: what was said before the question in the same turn.
+        media: its images, videos and recordings, as ``Pipeline.read_media`` takes them; they may
+            be all that is asked.
+    """
+    shows = any(len(one) if isinstance(one, list | tuple) else one is not None for one in media)
+    pipe.check_text("prompt", asked, may_be_empty=shows)
+    if system is not None:
+        pipe.check_text("system", system)
+    for message in before:
+        pipe.check_text("before", message.text, may_be_empty=True)
+
+
+def all_text(asked: str, before: Sequence[Message]) -> str:
+    """The texts of a turn's messages, as far as they are to be counted."""
+    return "\n".join([*(message.text for message in before), asked])
 
 
 def check_ahead(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.chat.conversation import Conversation, Segment, Turn
 from oscar_mm.chat.holding import Holding
-from oscar_mm.chat.next_turn import check_ahead, next_prompt
+from oscar_mm.chat.message import Message
+from oscar_mm.chat.next_turn import all_text, check_ahead, check_turn, next_prompt
 from oscar_mm.chat.saved import save_chat
 from oscar_mm.decoding.answer import Answer, AnswerStream
 from oscar_mm.decoding.generation import Generation
@@ -106,15 +107,20 @@ class Chat:
         audio: Any = None,
         *,
         use_audio_in_video: bool = False,
+        before: Sequence[Message] = (),
         **sampling: Any,
     ) -> AnswerStream:
         """As ``ask``, but an iterator of pieces of text with the answer as ``result``.
 
         ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
+
+        Args:
+            before: what else was said since the last answer, before the question; its media are
+                the first ones of ``images`` and ``audio``.
         """
         with self._calls:
             media = (images, videos, audio, use_audio_in_video)
-            return self._stream(prompt, media, sampling, keep_part=True)
+            return self._stream(prompt, media, sampling, before, keep_part=True)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -249,10 +255,16 @@ class Chat:
             raise RuntimeError("the chat is answering in another thread: wait for it") from None
 
     def _stream(
-        self, asked: str, media: tuple, options: dict[str, Any], *, keep_part: bool
+        self,
+        asked: str,
+        media: tuple,
+        options: dict[str, Any],
+        before: Sequence[Message] = (),
+        *,
+        keep_part: bool,
     ) -> AnswerStream:
         start = time.perf_counter()
-        self.pipe.check_texts(asked, self.system)
+        check_turn(self.pipe, asked, self.system, before, media[:3])
         with self._calls, self.pipe.lock:
             self._end_stream()
             system = None if self.turns else self.system
@@ -260,12 +272,14 @@ class Chat:
         sources = dict(zip(("images", "videos", "audio", "sound"), media, strict=True))
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may be
         # written to disk. So what it holds is looked at anew each time, under the lock.
-        outlined = self.pipe.outline(sources)
+        outlined, texts = self.pipe.outline(sources), all_text(asked, before)
         with self._alone() as held:
-            check_ahead(self.pipe, held, asked, system, outlined, sampling.max_new_tokens)
+            check_ahead(self.pipe, held, texts, system, outlined, sampling.max_new_tokens)
         shown = self.pipe.read_media(**sources)
         with self._alone() as held:
-            prompt = next_prompt(self.pipe, held, asked, system, shown, sampling.max_new_tokens)
+            prompt = next_prompt(
+                self.pipe, held, asked, system, shown, sampling.max_new_tokens, before
+            )
             pieces = self._answer(asked, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)

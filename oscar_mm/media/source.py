@@ -1,5 +1,7 @@
 """From what a user names (a path, a data URI, an address) to bytes, with bounds."""
 
+from __future__ import annotations
+
 import base64
 import binascii
 import http.client
@@ -18,8 +20,26 @@ _CHUNK = 64 * 1024
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
+class NamedBytes(bytes):
+    """Encoded bytes that are named in messages.
+
+    Attributes:
+        name: what their sender calls them.
+    """
+
+    name: str
+
+    def __new__(cls, data: bytes, name: str) -> NamedBytes:
+        """A copy of ``data``."""
+        made = super().__new__(cls, data)
+        made.name = name
+        return made
+
+
 def describe(source: object, argument: str) -> str:
-    """Name a source in an error message: a path or address as given, else ``argument``."""
+    """Name a source in an error message: a path, address or name as given, else ``argument``."""
+    if isinstance(source, NamedBytes):
+        return source.name
     if isinstance(source, Path):
         return str(source)
     if isinstance(source, str):
