@@ -4,16 +4,19 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import oscar_mm
 from oscar_mm.models import BUNDLED
 from tests.processes import Forked
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKS = ("apps", "csrc", "pipelines")
 
 
@@ -100,3 +103,44 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     assert found == there and {Path(name).suffix for name in there} > {".py", ".cu", ".cuh", ".css"}
     models = {Path(name).parts[2] for name in there if name.startswith("oscar_mm/models/pocket")}
     assert models == set(BUNDLED)
+
+
+def requirements(extra: str | None = None) -> list[Requirement]:
+    """Those of the package, or of an extra with the extras that it takes in."""
+    project = PROJECT["project"]
+    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    found = []
+    for one in map(Requirement, lines):
+        if one.name == "oscar-mm":
+            for other in one.extras:
+                found += requirements(other)
+        else:
+            found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra", "package", "with_holes"),
+    [
+        (None, "pillow", "12.2.0"),
+        (None, "av", "17.0.1"),
+        ("audio", "soundfile", "0.12.1"),
+        ("batch", "ray", "2.55.1"),
+        ("demo", "starlette", "1.0.0"),
+        ("demo", "python-multipart", "0.0.29"),
+        ("serve", "pillow", "12.3.0"),
+        ("serve", "starlette", "1.0.0"),
+        ("serve", "h11", "0.14.0"),
+        ("serve", "soundfile", "0.12.1"),
+        ("test", "starlette", "1.0.0"),
+    ],
+)
+def test_versions_with_known_holes_are_not_installed(
+    extra: str | None, package: str, with_holes: str
+) -> None:
+    found = [one for one in requirements(extra) if one.name == package]
+    assert any(not one.specifier.contains(with_holes) for one in found)
+
+
+def test_serve_brings_what_its_default_model_hears_with() -> None:
+    assert {"soundfile", "soxr"} <= {one.name for one in requirements("serve")}
