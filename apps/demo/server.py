@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.hall import Hall
 from oscar_mm.apps.demo.settings import Settings
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
+from oscar_mm.apps.signals import sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -114,6 +114,7 @@ def running(
         from oscar_mm.apps.demo.handlers import Handlers
         from oscar_mm.apps.demo.local import LocalOnly
         from oscar_mm.apps.demo.page import build
+        from oscar_mm.apps.guard import Guard
 
         hall = Hall(pipe, settings, (folder, FOLDER))
         page = build(Handlers(hall, folder / "made"))
@@ -136,7 +137,10 @@ def running(
                 max_file_size=MAX_CHAT_BYTES,
                 allowed_paths=[str(FOLDER)] if FOLDER.is_dir() else [],
                 app_kwargs={
-                    "middleware": [Middleware(LocalOnly, folder=folder)],
+                    "middleware": [
+                        Middleware(Guard, host=host, uploads=("/upload",)),
+                        Middleware(LocalOnly, folder=folder),
+                    ],
                     "docs_url": None,
                     "redoc_url": None,
                 },
@@ -154,24 +158,6 @@ def running(
             leaving.start()
             page.close(verbose=False)
             leaving.join(GRACE_S)
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """In the block SIGTERM does what Ctrl-C does; once, so that it does not disturb the end."""
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def wait_for_ctrl_c() -> None:

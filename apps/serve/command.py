@@ -1,16 +1,24 @@
 """`oscar-mm serve`: the model for other programs, over HTTP."""
 
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from oscar_mm.apps import options, progress
+from oscar_mm.apps.signals import sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+KEY_VARIABLE = "OSCAR_MM_API_KEY"
+_KEY_BYTES = 4096
+"""Longest file of a key."""
+_LETS_GO_S = 2.0
+"""In which a model that works on an answer ends its step, when the server has stopped."""
 
 
 def serve(
@@ -20,10 +28,11 @@ def serve(
         str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", help="Port.")] = 8000,
-    api_key: Annotated[
-        str | None,
+    api_key_file: Annotated[
+        Path | None,
         typer.Option(
-            metavar="KEY", envvar="OSCAR_MM_API_KEY", help="Clients must send it; default: none."
+            metavar="FILE",
+            help=f"Holds the key that clients must send; default: {KEY_VARIABLE}, or none.",
         ),
     ] = None,
     kv_budget: Annotated[
@@ -40,6 +49,10 @@ def serve(
     conversations: Annotated[
         int, typer.Option(metavar="N", help="Conversations that are kept.")
     ] = 64,
+    grace: Annotated[
+        float,
+        typer.Option(metavar="S", help="Seconds that answers have to end in on SIGTERM or Ctrl-C."),
+    ] = 10.0,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
@@ -55,17 +68,22 @@ def serve(
             raise InputError(f"--{name} {value}: must be at least 1")
     if waiting < 0 or not 0 < port < 65536:
         raise InputError("--waiting must be at least 0 and --port from 1 to 65535")
+    if not 0 <= grace <= 3600:
+        raise InputError(f"--grace {grace:g}: must be seconds from 0 to 3600")
+    key = api_key(api_key_file)
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(
             f"serve needs the package {error.name}: pip install 'oscar-mm[serve]'"
         ) from None
     model = options.chosen_model(model, hears=True)
     progress.on_loading()
-    from oscar_mm.apps.serve.server import Bounds, create_app  # brings torch
+    from oscar_mm.apps.guard import is_loopback
+    from oscar_mm.apps.serve.server import Server, create_app  # brings torch
+    from oscar_mm.apps.serve.service import Bounds
     from oscar_mm.pipelines import pipeline_for
 
     pipe = pipeline_for(model)(
@@ -77,16 +95,51 @@ def serve(
         max_context=max_context,
         kv_budget=kv_budget,
     )
-    if host not in _LOOPBACK and api_key is None:
-        print("oscar-mm: warning: no --api-key: anybody on the network can ask", file=sys.stderr)
+    if not is_loopback(host) and key is None:
+        print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
     bounds = Bounds(
-        api_key=api_key,
+        api_key=key,
         max_request_bytes=size,
         max_new_tokens=max_new_tokens,
         running=running,
         waiting=waiting,
         conversations=conversations,
+        grace_s=grace,
     )
-    app = create_app(pipe, model, bounds)
+    server = Server(create_app(pipe, model, bounds, host), host, port)
     print(f"{model} at http://{host}:{port}/v1", file=sys.stderr)
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    try:
+        # uvicorn hands a signal on when it has stopped.
+        with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
+            server.run()
+    finally:
+        if pipe.budget is not None:
+            pipe.budget.close()
+    if not pipe.lock.acquire(timeout=_LETS_GO_S):
+        # A long prompt is being read, in a thread that the process would wait for.
+        sys.stderr.flush()
+        os._exit(0)
+    pipe.lock.release()
+
+
+def api_key(file: Path | None) -> str | None:
+    """The key of a file, or of the environment, as an option would stand in the process list.
+
+    Raises:
+        InputError: the file cannot be read, or a key that is there is none.
+    """
+    name = KEY_VARIABLE if file is None else str(file)
+    if file is None:
+        key = os.environ.get(KEY_VARIABLE)
+        if key is None:
+            return None
+    else:
+        try:
+            with file.open("rb") as opened:
+                key = opened.read(_KEY_BYTES + 1).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
+    key = key.strip()
+    if not key or len(key) > _KEY_BYTES or any(one.isspace() for one in key):
+        raise InputError(f"{name}: must hold one key, without spaces, and nothing else")
+    return key

@@ -6,15 +6,51 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import Request, Said
 from oscar_mm.chat.given_turn import tell
+from oscar_mm.chat.message import Message
 from oscar_mm.chat.session import Chat
-from oscar_mm.decoding.answer import AnswerStream
+from oscar_mm.decoding.answer import Answer
+from oscar_mm.errors import Busy, InputError
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer that is complete, with what its client is told of it; the chat may be closed.
+
+    Attributes:
+        answer: the answer.
+        cached_tokens: of the conversation, that were held already.
+        prompt_tokens: of all that was said before the answer.
+    """
+
+    answer: Answer
+    cached_tokens: int
+    prompt_tokens: int
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the whole conversation, and what it holds."""
+        written, memory = len(self.answer.token_ids), self.answer.memory
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self.prompt_tokens + written,
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "audio_tokens": memory.tokens["audio"],
+            },
+            "kv_bytes": memory.kv_bytes,
+            "kv_ratio": round(memory.ratio, 4),
+            "kv_bytes_by_modality": dict(memory.by_modality),
+        }
 
 
 class Conversations:
@@ -38,49 +74,75 @@ class Conversations:
         """How many are kept."""
         return len(self._kept)
 
-    def begin(self, request: Request) -> tuple[AnswerStream, Chat, int]:
-        """Start to answer.
+    def answering(self, request: Request) -> Generator[str | Written, None, None]:
+        """Answer, step by step; who closes the generator ends the answer there.
 
-        Returns:
-            the answer as it comes, its chat, and how many tokens of the past were held already.
+        Yields:
+            "" after each turn of the past that had to be read, then the pieces of the answer, then
+            the whole of it, when its chat is kept already.
 
         Raises:
+            Busy: others hold the memory that the request needs.
             InputError: what cannot be read or has no room.
         """
-        chat, held = self._chat(request)
+        chat, turns = self._known(request)
+        if chat is None:
+            chat = self.pipe.chat(request.system.text if request.system else None)
         try:
-            media = _media(request.asked)
-            stream = chat.stream(request.asked.text, **media, **request.sampling)
+            held = chat.turns[-1].stop if chat.turns else 0
+            for asked, answer in request.past[turns:]:
+                tell(chat, answer=answer.text, **_question(asked))
+                yield ""
+            stream = chat.stream(**_question(request.asked), **request.sampling)
+            yield from stream
+            answer, turn = stream.result, chat.turns[-1]
+            written = Written(answer, held, turn.start + answer.prompt_tokens)
         except BaseException:
             chat.close()
             raise
-        return stream, chat, held
+        past = (*request.past, (request.asked, Said("assistant", 0, turn.answer)))
+        self._keep(_keys(request.system, past)[-1], chat)
+        yield written
 
-    def keep(self, request: Request, chat: Chat) -> None:
-        """Remember a chat that has just answered a request."""
-        if not chat.turns or chat.turns[-1].finish_reason == "interrupted":
-            chat.close()
-            return
-        past = (*request.past, (request.asked, chat.turns[-1].answer))
-        self._put(_keys(request.system, past)[-1], chat)
+    def give_way(self) -> bool:
+        """Give up the chat that was used least recently; whether that may have freed memory.
+
+        Chats that go to disk when others need their memory are kept.
+        """
+        budget = self.pipe.budget
+        if budget is not None and budget.folder is not None:
+            return False
+        with self._lock:
+            dropped = self._kept.popitem(last=False)[1] if self._kept else None
+        if dropped is not None:
+            dropped.close()
+        return dropped is not None
 
     def close(self) -> None:
         """Give up all chats."""
         with self._lock:
-            while self._kept:
-                self._kept.popitem()[1].close()
+            kept, self._kept = self._kept, OrderedDict()
+        for chat in kept.values():
+            chat.close()
 
-    def _put(self, key: str, chat: Chat) -> None:
+    def _keep(self, key: str, chat: Chat) -> None:
+        """Remember a chat that has just answered."""
         with self._lock:
-            dropped = [self._kept.pop(key)] if key in self._kept else []
-            self._kept[key] = chat
+            # One that is kept may be in use for a fork.
+            dropped = [chat] if key in self._kept else []
+            self._kept.setdefault(key, chat)
+            self._kept.move_to_end(key)
             while len(self._kept) > self.limit:
                 dropped.append(self._kept.popitem(last=False)[1])
         for one in dropped:
             one.close()
 
     def _known(self, request: Request) -> tuple[Chat | None, int]:
-        """A fork of the kept chat with the longest beginning of a past, and its turns."""
+        """A fork of the kept chat with the longest beginning of a past, and its turns.
+
+        Raises:
+            Busy: the chat is on disk, and others hold the memory that it needs.
+        """
         keys = _keys(request.system, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
             with self._lock:
@@ -88,38 +150,45 @@ class Conversations:
                 if chat is None:
                     continue
                 self._kept.move_to_end(key)
+            try:
                 return chat.fork(), turns
+            except Busy:
+                raise
+            except (InputError, RuntimeError):
+                # Its file is gone, or somebody else closed it meanwhile: it is read again.
+                self._forget(key, chat)
         return None, 0
 
-    def _chat(self, request: Request) -> tuple[Chat, int]:
-        """A chat with the request's past, and how many of its tokens were held already."""
-        chat, turns = self._known(request)
-        if chat is None:
-            chat = self.pipe.chat(request.system)
-        held = chat.turns[-1].stop if chat.turns else 0
-        try:
-            for asked, answer in request.past[turns:]:
-                tell(chat, asked.text, answer, **_media(asked))
-        except BaseException:
-            chat.close()
-            raise
-        return chat, held
+    def _forget(self, key: str, chat: Chat) -> None:
+        with self._lock:
+            if self._kept.get(key) is chat:
+                del self._kept[key]
+        chat.close()
 
 
-def _media(said: Said) -> dict[str, Any]:
-    media = {"images": list(said.images) or None, "audio": list(said.audio) or None}
-    return {name: sources for name, sources in media.items() if sources}
+def _question(messages: tuple[Said, ...]) -> dict[str, Any]:
+    """Arguments of ``Chat.stream`` for messages that end with the question."""
+    *before, question = messages
+    images = [image for said in messages for image in said.images]
+    audio = [recording for said in messages for recording in said.audio]
+    return {
+        "prompt": question.text,
+        "images": images or None,
+        "audio": audio or None,
+        "before": [Message(x.role, x.text, len(x.images), len(x.audio)) for x in before],
+    }
 
 
-def _keys(system: str | None, past: tuple[tuple[Said, str], ...]) -> list[str]:
+def _keys(system: Said | None, past: tuple[tuple[tuple[Said, ...], Said], ...]) -> list[str]:
     """A key for each beginning of a past: each covers all that was said up to there."""
-    keys, before = [], json.dumps(system)
+    keys, before = [], json.dumps(system and system.text)
     for asked, answer in past:
-        digests = [
-            [hashlib.sha256(one).hexdigest() for one in media]
-            for media in (asked.images, asked.audio)
-        ]
-        said = json.dumps([before, asked.text, *digests, answer])
-        before = hashlib.sha256(said.encode()).hexdigest()
+        said = [[one.role, one.text, _digests(one.images), _digests(one.audio)] for one in asked]
+        text = json.dumps([before, said, answer.text])
+        before = hashlib.sha256(text.encode()).hexdigest()
         keys.append(before)
     return keys
+
+
+def _digests(media: tuple[bytes, ...]) -> list[str]:
+    return [hashlib.sha256(one).hexdigest() for one in media]

@@ -1,51 +1,205 @@
-"""Protocol: OpenAI's chat-completions requests, checked, and its answers."""
+"""Protocol: OpenAI's chat-completions requests, parsed and checked.
+
+Where OpenAI's own server and vLLM differ, this one does as vLLM, which most programs that ask open
+models are written against:
+
+- An unknown ``model`` is refused, an omitted one accepted.
+- Messages need not take turns. Several of a user in a row, an answer that no user asked for, and a
+  system or developer message in the middle are written by the checkpoint's chat template, each as
+  a message of its own; a template that insists on turns refuses them. "developer" is "system".
+- ``content`` that is null is empty, in any role. A part whose text, image or recording is null is
+  left out.
+- Fields that are not known are ignored, and so are those that change no answer (``user``,
+  ``metadata``, ``store``, ``service_tier``, ...).
+
+Other than vLLM this server
+
+- refuses fields that would change the answer and are not supported, where vLLM ignores those that
+  it does not know;
+- refuses roles that chat templates leave out silently, and messages that end with an answer.
+"""
 
 from __future__ import annotations
 
-import base64
 import binascii
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from oscar_mm.errors import InputError
-from oscar_mm.media import MediaLimits
-from oscar_mm.media.source import read_bytes
+from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.source import NamedBytes
 
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-    "stop": "stop",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
+MAX_STRUCTURE = 250_000
+"""Brackets and commas of a request: what decoding its JSON costs, apart from long texts."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Of all messages together."""
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 256
+"""Of one stop string."""
+_BASE64_PIECE = 4 << 20
+"""Characters that are decoded at once: other threads wait as long. A multiple of 4."""
+_OWN_ERROR = "protocol"
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
 }
-"""Fields of a request that say how to answer, and what they are called here."""
-_REFUSED = {
-    "n": (None, 1),
-    "tools": (None, []),
-    "functions": (None, []),
-    "logprobs": (None, False),
-    "audio": (None,),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-}
-"""Fields that would change the answer and are not supported, and the values that change nothing."""
+"""Fields that would change the answer and are not supported, and the values, beside null, that
+change nothing."""
+
+
+class FieldError(InputError):
+    """A request that cannot be used.
+
+    Attributes:
+        field: the protocol's name of what is wrong, such as ``messages[2].content[0]``; or None.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+
+
+class _Model(BaseModel):
+    """Values have the protocol's own types: no number is a text, no text a number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ImageURL(_Model):
+    """Where an image is: in the address itself."""
+
+    url: str
+
+
+class InputAudio(_Model):
+    """A sound file in base64."""
+
+    data: str
+
+
+class Part(_Model):
+    """Text, an image or a recording."""
+
+    type: Literal["text", "image_url", "input_audio"]
+    text: str | None = None
+    image_url: ImageURL | None = None
+    input_audio: InputAudio | None = None
+
+
+def _as_parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is None or isinstance(content, list):
+        return content
+    raise PydanticCustomError(_OWN_ERROR, "must be text or a list of parts")
+
+
+class Message(_Model):
+    """What somebody said."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Part] | None, BeforeValidator(_as_parts)] = None
+
+
+class StreamOptions(_Model):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class Body(_Model):
+    """The JSON of a request; what it does not name is looked up in ``_REFUSED``, or ignored."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[
+        Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Body:
+        for name, value in (self.model_extra or {}).items():
+            harmless = _REFUSED.get(name)
+            if harmless is not None and value is not None and value not in harmless:
+                others = ", ".join(map(repr, harmless)) or "null"
+                raise FieldError(f"only {others} is supported: leave it out", name)
+        return self
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a user said: text, encoded images, encoded recordings."""
+    """What one message says: text, encoded images, encoded recordings.
 
+    Attributes:
+        role: "system", "user" or "assistant".
+        place: its index among the messages.
+    """
+
+    role: str
+    place: int
     text: str
-    images: tuple[bytes, ...] = ()
-    audio: tuple[bytes, ...] = ()
+    images: tuple[NamedBytes, ...] = ()
+    audio: tuple[NamedBytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,157 +207,173 @@ class Request:
     """A checked request.
 
     Attributes:
-        model: name that the client asked for.
-        system: system prompt, or None.
-        past: what was said and answered before.
-        asked: what is asked now.
+        model: name that the client asked for, or None.
+        system: the system prompt, or None.
+        past: what was said and answered before: messages that end with a user's, and the answer.
+        asked: what is asked now: messages that end with a user's.
         sampling: fields of ``Sampling``.
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
     """
 
-    model: str
-    system: str | None
-    past: tuple[tuple[Said, str], ...]
-    asked: Said
+    model: str | None
+    system: Said | None
+    past: tuple[tuple[tuple[Said, ...], Said], ...]
+    asked: tuple[Said, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
 
+    def messages(self) -> Iterator[Said]:
+        """All of them, in their order."""
+        if self.system is not None:
+            yield self.system
+        for asked, answer in self.past:
+            yield from asked
+            yield answer
+        yield from self.asked
 
-def read_request(body: Any, limits: MediaLimits) -> Request:
-    """Check the JSON of a request.
+
+def read_request(data: bytes, limits: MediaLimits) -> Request:
+    """Parse the JSON of a request and decode its media.
 
     Args:
-        body: decoded JSON.
+        data: the body, of bounded length.
         limits: ``max_file_bytes`` bounds each medium.
 
     Raises:
-        InputError: names the field, what is wrong with it and what would be right.
+        FieldError: names the field, what is wrong with it and what would be right.
     """
-    if not isinstance(body, Mapping):
-        raise InputError("the request must be a JSON object")
-    for name, harmless in _REFUSED.items():
-        if body.get(name) not in harmless:
-            raise InputError(f"{name}: {body[name]!r} is not supported: leave it out")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InputError("messages must be a list of messages that is not empty")
-    system, turns = _turns(messages, limits)
-    sampling = {_SAMPLING[name]: body[name] for name in _SAMPLING if body.get(name) is not None}
-    if "temperature" not in sampling:
-        sampling["temperature"] = 0.0
-    options = body.get("stream_options") or {}
+    structure = sum(map(data.count, (b"{", b"[", b",")))
+    if structure > MAX_STRUCTURE:
+        raise FieldError(
+            f"the request has {structure:,} brackets and commas, more than the {MAX_STRUCTURE:,} "
+            "of the largest conversation"
+        )
+    try:
+        body = Body.model_validate_json(data)
+    except ValidationError as error:
+        raise _field_error(error) from None
+    if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
+        raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
+    said = [_said(message, place, limits) for place, message in enumerate(body.messages)]
+    system = said.pop(0) if said[0].role == "system" else None
+    past, asked = _turns(said)
+    sampling = {
+        "max_new_tokens": body.max_completion_tokens or body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": 0 if body.top_k == -1 else body.top_k,
+        "repetition_penalty": body.repetition_penalty,
+        "seed": body.seed,
+        "stop": body.stop,
+    }
     return Request(
-        model=str(body.get("model", "")),
-        system=system,
-        past=tuple(turns[:-1]),
-        asked=turns[-1][0],
-        sampling=sampling,
-        stream=bool(body.get("stream")),
-        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        model=body.model,
+        system=system if system and system.text.strip() else None,
+        past=tuple(past),
+        asked=asked,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        stream=bool(body.stream),
+        usage=bool(body.stream_options and body.stream_options.include_usage),
     )
 
 
-def _turns(messages: list, limits: MediaLimits) -> tuple[str | None, list[tuple[Said, str]]]:
-    """System prompt, and pairs of a question and its answer; the last one has none."""
-    for place, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InputError(f"messages[{place}]: must be an object with role and content")
-    system, first = None, 0
-    if messages[0].get("role") in ("system", "developer"):
-        system, first = _text(messages[0].get("content"), "messages[0]"), 1
-    turns: list[tuple[Said, str]] = []
-    for place, message in enumerate(messages[first:], first):
-        wanted = ("user", "assistant")[(place - first) % 2]
-        if message.get("role") != wanted:
-            raise InputError(
-                f"messages[{place}]: role is {message.get('role')!r}, here {wanted!r} is expected: "
-                "after an optional system prompt, user and assistant take turns"
-            )
-        if wanted == "user":
-            turns.append((_said(message.get("content"), f"messages[{place}]", limits), ""))
+def _turns(
+    messages: list[Said],
+) -> tuple[list[tuple[tuple[Said, ...], Said]], tuple[Said, ...]]:
+    """What was asked with its answers, and what is asked now.
+
+    An answer is what the assistant says to a user; anything else goes before the next question.
+    """
+    past: list[tuple[tuple[Said, ...], Said]] = []
+    asked: list[Said] = []
+    for said in messages:
+        if said.role == "assistant" and asked and asked[-1].role == "user":
+            past.append((tuple(asked), said))
+            asked = []
         else:
-            turns[-1] = (turns[-1][0], _text(message.get("content"), f"messages[{place}]"))
-    if (len(messages) - first) % 2 == 0:
-        raise InputError("messages must end with one of role 'user'")
-    return system, turns
+            asked.append(said)
+    if not asked or asked[-1].role != "user":
+        raise FieldError("must end with a message of role 'user'", "messages")
+    for question in (*(turn[-1] for turn, _ in past), asked[-1]):
+        if not (question.text.strip() or question.images or question.audio):
+            raise FieldError("is empty: give some text", f"messages[{question.place}].content")
+    return past, tuple(asked)
 
 
-def _parts(content: Any, where: str) -> list[Mapping[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-        raise InputError(f"{where}: content must be text or a list of parts")
-    return content
-
-
-def _text(content: Any, where: str) -> str:
-    """The texts of a message that has nothing else."""
-    texts = []
-    for part in _parts(content, where):
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InputError(f"{where}: a {part.get('type')!r} part where only text can be")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _said(content: Any, where: str, limits: MediaLimits) -> Said:
+def _said(message: Message, place: int, limits: MediaLimits) -> Said:
     texts: list[str] = []
-    images: list[bytes] = []
-    audio: list[bytes] = []
-    for place, part in enumerate(_parts(content, where)):
-        name = f"{where}.content[{place}]"
-        kind = part.get("type")
-        held = part.get(kind) if isinstance(kind, str) else None
-        if kind == "text" and isinstance(held, str):
-            texts.append(held)
-        elif kind == "image_url" and isinstance(held, Mapping):
-            images.append(_image(held.get("url"), name, limits))
-        elif kind == "input_audio" and isinstance(held, Mapping):
-            audio.append(_audio(held.get("data"), name, limits))
-        else:
-            raise InputError(f"{name}: must be of type text, image_url or input_audio")
-    return Said("\n".join(texts), tuple(images), tuple(audio))
+    images: list[NamedBytes] = []
+    audio: list[NamedBytes] = []
+    for index, part in enumerate(message.content or ()):
+        name = f"messages[{place}].content[{index}]"
+        if part.type != "text" and message.role != "user":
+            raise FieldError(f"only a user shows media, not {message.role!r}", name)
+        if part.type == "text" and part.text is not None:
+            texts.append(part.text)
+        elif part.type == "image_url" and part.image_url is not None:
+            images.append(_image(part.image_url.url, name, limits))
+        elif part.type == "input_audio" and part.input_audio is not None:
+            audio.append(_decoded(part.input_audio.data, name, limits))
+    role = "system" if message.role == "developer" else message.role
+    return Said(role, place, "\n".join(texts), tuple(images), tuple(audio))
 
 
-def _image(url: Any, name: str, limits: MediaLimits) -> bytes:
+def _image(url: str, name: str, limits: MediaLimits) -> NamedBytes:
     # Never an address or a path: the server must not fetch or open what a stranger names.
-    if not isinstance(url, str) or url[:5].lower() != "data:":
-        raise InputError(f"{name}: image_url.url must be a data URI, data:image/png;base64,...")
-    return read_bytes(url, allow_remote=False, limits=limits, label=name)
+    head, comma, data = url.partition(",")
+    if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
+        raise FieldError("image_url.url must be a data URI, data:image/png;base64,...", name)
+    return _decoded(data, name, limits)
 
 
-def _audio(data: Any, name: str, limits: MediaLimits) -> bytes:
-    if not isinstance(data, str) or not data:
-        raise InputError(f"{name}: input_audio.data must be a sound file in base64")
-    limits.check_bytes(len(data) * 3 // 4, name)
+def _decoded(text: str, name: str, limits: MediaLimits) -> NamedBytes:
+    """The bytes of a medium in base64."""
+    limits.check_bytes(len(text) * 3 // 4, name)
     try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise InputError(f"{name}: the base64 text is damaged ({error})") from None
+        if "=" in text[:-2]:
+            raise binascii.Error("padding before the end")
+        pieces = [
+            binascii.a2b_base64(text[start : start + _BASE64_PIECE], strict_mode=True)
+            for start in range(0, len(text), _BASE64_PIECE)
+        ]
+    except ValueError as error:  # binascii.Error, or characters that are not ASCII
+        raise FieldError(f"the base64 text is damaged ({error})", name) from None
+    if not pieces:
+        raise FieldError("must be a file in base64, and is empty", name)
+    return NamedBytes(b"".join(pieces), name)
 
 
-def completion(about: Mapping[str, Any], text: str, reason: str, usage: Any) -> dict[str, Any]:
-    """A whole answer."""
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    return {**about, "object": "chat.completion", "choices": [choice], "usage": usage}
+_MESSAGES = {
+    "missing": "is missing",
+    "model_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "list_type": "must be a list",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "greater_than_equal": "must be at least {ge}",
+    "too_short": "must not be empty",
+    "too_long": "holds {actual_length}, where at most {max_length} are allowed",
+    "string_too_short": "must not be empty",
+    "string_too_long": "is longer than the {max_length} characters allowed",
+}
+"""What is said of pydantic's types of errors."""
 
 
-def chunk(
-    about: Mapping[str, Any], delta: dict[str, Any] | None, reason: str | None = None, **more: Any
-) -> dict[str, Any]:
-    """A piece of an answer; without ``delta`` the one that has only the usage."""
-    choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": reason}]
-    return {**about, "object": "chat.completion.chunk", "choices": choices, **more}
-
-
-def heading(number: str, model: str) -> dict[str, Any]:
-    """What all parts of an answer have in common."""
-    return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
-
-
-def failure(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def _field_error(error: ValidationError) -> FieldError:
+    """The first of the errors, by the protocol's names."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    context = first.get("ctx", {})
+    if first["type"] == "json_invalid":
+        return FieldError(f"the request is no JSON: {context['error']}")
+    if isinstance(own := context.get("error"), FieldError):
+        return own
+    name = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"])
+    if first["type"] == _OWN_ERROR:
+        message = first["msg"]
+    else:
+        message = _MESSAGES.get(first["type"], "is not what the protocol has").format(**context)
+    return FieldError(message if name else f"the request {message}", name[1:] or None)

@@ -123,6 +123,27 @@ def test_nothing_is_fetched(served, client, monkeypatch) -> None:
     assert fetched == []
 
 
+def test_pages_of_other_sites_cannot_use_it(served, client, uploads) -> None:
+    """By a name that points here, by a form, by a script."""
+    evil = {"Host": "evil.example:7860"}
+    for path in ("", "config", "gradio_api/heartbeat/s9"):
+        assert client.get(path, headers=evil).status_code == 421
+    [index] = [i for i, one in served.page.fns.items() if one.name == "ask"]
+    data = [{"text": "What?", "files": []}, 0, 9, *WHERE]
+    body = json.dumps({"data": data, "fn_index": index, "session_hash": "s9"})
+    join = "gradio_api/queue/join"
+    assert (
+        client.post(join, content=body, headers={"Content-Type": "text/plain"}).status_code == 415
+    )
+    there = {"Content-Type": "application/json", "Origin": "http://evil.example"}
+    assert client.post(join, content=body, headers=there).status_code == 403
+    files = {"files": ("a.png", (uploads / "0.png").read_bytes())}
+    foreign = {"Sec-Fetch-Site": "cross-site"}
+    assert client.post("gradio_api/upload", files=files, headers=foreign).status_code == 403
+    assert client.post("gradio_api/upload", files=files).status_code == 200
+    assert "s9" not in served.hall._visitors
+
+
 def test_the_browser_is_told_to_stay_here(client) -> None:
     page = client.get("")
     policy = page.headers["content-security-policy"]

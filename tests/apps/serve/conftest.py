@@ -19,7 +19,7 @@ from tests.prompts import noise, tone
 openai = pytest.importorskip("openai", reason="needs the openai package")
 pytest.importorskip("fastapi", reason="needs fastapi")
 pytest.importorskip("prometheus_client", reason="needs prometheus-client")
-uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn")
+pytest.importorskip("uvicorn", reason="needs uvicorn")
 
 
 def encoded(data: bytes) -> str:
@@ -60,10 +60,10 @@ def user(*parts: Any) -> dict[str, Any]:
 @contextmanager
 def served(pipe: Any, **bounds: Any) -> Iterator[str]:
     """Address of a server that runs in a thread of its own."""
-    from oscar_mm.apps.serve.server import Bounds, create_app
+    from oscar_mm.apps.serve.server import Server, create_app
+    from oscar_mm.apps.serve.service import Bounds
 
-    app = create_app(pipe, "tiny", Bounds(**bounds))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = Server(create_app(pipe, "tiny", Bounds(**bounds)), "127.0.0.1", 0)
     thread = threading.Thread(target=server.run)
     thread.start()
     deadline = time.monotonic() + 20

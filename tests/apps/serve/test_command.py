@@ -5,10 +5,20 @@ import signal
 import socket
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Timer
+from typing import Any
 
+import openai
 import pytest
 
+from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key
 from oscar_mm.cli import run
+from oscar_mm.errors import InputError
+from tests.apps.serve.conftest import user
+from tests.apps.serve.test_server import ask
 from tests.processes import Forked, command
 
 
@@ -21,6 +31,10 @@ from tests.processes import Forked, command
         (["--conversations", "0"], "--conversations 0"),
         (["--port", "0"], "--port from 1 to 65535"),
         (["--waiting", "-1"], "--waiting must be at least 0"),
+        (["--grace", "-1"], "--grace -1: must be seconds"),
+        (["--grace", "nan"], "--grace nan: must be seconds"),
+        (["--api-key", "secret"], "No such option"),
+        (["--api-key-file", "no-such-file"], "--api-key-file no-such-file: cannot be read"),
     ],
 )
 def test_refused(options: list[str], expected: str, capsys) -> None:
@@ -28,24 +42,84 @@ def test_refused(options: list[str], expected: str, capsys) -> None:
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_served_and_stopped(qwen3_omni_folder) -> None:
+def test_key_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert api_key(None) is None
+    monkeypatch.setenv(KEY_VARIABLE, "from-environment")
+    assert api_key(None) == "from-environment"
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    assert api_key(file) == "from-file"
+    for wrong in ("", "two keys", "k" * 5000):
+        file.write_text(wrong)
+        with pytest.raises(InputError, match="key: must hold one key"):
+            api_key(file)
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    with pytest.raises(InputError, match=f"{KEY_VARIABLE}: must hold one key"):
+        api_key(None)
+
+
+def command_that_reads_for_ever(*arguments: str) -> None:
+    """With a model that does not let go of a prompt."""
+    from oscar_mm.apps.serve.conversations import Conversations
+
+    def answering(self: Conversations, _: Any) -> Iterator[str]:
+        with self.pipe.lock:
+            Event().wait()
+        yield ""
+
+    Conversations.answering = answering
+    command(*arguments)
+
+
+@contextmanager
+def running(program: Callable, folder: Path, temporary: Path) -> Iterator[tuple[Forked, Any]]:
+    """A server in a process of its own, and a client."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--device", "cpu", "--port", str(port), "--kv-budget", "50MB"]
-    with Forked(command, "serve", "--model", str(qwen3_omni_folder), *options) as server:
+    address = f"http://127.0.0.1:{port}"
+    options = ["--device", "cpu", "--port", str(port), "--kv-budget", "50MB", "--grace", "0.5"]
+    options += ["--max-new-tokens", "100000", "--model", str(folder)]
+    environment = {KEY_VARIABLE: "secret", "TMPDIR": str(temporary)}
+    with Forked(program, "serve", *options, environment=environment) as server:
         deadline = time.monotonic() + 120
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
                     assert answer.read() == b"ok"
                 break
             except OSError:
                 assert server.runs() and time.monotonic() < deadline
                 time.sleep(0.1)
-        os.kill(server.pid, signal.SIGINT)
+        yield server, openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_served_and_stopped(qwen3_omni_folder, tmp_path, sent) -> None:
+    """With a stream that runs; temporary files go with the process."""
+    with running(command, qwen3_omni_folder, tmp_path) as (server, client):
+        assert [*tmp_path.glob("oscar-mm-*")], "the folder for chats that give way"
+        options = {"model": openai.omit, "stream": True, "max_tokens": 20_000}
+        with pytest.raises(openai.APIError, match="stopping"):
+            for count, _ in enumerate(ask(client, user("Why?"), **options)):
+                if count == 3:
+                    os.kill(server.pid, sent)
+                    start = time.monotonic()
         code, _, errors = server.end()
     said = errors.decode()
-    assert f"http://127.0.0.1:{port}/v1" in said and "Traceback" not in said
-    assert code in (0, 130)
+    assert time.monotonic() - start < 10
+    assert "http://127.0.0.1:" in said and "Traceback" not in said
+    assert code == 0
+    assert not [*tmp_path.glob("oscar-mm-*")]
+
+
+@pytest.mark.slow
+def test_stopped_while_a_prompt_is_read(qwen3_omni_folder, tmp_path) -> None:
+    with running(command_that_reads_for_ever, qwen3_omni_folder, tmp_path) as (server, client):
+        Timer(0.5, os.kill, (server.pid, signal.SIGTERM)).start()
+        with pytest.raises(openai.APIError):
+            ask(client, user("Why?"), model=openai.omit)
+        assert server.wait(20) == 0
+    assert not [*tmp_path.glob("oscar-mm-*")]

@@ -1,0 +1,94 @@
+"""Guard: requests that a web page of another site makes a browser send are refused."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_NAMES = ("localhost",)
+_FOREIGN = ("cross-site", "same-site")
+"""What a browser says of a request that a page of another origin has made."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, without a port, is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() in _NAMES
+
+
+class Guard:
+    """Middleware for a server that asks for no key.
+
+    A browser sends what any page tells it to, also to a server that only this machine can reach.
+    Refused are:
+
+    - names of other machines in ``Host``, where the server listens on loopback only: a page whose
+      name its owner lets point here (DNS rebinding) is of the same origin for the browser;
+    - pages of another origin, by ``Origin`` and ``Sec-Fetch-Site``. A link to a page may be
+      followed: that reads nothing;
+    - bodies that are no JSON: those alone are sent without asking first (CORS).
+
+    Args:
+        app: what it stands before.
+        host: where the server listens.
+        uploads: ends of paths that take files, as multipart/form-data.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, uploads: tuple[str, ...] = ()) -> None:
+        self.app, self.uploads = app, uploads
+        self.loopback = is_loopback(host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what is refused, and hand on the rest."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        status, message = refusal
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": message})
+            return
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        await JSONResponse({"error": error}, status)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self.loopback and not is_loopback(_without_port(host)):
+            return 421, "this server is for this machine only: ask it as 127.0.0.1 or localhost"
+        method = scope.get("method", "GET")
+        follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        if not follows_link and _is_foreign(headers, host):
+            return 403, "pages of other sites may not use this server"
+        if method == "POST" and not self._carries_json(scope["path"], headers):
+            return 415, "Content-Type must be application/json"
+        return None
+
+    def _carries_json(self, path: str, headers: Headers) -> bool:
+        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+            return True
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return kind == "application/json" or (
+            kind == "multipart/form-data" and path.endswith(self.uploads)
+        )
+
+
+def _is_foreign(headers: Headers, host: str) -> bool:
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        return True
+    return headers.get("sec-fetch-site") in _FOREIGN
+
+
+def _without_port(host: str) -> str:
+    """The name of a Host header: of ``[::1]:80`` the address in its brackets."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and (port.isdecimal() or not port) else host

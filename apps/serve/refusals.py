@@ -1,0 +1,87 @@
+"""Refusals: requests that get no answer, in the protocol's words."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from oscar_mm.apps.serve.protocol import FieldError
+from oscar_mm.apps.serve.replies import failure
+from oscar_mm.errors import Busy, InputError, NoRoom
+
+RETRY_S = 5
+"""After which a client may try again."""
+_FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
+"""What only who runs the server can do."""
+
+
+class Refused(Exception):
+    """A request that gets no answer.
+
+    Args:
+        status: of HTTP.
+        message: for the client.
+        kind: OpenAI's type of error.
+        code: OpenAI's or vLLM's code of the error.
+        field: the protocol's name of what is wrong.
+        retry_after: seconds after which to try again; None if that does not help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | int | None = None,
+        field: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code, self.field = status, kind, code, field
+        self.headers = None if retry_after is None else {"Retry-After": str(retry_after)}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error."""
+        return failure(str(self), self.kind, self.code, self.field)
+
+
+class Gone(Refused):
+    """The client has left: nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
+
+
+def busy(message: str) -> Refused:
+    """What the server has no room for just now."""
+    return Refused(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn errors into refusals that speak of the protocol, not of this package."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Busy:
+        raise busy("other answers hold the memory that this request needs") from None
+    except NoRoom as error:
+        raise Refused(
+            400,
+            f"the conversation and its answer come to {error.asked:,} tokens, and {error.fits:,} "
+            "have room: shorten messages, send fewer or smaller media, or lower max_tokens",
+            code="context_length_exceeded",
+            field="messages",
+        ) from None
+    except InputError as error:
+        field = error.field if isinstance(error, FieldError) else None
+        raise Refused(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        raise Refused(500, "the server failed to answer this", "server_error") from None

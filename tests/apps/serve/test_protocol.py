@@ -1,0 +1,220 @@
+"""What a request says: which are accepted, and how refusals name what is wrong."""
+
+import json
+from typing import Any
+
+import pytest
+
+from oscar_mm.apps.serve.protocol import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STRUCTURE,
+    FieldError,
+    Request,
+    read_request,
+)
+from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits
+from tests.apps.serve.conftest import encoded, image, png, sound, text, user, wav
+
+LIMITS = MediaLimits()
+
+
+def answered(words: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": words}
+
+
+def showing(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def system(words: Any) -> dict[str, Any]:
+    return {"role": "system", "content": words}
+
+
+def read(*messages: dict[str, Any], limits: MediaLimits = LIMITS, **options: Any) -> Request:
+    return read_request(json.dumps({"messages": messages, **options}).encode(), limits)
+
+
+def refusal(*messages: dict[str, Any], **options: Any) -> FieldError:
+    with pytest.raises(FieldError) as refused:
+        read(*(messages or (user("Why?"),)), **options)
+    for jargon in ("pydantic", "input_", "Input", "https:", "type=", "max_new_tokens"):
+        assert jargon not in str(refused.value).replace("input_audio", "")
+    return refused.value
+
+
+def test_a_conversation() -> None:
+    shown = user(text("What"), image(png()), sound(wav(0.1)), text("is it?"))
+    request = read(
+        system("Be brief."),
+        shown,
+        answered([text("A dog.")]),
+        user("Sure?"),
+        max_tokens=7,
+        temperature=0.5,
+        top_k=-1,
+        stop="x",
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    [((asked,), answer)] = request.past
+    assert request.system.text == "Be brief." and answer.text == "A dog."
+    assert (asked.text, asked.images, asked.audio) == ("What\nis it?", (png(),), (wav(0.1),))
+    assert asked.images[0].name == "messages[1].content[1]"
+    assert [said.text for said in request.asked] == ["Sure?"]
+    assert request.sampling == {
+        "max_new_tokens": 7,
+        "temperature": 0.5,
+        "top_k": 0,
+        "stop": ["x"],
+    }
+    assert request.stream and request.usage
+    assert [said.place for said in request.messages()] == [0, 1, 2, 3]
+
+
+def test_messages_need_not_take_turns() -> None:
+    request = read(
+        answered("Hello."),
+        user("a"),
+        {"role": "developer", "content": "Be brief."},
+        user(image(png()), {"type": "text", "text": None}),
+        answered(None),
+        user(None),
+        system("Now in French."),
+        user("b"),
+    )
+    [(first, answer)] = request.past
+    assert request.system is None and answer.text == ""
+    assert [(said.role, said.text) for said in first] == [
+        ("assistant", "Hello."),
+        ("user", "a"),
+        ("system", "Be brief."),
+        ("user", ""),
+    ]
+    assert first[-1].images == (png(),)
+    assert [(said.role, said.text) for said in request.asked] == [
+        ("user", ""),
+        ("system", "Now in French."),
+        ("user", "b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "expected"),
+    [
+        ([answered("a")], "messages", "must end with a message of role 'user'"),
+        ([user("a"), answered("b")], "messages", "must end with a message of role 'user'"),
+        ([user("a"), system("b")], "messages", "must end with a message of role 'user'"),
+        ([user(" ")], "messages[0].content", "is empty"),
+        ([user(None), answered("a"), user("b")], "messages[0].content", "is empty"),
+        ([user("a"), {"role": "tool", "content": "b"}], "messages[1].role", "must be 'system'"),
+        ([{"content": "a"}], "messages[0].role", "is missing"),
+        ([user(7)], "messages[0].content", "must be text or a list of parts"),
+        ([user(text("a"), "b")], "messages[0].content[1]", "must be an object"),
+        ([showing({"type": "file"})], "messages[0].content[0].type", "must be 'text', 'image_url'"),
+        ([showing(text(["a"]))], "messages[0].content[0].text", "must be text"),
+        ([system([sound(wav(0.1))]), user("a")], "messages[0].content[0]", "only a user shows"),
+        (["a"], "messages[0]", "must be an object"),
+        ([user("a")] * (MAX_MESSAGES + 1), "messages", f"at most {MAX_MESSAGES} are"),
+        ([user(*[text("")] * (MAX_PARTS + 1))], "messages", "more than 4,096 parts"),
+    ],
+)
+def test_messages_that_are_refused(messages: list, field: str, expected: str) -> None:
+    error = refusal(*messages)
+    assert error.field == field and expected in str(error) and field in str(error)
+
+
+@pytest.mark.parametrize("url", ["/etc/passwd", "http://localhost/x.png", "data:,x", "file:///x"])
+def test_nothing_is_fetched(url: str) -> None:
+    error = refusal(showing({"type": "image_url", "image_url": {"url": url}}))
+    assert "must be a data URI" in str(error) and error.field == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("data", ["a", "ab=c", "a b=", "\u00fcber", "YQ==YQ=="])
+def test_damaged_base64(data: str) -> None:
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": data}},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+    ):
+        error = refusal(showing(part))
+        assert "base64 text is damaged" in str(error) and error.field == "messages[0].content[0]"
+
+
+def test_large_media() -> None:
+    data = bytes(range(256)) * 40_000
+    [said] = read(showing(sound(data))).asked
+    assert said.audio == (data,)
+    with pytest.raises(InputError, match=r"messages\[0\].content\[0\]: .* limit of 1,000"):
+        read(showing(sound(data)), limits=MediaLimits(max_file_bytes=1000))
+    assert encoded(data) not in str(refusal(showing({"type": "text", "text": [encoded(data)]})))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"max_tokens": "7"}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a", "b" * 257]}, "stop[1]"),
+        ({"stop": ""}, "stop[0]"),
+        ({"model": 7}, "model"),
+    ],
+)
+def test_fields_that_are_refused(options: dict, field: str) -> None:
+    error = refusal(**options)
+    assert error.field == field and str(error).startswith(f"{field}: ")
+
+
+def test_fields_that_change_nothing() -> None:
+    read(
+        user("Why?"),
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        parallel_tool_calls=True,
+        tools=[],
+        tool_choice="auto",
+        n=1,
+        logprobs=False,
+        top_logprobs=None,
+        response_format={"type": "text"},
+        min_p=0.0,
+        invented=[1, {"a": 2}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b"", "is no JSON"),
+        (b"{", "is no JSON"),
+        (b'{"messages": "\xff"}', "is no JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "is no JSON"),
+        (b'{"messages": ' + b"[" * 100_000, "is no JSON"),
+        (b"[]", "the request must be an object"),
+        (b"null", "the request must be an object"),
+        (b"{}", "messages: is missing"),
+        (b'{"messages": []}', "messages: must not be empty"),
+        (b'{"messages": ' + b"[]," * MAX_STRUCTURE, "brackets and commas"),
+    ],
+)
+def test_no_request_at_all(body: bytes, expected: str) -> None:
+    with pytest.raises(FieldError, match=expected):
+        read_request(body, LIMITS)

@@ -1,0 +1,398 @@
+"""The queue, the memory, the end: what one client does is not felt by the others."""
+
+import http.client
+import io
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from oscar_mm import OscarOmniPipeline
+from tests.apps.serve.conftest import image, png, served, text, user
+from tests.apps.serve.test_server import ask, metrics
+from tests.pipelines.conftest import NEVER
+from tests.prompts import noise
+
+
+def client_of(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What comes of so many calls at once, each in a thread; an error where it raised one."""
+    found: list[Any] = [None] * count
+
+    def call(index: int) -> None:
+        try:
+            found[index] = work(index)
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def eventually(check: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def asking(address: str, **body: Any) -> Iterator[http.client.HTTPConnection]:
+    """A connection over which a request was sent."""
+    request = {"messages": [user("Why?")], "max_tokens": 6} | body
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(request), headers)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@contextmanager
+def one_running(address: str) -> Iterator[Any]:
+    """A long answer that has begun."""
+    with ask(client_of(address), user("Why?"), stream=True, max_tokens=2000) as stream:
+        next(iter(stream))
+        yield stream
+
+
+@pytest.mark.parametrize("conversations", [1, 64])
+def test_the_same_request_of_several_clients(omni, conversations) -> None:
+    shown = user(image(png()), text("What?"))
+    before = omni.store.memory().used_bytes
+    with served(omni, running=4, conversations=conversations) as address:
+        past = [shown, {"role": "assistant", "content": "A dog."}, user("And?")]
+
+        def work(_: int) -> tuple:
+            client = client_of(address)
+            answers = [ask(client, shown), ask(client, *past), ask(client, shown)]
+            return tuple((x.choices[0].message.content, x.usage.prompt_tokens) for x in answers)
+
+        found = together(8, work)
+        assert len(set(found)) == 1, found
+        assert metrics(address, None)["oscar_mm_conversations"] <= conversations
+    assert omni.store.memory().used_bytes == before
+
+
+def test_who_leaves_the_queue_leaves_his_place(omni) -> None:
+    with served(omni, running=1, waiting=1, max_new_tokens=2000) as address:
+        with one_running(address):
+            for _ in range(3):
+                with asking(address):
+                    eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 1)
+                eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 0)
+            assert metrics(address, None)["oscar_mm_running"] == 1
+        assert ask(client_of(address), user("Why?")).choices
+
+
+def test_a_stream_that_nobody_reads_frees_its_place(omni) -> None:
+    with served(omni, running=1, max_new_tokens=2000) as address:
+        for _ in range(3):
+            with asking(address, stream=True, max_tokens=2000):
+                eventually(lambda: metrics(address, None)["oscar_mm_running"] == 1)
+            eventually(lambda: metrics(address, None)["oscar_mm_running"] == 0)
+        assert ask(client_of(address), user("Why?")).choices
+
+
+def test_a_body_that_does_not_come(omni) -> None:
+    with served(omni, body_s=0.3) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as slow:
+            slow.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+            )
+            answer = http.client.HTTPResponse(slow)
+            answer.begin()
+            assert answer.status == 408
+            assert "within 0.3 s" in json.loads(answer.read())["error"]["message"]
+        assert ask(client_of(address), user("Why?")).choices
+
+
+def test_bodies_have_a_bound_together(omni) -> None:
+    """Of requests that wait, too."""
+    with served(omni, running=1, max_request_bytes=3000, max_new_tokens=2000) as address:
+        padding = {"metadata": {"x": "y" * 2500}}
+        with one_running(address):
+            waiting = [asking(address, **padding) for _ in range(9)]
+            for one in waiting:
+                one.__enter__()
+            eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 9)
+            with pytest.raises(openai.InternalServerError, match="too many large") as refused:
+                ask(client_of(address), user("Why?"), extra_body=padding)
+            assert refused.value.status_code == 503
+            assert refused.value.response.headers["retry-after"]
+            for one in waiting:
+                one.__exit__(None, None, None)
+        assert ask(client_of(address), user("Why?"), extra_body=padding).choices
+
+
+def test_a_large_request_does_not_stop_the_others(omni) -> None:
+    escapes = "data:image/png;base64," + "%41" * 8_000_000
+    body = json.dumps({"messages": [user(image(b""), text("a"))]}).replace(
+        "data:image/png;base64,", escapes
+    )
+    slowest, done = 0.0, threading.Event()
+    with served(omni) as address:
+
+        def send() -> None:
+            request = urllib.request.Request(
+                f"{address}/v1/chat/completions",
+                body.encode(),
+                {"Content-Type": "application/json"},
+            )
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=60)
+            assert refused.value.code == 400
+            assert "messages[0].content[0]" in json.load(refused.value)["error"]["message"]
+            done.set()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        while sender.is_alive():
+            start = time.monotonic()
+            urllib.request.urlopen(f"{address}/health", timeout=30).read()
+            slowest = max(slowest, time.monotonic() - start)
+            time.sleep(0.01)
+    assert done.is_set() and slowest < 1
+
+
+def test_failures_are_json_too(omni, monkeypatch, capfd) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    with served(omni) as address:
+        monkeypatch.setattr(omni.family, "messages", fail)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as failed:
+                ask(client_of(address), user("Why?"), stream=stream)
+            assert failed.value.status_code == 500
+            assert failed.value.response.headers["content-type"] == "application/json"
+            assert failed.value.body["type"] == "server_error"
+            assert "secret" not in str(failed.value)
+        for path in ("/v1/nothing", "/v1/chat/completions"):
+            with pytest.raises(urllib.error.HTTPError) as missing:
+                urllib.request.urlopen(address + path)
+            assert json.load(missing.value)["error"]["type"] == "invalid_request_error"
+        assert metrics(address, None)["oscar_mm_running"] == 0
+    assert "RuntimeError: a secret" in capfd.readouterr().err
+
+
+def test_models(client) -> None:
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.models.retrieve("org/other")
+    assert unknown.value.body["message"] == "The model `org/other` does not exist."
+    with pytest.raises(openai.NotFoundError) as unknown:
+        ask(client, user("Why?"), model="other")
+    error = unknown.value.body
+    assert (error["type"], error["code"], error["param"]) == ("NotFoundError", 404, "model")
+    assert error["message"] == "The model `other` does not exist."
+    assert ask(client, user("Why?"), model=openai.omit).choices
+
+
+def test_web_pages_cannot_use_it(omni) -> None:
+    body = json.dumps({"messages": [user("Why?")], "max_tokens": 2}).encode()
+    form = {"Content-Type": "text/plain"}
+    there = {"Content-Type": "application/json", "Host": "evil.example"}
+
+    def status(address: str, headers: dict[str, str]) -> int:
+        request = urllib.request.Request(f"{address}/v1/chat/completions", body, headers)
+        try:
+            return urllib.request.urlopen(request).status
+        except urllib.error.HTTPError as refused:
+            assert json.load(refused)["error"]["type"]
+            return refused.code
+
+    with served(omni) as address:
+        assert (status(address, form), status(address, there)) == (415, 421)
+    with served(omni, api_key="secret") as address:
+        key = {"Authorization": "Bearer secret"}
+        assert (status(address, there), status(address, there | key)) == (401, 200)
+
+
+def tokens_read(pipe: Any) -> tuple[list[int], Any]:
+    """What the model reads from now on, prompts only, and what ends that."""
+    read: list[int] = []
+
+    def look(_: Any, __: Any, arguments: dict) -> None:
+        if arguments["input_ids"].shape[1] > 1:
+            read.extend(arguments["input_ids"][0].tolist())
+
+    return read, pipe.model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def test_messages_are_written_by_the_template(omni, client) -> None:
+    """Several of a user, a later system message, an answer that nobody asked for."""
+    said = [
+        {"role": "assistant", "content": [text("Hello, who is there?")]},
+        user(text("I am Tom.")),
+        user(text("What is it?")),
+    ]
+    messages = [{**said[1], "content": [text("I am Tom.")]}, {**said[2], "content": [text("Why?")]}]
+    conversation = [said[0], *messages]
+    read, hook = tokens_read(omni)
+    try:
+        for more in (
+            [],
+            [{"role": "assistant", "content": [text("So.")]}],
+        ):
+            read.clear()
+            later = [{"role": "system", "content": [text("Now in French.")]}]
+            question = {"role": "user", "content": [text("And now?")]}
+            asked = [*conversation, *more, *later, question] if more else conversation
+            answer = ask(client, *asked)
+            rendered = omni.processor.apply_chat_template(
+                asked, tokenize=False, add_generation_prompt=True
+            )
+            expected = omni.processor.tokenizer(rendered)["input_ids"]
+            assert read == expected
+            assert answer.usage.prompt_tokens == len(expected)
+    finally:
+        hook.remove()
+
+
+def test_media_of_several_messages(omni, client) -> None:
+    shown = [user(image(png(1)), text(None)), user(image(png(2)), text("What?"))]
+    read, hook = tokens_read(omni)
+    try:
+        ask(client, *shown)
+    finally:
+        hook.remove()
+    start = omni.processor.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    pictures = omni.processor.tokenizer.convert_tokens_to_ids(omni.processor.image_token)
+    turns = "".join("s" if one == start else "i" for one in read if one in (start, pictures))
+    first, second, _ = turns.removeprefix("s").split("s")
+    assert len(first) == len(second) > 1
+    assert ask(client, {"role": "user", "content": [image(png(3))]}).choices
+
+
+@pytest.fixture(scope="module")
+def tight(qwen3_omni_folder) -> OscarOmniPipeline:
+    """With a bound that the tests set."""
+    pipe = OscarOmniPipeline(qwen3_omni_folder, policy="compact", device="cpu", kv_budget="10MB")
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    """A question that takes memory by its picture."""
+    file = io.BytesIO()
+    Image.fromarray(noise(512, 512)).save(file, "jpeg")
+    return user(image(file.getvalue()), text("What?"))
+
+
+@contextmanager
+def memory_held(pipe: Any, shown: dict[str, Any], monkeypatch: Any) -> Iterator[Any]:
+    """The budget has room for one and a half of such requests, and somebody's answer holds one.
+
+    Yields:
+        that answer.
+    """
+    url = shown["content"][0]["image_url"]["url"]
+    with pipe.chat() as chat:
+        whole = chat.ask("What?", images=[url], max_new_tokens=6).memory.kv_bytes
+    monkeypatch.setattr(pipe.budget, "limit", int(1.5 * whole))
+    with pipe.chat() as chat:
+        running = chat.stream("What?", images=[url], max_new_tokens=6)
+        next(running)
+        yield running
+
+
+def test_who_has_no_room_just_now_waits(tight, shown, monkeypatch) -> None:
+    with memory_held(tight, shown, monkeypatch) as running, served(tight) as address:
+        timer = threading.Timer(0.5, running.close)
+        timer.start()
+        start = time.monotonic()
+        found = together(3, lambda _: ask(client_of(address), shown))
+        assert [one.usage.completion_tokens for one in found] == [6, 6, 6]
+        assert time.monotonic() - start > 0.4
+        tight.budget.limit //= 3
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as never:
+                ask(client_of(address), shown, stream=stream)
+            assert never.value.code == "context_length_exceeded"
+
+
+def test_who_has_no_room_for_long_is_told(tight, shown, monkeypatch) -> None:
+    held = memory_held(tight, shown, monkeypatch)
+    with held as running, served(tight, room_s=0.2) as address:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as refused:
+                ask(client_of(address), shown, stream=stream)
+            assert refused.value.status_code == 503
+            assert int(refused.value.response.headers["retry-after"]) > 0
+            assert "other answers hold the memory" in refused.value.message
+        running.close()
+        assert ask(client_of(address), shown).choices
+
+
+def test_kept_chats_give_way_where_they_cannot_go_to_disk(tight, shown, monkeypatch) -> None:
+    with memory_held(tight, shown, monkeypatch):
+        monkeypatch.setattr(tight.budget, "folder", None)
+    with served(tight) as address:
+        others = [{**shown, "content": [shown["content"][0], text(word)]} for word in "abc"]
+        for other in others:
+            assert ask(client_of(address), other).choices
+        assert metrics(address, None)["oscar_mm_conversations"] == 1
+
+
+@contextmanager
+def stopping(pipe: Any, grace_s: float, tokens: int) -> Iterator[tuple[list[str], list[Any]]]:
+    """A server that is stopped while a stream runs and another request waits.
+
+    Yields:
+        the lines of the stream, and what the one that waited got.
+    """
+    lines: list[str] = []
+    waited: list[Any] = []
+    bounds = {"running": 1, "grace_s": grace_s, "max_new_tokens": 5000}
+
+    def wait(address: str) -> None:
+        waited.extend(together(1, lambda _: ask(client_of(address), user("Why?"))))
+
+    with ExitStack() as connections:
+        with served(pipe, **bounds) as address:
+            sent = asking(address, stream=True, max_tokens=tokens)
+            answer = connections.enter_context(sent).getresponse()
+            lines.append(answer.readline().decode())
+            waiting = threading.Thread(target=wait, args=(address,))
+            waiting.start()
+            eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 1)
+        lines.extend(answer.read().decode().split("\n\n"))
+    waiting.join(20)
+    yield lines, waited
+
+
+def test_stopped_with_time_to_end(omni) -> None:
+    with stopping(omni, 20, 50) as (lines, [waited]):
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert waited.status_code == 503 and "stopping" in waited.message
+
+
+def test_stopped_without(omni) -> None:
+    start, before = time.monotonic(), omni.store.memory().used_bytes
+    with stopping(omni, 0.2, 5000) as (lines, [waited]):
+        assert time.monotonic() - start < 6
+        [*_, last] = [line for line in lines if line]
+        assert "stopping" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert waited.status_code == 503
+    eventually(lambda: omni.store.memory().used_bytes == before)
