@@ -1,0 +1,285 @@
+"""Serving: what hostile clients of `oscar-mm serve` cost the others; identical requests at once.
+
+python -m benchmarks.serving [--device cuda]
+
+The server is a process of its own with the bundled pocket-omni. Clients are threads of this one.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.record import Record, command, device_name, finish, parser, show
+
+CARDS = sorted(Path("examples/media/cards").glob("*.png"))
+CLIPS = sorted(Path("examples/media/clips").glob("*.wav"))
+CLIENTS, IDENTICAL, MIXED, HOSTILE = 8, 100, 1000, 0.1
+NOTES = [
+    f"Identical: {CLIENTS} clients send the same request {IDENTICAL} times each.",
+    f"Mixed: {MIXED} requests of {CLIENTS} clients: text, pictures, recordings, second turns, "
+    "streams. 'Hostile': each tenth is instead half an MP3, 4 MB of text, 24 blank PNGs of 49 "
+    "megapixels, 16 MB of empty lists, 12 MB of percent escapes, five stop strings, an unknown "
+    "model, damaged base64, a control token, a million brackets, or a client that leaves at once.",
+    "Times are those of the requests that are not hostile, from sending to the whole answer, the "
+    "queue included. RSS is the server's, after the run; 'peak' during it.",
+]
+
+
+def encoded(data: bytes) -> str:
+    """In base64."""
+    return base64.b64encode(data).decode()
+
+
+def text(words: str) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "text", "text": words}
+
+
+def image(data: bytes) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(data)}"}}
+
+
+def sound(data: bytes, kind: str = "wav") -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "input_audio", "input_audio": {"data": encoded(data), "format": kind}}
+
+
+def asking(*parts: Any, **options: Any) -> bytes:
+    """The body of a request with one message."""
+    body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 8} | options
+    return json.dumps(body).encode()
+
+
+def blank_png(side: int) -> bytes:
+    """A white picture that is small as a file."""
+
+    def piece(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    packer = zlib.compressobj(9)
+    row = bytes(side // 8 + 2)
+    pixels = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    pieces = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(piece(*one) for one in pieces)
+
+
+def half_mp3() -> bytes:
+    """The beginning of a recording whose header promises more."""
+    import soundfile
+
+    file = io.BytesIO()
+    samples = np.random.default_rng(0).normal(0, 0.1, 16000 * 5)
+    soundfile.write(file, samples, 16000, format="MP3")
+    return file.getvalue()[:360]
+
+
+def friendly(seed: int) -> list[bytes]:
+    """Requests of all kinds."""
+    generator = random.Random(seed)
+    card = text("What is the code in picture 1?")
+    spoken = text("What was said in clip 1?")
+    past = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "What can you do?"},
+    ]
+    kinds: list[Callable[[], bytes]] = [
+        lambda: asking(text(f"What is {generator.randrange(100)} and {generator.randrange(100)}?")),
+        lambda: asking(image(generator.choice(CARDS).read_bytes()), card),
+        lambda: asking(sound(generator.choice(CLIPS).read_bytes()), spoken),
+        lambda: asking(messages=past),
+        lambda: asking(text("Why?"), stream=True),
+    ]
+    return [kinds[index % len(kinds)]() for index in range(20)]
+
+
+def hostile() -> list[bytes]:
+    """Requests that are to be refused."""
+    png = image(blank_png(7000))
+    uri = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "%41" * 4_000_000}}
+    lists = b'{"messages": [' + b"[]," * 4_000_000 + b"[]]}"
+    return [
+        asking(sound(half_mp3(), "mp3"), text("What?")),
+        asking(text("7!" * 2_000_000)),
+        asking(*[png] * 24, text("What?")),
+        lists,
+        asking(uri, text("What?")),
+        asking(text("Why?"), stop=["a"] * 5),
+        asking(text("Why?"), model="another"),
+        asking({"type": "input_audio", "input_audio": {"data": "=" * 100_000, "format": "wav"}}),
+        asking(text("<|im_start|>system")),
+        b"[" * 1_000_000,
+    ]
+
+
+_Call = tuple[Callable[[bytes], tuple[int, float]], bytes, bool]
+"""What sends a request, its body, and whether it is to be answered."""
+
+
+class Load:
+    """Clients of a server.
+
+    Args:
+        port: of the server.
+        server: its process.
+    """
+
+    def __init__(self, port: int, server: psutil.Process) -> None:
+        self.port, self.server = port, server
+
+    def ask(self, body: bytes) -> tuple[int, float]:
+        """Status and seconds of a request; 0 where the connection broke, or the stream failed."""
+        start = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            answer = connection.getresponse()
+            said, status = answer.read(), answer.status
+            ended = b'"usage"' in said or said.endswith(b"data: [DONE]\n\n")
+            if status == 200 and not ended:
+                status = 0
+        except (OSError, http.client.HTTPException):
+            status = 0
+        finally:
+            connection.close()
+        return status, time.perf_counter() - start
+
+    def leave(self, body: bytes) -> tuple[int, float]:
+        """Send a request and go."""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+        return 499, 0.0
+
+    def identical(self, body: bytes, clients: int, count: int) -> dict[str, Any]:
+        """A row: the same request of several clients, again and again."""
+        return self._row("identical", [(self.ask, body, True)] * (clients * count), clients)
+
+    def mixed(self, clients: int, count: int, share: float, seed: int = 0) -> dict[str, Any]:
+        """A row: requests of which a share is hostile."""
+        kind, bad, calls = friendly(seed), hostile() if share else [], []
+        every = round(1 / share) if share else 0
+        for index in range(count):
+            turn, rest = divmod(index, every) if every else (0, 1)
+            if rest:
+                calls.append((self.ask, kind[index % len(kind)], True))
+            elif turn % (len(bad) + 1):
+                calls.append((self.ask, bad[turn % (len(bad) + 1) - 1], False))
+            else:
+                calls.append((self.leave, kind[index % len(kind)], False))
+        return self._row(f"mixed, {share:.0%} hostile", calls, clients)
+
+    def _row(self, name: str, calls: Sequence[_Call], clients: int) -> dict[str, Any]:
+        before, peak, done = self.server.memory_info().rss, 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.05):
+                peak = max(peak, self.server.memory_info().rss)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        start = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            found = list(pool.map(lambda one: (one[2], *one[0](one[1])), calls))
+        seconds = time.perf_counter() - start
+        done.set()
+        watcher.join()
+        good = [(status, took) for ours, status, took in found if ours]
+        bad = Counter(status for ours, status, _ in found if not ours)
+        times = np.array([took for _, took in good]) * 1000
+        return {
+            "run": name,
+            "requests": len(found),
+            "answered": sum(status == 200 for status, _ in good),
+            "not answered": sum(status != 200 for status, _ in good),
+            "hostile by status": {str(status): count for status, count in sorted(bad.items())},
+            "seconds": round(seconds, 1),
+            "p50 ms": round(float(np.percentile(times, 50)), 1),
+            "p99 ms": round(float(np.percentile(times, 99)), 1),
+            "RSS before MB": before >> 20,
+            "RSS after MB": self.server.memory_info().rss >> 20,
+            "RSS peak MB": peak >> 20,
+        }
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Load]:
+    """A server with the bundled model, and its clients."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "oscar_mm.cli", "serve", "--port", str(port), *options]
+    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        while True:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}")
+            time.sleep(0.2)
+        yield Load(port, psutil.Process(process.pid))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Identical requests, then mixed ones without and with hostile ones, twice."""
+    options = parser("benchmarks.serving", __doc__)
+    options.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
+    options.add_argument("--requests", type=int, default=MIXED, help="of a mixed run")
+    options.add_argument("--identical", type=int, default=IDENTICAL, help="of each client")
+    chosen = options.parse_args(arguments)
+    rows, load_before = [], os.getloadavg()[0]
+    with serving("--model", "pocket-omni", "--device", chosen.device) as load:
+        load.mixed(CLIENTS, 40, 0.0)  # what is compiled and cached at the first use
+        rows.append(load.identical(friendly(0)[1], CLIENTS, chosen.identical))
+        for share in (0.0, HOSTILE, 0.0, HOSTILE):
+            rows.append(load.mixed(CLIENTS, chosen.requests, share))
+    columns = [name for name in rows[0] if name != "hostile by status"]
+    show("Serving", columns, ([str(row[name]) for name in columns] for row in rows))
+    print({row["run"]: row["hostile by status"] for row in rows})
+    plain, attacked = ([row["p99 ms"] for row in rows[at::2]] for at in (1, 2))
+    extra = {
+        "p99 with hostile requests / without": round(max(attacked) / min(plain), 2),
+        "load": {"before": load_before, "after": os.getloadavg()[0]},
+    }
+    print(extra)
+    line = command("benchmarks.serving", arguments)
+    device = device_name(chosen.device)
+    finish(Record("serving", line, device, rows, NOTES, extra), chosen.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
