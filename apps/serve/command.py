@@ -15,6 +15,8 @@ from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
+_LONGEST_TEXT = 1024
+"""Tokens of an answer by default, without a thinking model's reasoning."""
 _KEY_BYTES = 4096
 """Longest file of a key."""
 _LETS_GO_S = 2.0
@@ -40,7 +42,7 @@ def serve(
         typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
     ] = None,
     max_context: options.MaxContext = None,
-    max_new_tokens: options.MaxNewTokens = 1024,
+    max_new_tokens: options.Longest = None,
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
     ] = "64MB",
@@ -100,7 +102,7 @@ def serve(
     bounds = Bounds(
         api_key=key,
         max_request_bytes=size,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens or pipe.longest_answer(_LONGEST_TEXT),
         running=running,
         waiting=waiting,
         conversations=conversations,

@@ -78,8 +78,8 @@ class Conversations:
         """Answer, step by step; who closes the generator ends the answer there.
 
         Yields:
-            "" after each turn of the past that had to be read, then the pieces of the answer, then
-            the whole of it, when its chat is kept already.
+            "" after each turn of the past that had to be read, then the pieces of the answer, those
+            of its reasoning as ``Reasoning``, then the whole of it, when its chat is kept already.
 
         Raises:
             Busy: others hold the memory that the request needs.
@@ -94,7 +94,7 @@ class Conversations:
                 tell(chat, answer=answer.text, **_question(asked))
                 yield ""
             stream = chat.stream(**_question(request.asked), **request.sampling)
-            yield from stream
+            yield from stream.with_reasoning()
             answer, turn = stream.result, chat.turns[-1]
             written = Written(answer, held, turn.start + answer.prompt_tokens)
         except BaseException:

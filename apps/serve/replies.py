@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oscar_mm.decoding.answer import Answer
 
 
 def failure(
@@ -14,9 +17,12 @@ def failure(
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def completion(about: Mapping[str, Any], text: str, reason: str, usage: Any) -> dict[str, Any]:
+def completion(about: Mapping[str, Any], answer: Answer, usage: Any) -> dict[str, Any]:
     """A whole answer."""
-    message = {"role": "assistant", "content": text}
+    message = {"role": "assistant", "content": answer.text}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    reason = answer.finish_reason
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
     return {**about, "object": "chat.completion", "choices": [choice], "usage": usage}
 

@@ -24,6 +24,7 @@ from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
 from oscar_mm.apps.serve.refusals import RETRY_S, Gone, Refused, busy, refusals
 from oscar_mm.apps.serve.replies import chunk, completion
+from oscar_mm.decoding.reasoning import Reasoning
 from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import Busy
 
@@ -135,9 +136,8 @@ class Service:
         finally:
             gone.cancel()
         await asyncio.shield(writing.end())
-        answer = writing.written.answer
-        usage = writing.written.usage
-        return JSONResponse(completion(about, answer.text, answer.finish_reason, usage))
+        written = writing.written
+        return JSONResponse(completion(about, written.answer, written.usage))
 
     async def stop(self) -> None:
         """Take on nothing more; answers that run have their grace, then they are cut short."""
@@ -399,7 +399,8 @@ async def _events(
     try:
         yield _event(chunk(about, {"role": "assistant", "content": ""}))
         async for piece in writing.pieces(first):
-            yield _event(chunk(about, {"content": piece}))
+            name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
+            yield _event(chunk(about, {name: piece}))
         yield _event(chunk(about, {}, writing.written.answer.finish_reason))
         if writing.asked.usage:
             yield _event(chunk(about, None, usage=writing.written.usage))

@@ -8,7 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from oscar_mm import OscarVLPipeline
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
+from tests.thinking import ids_of, saying
 
 SHOWN = user(sound(wav()), image(png()), text("What is it?"))
 
@@ -222,3 +224,31 @@ def test_metrics(address, client) -> None:
     held = sum(value for name, value in after.items() if name.startswith("oscar_mm_kv_bytes"))
     assert held <= after["oscar_mm_kv_pool_bytes"]
     assert after["oscar_mm_waiting"] == after["oscar_mm_running"] == 0
+
+
+def test_reasoning_is_apart_from_the_content(qwen3_vl_thinking_folder) -> None:
+    pipe = OscarVLPipeline(qwen3_vl_thinking_folder, policy="compact", device="cpu")
+    said = ids_of(pipe, "It is a picture.\n</think>\n\nA sign.")
+    question = user(image(png()), text("What is it?"))
+    with (
+        served(pipe) as where,
+        openai.OpenAI(base_url=f"{where}/v1", api_key="any", max_retries=0) as client,
+    ):
+        with saying(pipe, said):
+            message = ask(client, question, max_tokens=40).choices[0].message
+        assert (message.content, message.reasoning_content) == ("A sign.", "It is a picture.")
+        past = [question, {"role": "assistant", "content": message.content}]
+        with saying(pipe, said):
+            deltas = [
+                one.choices[0].delta
+                for one in ask(client, *past, user("Where?"), max_tokens=40, stream=True)
+            ]
+        assert "".join(one.content or "" for one in deltas) == "A sign."
+        reasoning = [getattr(one, "reasoning_content", None) or "" for one in deltas]
+        assert "".join(reasoning) == "It is a picture." and len(list(filter(None, reasoning))) > 1
+        # The earlier turn is held, but for what it said, which is read without its reasoning.
+        assert metrics(where, None)['oscar_mm_tokens_total{kind="cached"}'] > 10
+        with saying(pipe, said):
+            cut = ask(client, question, max_tokens=3).choices[0]
+    assert (cut.message.content, cut.finish_reason) == ("", "length")
+    assert "It is a picture.".startswith(cut.message.reasoning_content)
