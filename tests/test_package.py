@@ -128,7 +128,6 @@ def requirements(extra: str | None = None) -> list[Requirement]:
         ("batch", "ray", "2.55.1"),
         ("demo", "starlette", "1.0.0"),
         ("demo", "python-multipart", "0.0.29"),
-        ("serve", "pillow", "12.3.0"),
         ("serve", "starlette", "1.0.0"),
         ("serve", "h11", "0.14.0"),
         ("serve", "soundfile", "0.12.1"),

@@ -101,6 +101,8 @@ class Visitor:
     def _answered(self, exchange: Exchange, files: Sequence[str | Path]) -> Iterator[None]:
         try:
             exchange.question = checked_text("message", exchange.question)
+            # A chat takes pictures alone for a question; here somebody forgot to type it.
+            self.hall.pipe.check_text("prompt", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = by_kind(files, self.hall.folders)
             exchange.shown = thumbnails(exchange.media, self.hall.pipe.limits)
