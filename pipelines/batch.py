@@ -301,7 +301,7 @@ def row_memory(cache: OscarCache, row: int, past: OscarCache | None = None) -> M
 
 
 def _writer(pipe: Pipeline, request: Prepared, start: float) -> AnswerWriter:
-    ids = torch.cat([_seen(request), request.prompt.inputs["input_ids"][0].cpu()])
+    ids = torch.cat([_seen(request).cpu(), request.prompt.inputs["input_ids"][0].cpu()])
     return AnswerWriter(
         pipe.processor.tokenizer,
         request.sampling,

@@ -202,9 +202,11 @@ def test_keys_do_not_shrink(
         ours, theirs = (made.read(x, "key_codes") for x in (found[norm], expected))
         same = (ours == theirs).unflatten(2, (-1, group)).all(3)
         assert same.float().mean() > 0.95
+        # A plain scale follows the codes of the round before too, which may differ.
+        most = 1e-3 if norm == "unbiased" else 0.02
         for field in ("key_scales", "key_zeros"):
             ours, theirs = (made.read(x, field)[same] for x in (found[norm], expected))
-            assert ((ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-3).float().mean() < 1e-3
+            assert ((ours - theirs).abs() > 2e-3 * theirs.abs() + 1e-3).float().mean() < most
     plain, unbiased = (made.read(x, "key_scales") for x in found.values())
     assert (plain != unbiased).float().mean() > 0.2
     codes = [made.read(x, "key_codes") for x in found.values()]
