@@ -34,6 +34,16 @@ _ALLOWED_BITS = (2, 4, 16)
 _MAX_RECENT = 4096
 
 
+class _Bits:
+    """The field ``bits``: given in any of three ways, read by modality."""
+
+    def __get__(self, policy: KVPolicy | None, owner: type) -> ModalityBits:
+        return ModalityBits(2, 2, 2, 2) if policy is None else policy.__dict__["bits"]
+
+    def __set__(self, policy: KVPolicy, bits: int | Mapping[str, int] | ModalityBits) -> None:
+        policy.__dict__["bits"] = _checked_bits(bits)
+
+
 @dataclass(frozen=True)
 class KVPolicy:
     """How the cache stores keys and values. Immutable, hashable, checked when made.
@@ -68,7 +78,7 @@ class KVPolicy:
         InputError: a value that is not allowed; the message names the field and what is.
     """
 
-    bits: int | Mapping[str, int] | ModalityBits = 2
+    bits: _Bits = _Bits()
     key_axis: str = "channel"
     key_group: int = 128
     value_group: int = 128
@@ -82,7 +92,6 @@ class KVPolicy:
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", _checked_bits(self.bits))
         for field, allowed in _ALLOWED.items():
             value = getattr(self, field)
             if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
 from torch import distributed, nn
@@ -12,14 +12,21 @@ from torch import distributed, nn
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_dtensor(tensor: object) -> bool:
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of which each rank has a part or a copy."""
     # Not by its class, whose import takes a while that models of one process need not wait.
     return hasattr(tensor, "to_local")
 
 
-def own_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+@overload
+def own_part(tensor: torch.Tensor) -> torch.Tensor: ...
+@overload
+def own_part(tensor: None) -> None: ...
+def own_part(tensor: Any) -> torch.Tensor | None:
     """What this rank has of a tensor: all of one that is no DTensor, and None of None."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 

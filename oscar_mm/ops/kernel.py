@@ -96,7 +96,8 @@ class Kernel:
             key: ``Cubin.key``.
         """
         try:
-            from cuda.bindings import driver
+            # Compiled, and without stubs.
+            from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise not_installed(error) from error
         self.name, self.report, self.key = name, report, key

@@ -43,7 +43,7 @@ class Arguments:
         name: str,
         tensor: torch.Tensor,
         shape: Sequence[int | str],
-        dtypes: torch.dtype | Sequence[torch.dtype],
+        dtypes: torch.dtype | tuple[torch.dtype, ...],
         device: torch.device,
         *,
         rows: bool = False,
@@ -67,7 +67,7 @@ class Arguments:
         for extent, wanted in zip(found, shape, strict=False):
             if extent != wanted and wanted.__class__ is not str:
                 fits = False
-        is_right = tensor.dtype in dtypes if dtypes.__class__ is tuple else tensor.dtype == dtypes
+        is_right = tensor.dtype in dtypes if isinstance(dtypes, tuple) else tensor.dtype == dtypes
         lies_well = tensor.stride(-1) == 1 if rows and fits else tensor.is_contiguous()
         if not (is_right and fits and lies_well and tensor.device == device):
             self._refuse(name, tensor, shape, dtypes, device, rows)
@@ -77,7 +77,7 @@ class Arguments:
         name: str,
         tensor: torch.Tensor,
         shape: Sequence[int | str],
-        dtypes: torch.dtype | Sequence[torch.dtype],
+        dtypes: torch.dtype | tuple[torch.dtype, ...],
         device: torch.device,
         rows: bool,
     ) -> None:

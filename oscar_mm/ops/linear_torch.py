@@ -47,6 +47,7 @@ class Linear(Protocol):
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """As ``linear_by_torch``."""
+        ...
 
 
 def linear_by_torch(

@@ -35,7 +35,7 @@ class MergedAttention:
             causal: query i sees the keys up to the i-th, of as many as there are queries.
         """
         output, total = _attention(self._queries, keys, values, self._scaling, causal)
-        if self._output is None:
+        if self._output is None or self._total is None:
             self._output, self._total = output.float(), total
             return
         # exp(total) / (exp(before) + exp(total)): the new part's share of the whole.
@@ -45,6 +45,8 @@ class MergedAttention:
 
     def output(self) -> torch.Tensor:
         """(batch, query heads, tokens, head_dim) in the queries' dtype."""
+        if self._output is None:
+            raise RuntimeError("attention to no part")
         return self._output.to(self._queries.dtype)
 
 

@@ -110,7 +110,7 @@ class Specialization:
 
     def shared_bytes(self, macros: dict[str, str | int]) -> int:
         """Of a thread block: pieces, then rows of x, then the norm's weight."""
-        pieces = WARPS * macros["DEPTH"] * macros["PIECE"]
+        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
         if macros["DOWN"]:
             return 2 * (pieces + self.rows * self.chosen * self.between)
         return 2 * (pieces + (self.rows + 1) * self.width)

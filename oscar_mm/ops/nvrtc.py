@@ -98,7 +98,11 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
         KernelError: as for ``compile_kernel``.
     """
     try:
-        from cuda.core import Program, ProgramOptions
+        # Compiled, and without stubs.
+        from cuda.core import (
+            Program,  # pyright: ignore[reportAttributeAccessIssue]
+            ProgramOptions,  # pyright: ignore[reportAttributeAccessIssue]
+        )
     except ImportError as error:
         raise not_installed(error) from error
     options = ProgramOptions(
@@ -154,7 +158,7 @@ def _key(texts: Mapping[str, str], arch: str, macros: Mapping[str, str | int]) -
 @functools.cache
 def _nvrtc_version() -> tuple[int, int]:
     try:
-        from cuda.bindings import nvrtc
+        from cuda.bindings import nvrtc  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
         raise not_installed(error) from error
     try:

@@ -19,7 +19,6 @@ from oscar_mm.ops.pack_torch import pack_by_torch
 from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.samples import CHECKED_HEADS, JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.trust import Trusted
-from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 
 _PER_PROCESSOR = 2
@@ -80,19 +79,18 @@ def shared_bytes(head_dim: int) -> int:
     return rows + sources + sizes + 2 * PAGE_TOKENS * 4
 
 
-def macros(
-    page_format: PageFormat, policy: KVPolicy, rotate: bool, dtype: torch.dtype
-) -> dict[str, str | int]:
+def macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
     """Macros that csrc/pack.cu is compiled with."""
+    page_format = recipe.page_format
     return norms_macros(page_format, dtype) | {
         "CODE_BITS": page_format.bits,
-        "ROTATE": int(rotate),
-        "FIT": _FITS[policy.fit],
+        "ROTATE": int(recipe.rotate),
+        "FIT": _FITS[recipe.fit],
         "KEY_START": f"{first_range(page_format.bits, page_format.key_group)}f",
         "VALUE_START": f"{first_range(page_format.bits, page_format.value_group)}f",
         "LSQ_ROUNDS": LSQ_ROUNDS,
-        "NORM_FIT": _NORMS[policy.norm],
-        "VALUE_SCALE": _VALUE_SCALES[policy.value_scale],
+        "NORM_FIT": _NORMS[recipe.norm],
+        "VALUE_SCALE": _VALUE_SCALES[recipe.value_scale],
     }
 
 
@@ -180,7 +178,7 @@ def _make(specialization: Specialization, device: torch.device) -> PackKernel:
         # A norm over all heads that is fitted to the codes needs all heads at once, which a thread
         # block does not see.
         raise KernelError("the kernel fits norms per head, not one that all heads share")
-    given = macros(page_format, recipe, recipe.rotate, dtype)
+    given = macros(recipe, dtype)
     norms = None
     if page_format.token_scaling == "shared":
         norms = load_kernel("norms.cu", norms_macros(page_format, dtype), device)

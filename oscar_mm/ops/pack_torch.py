@@ -24,11 +24,10 @@ def pack_by_torch(
     todo = (slots >= 0).nonzero()[:, 0]
     for part in parts_of(len(todo), recipe.page_format):
         jobs = todo[part]
-        sides = (
-            collect(states, blocks, side, source[jobs], rows[jobs])
-            for side, states in enumerate((keys, values))
-        )
-        packed, finite = quantize(*sides, recipe, sigma)
+        stored = source[jobs], rows[jobs]
+        key_pages = collect(keys, blocks, 0, *stored)
+        value_pages = collect(values, blocks, 1, *stored)
+        packed, finite = quantize(key_pages, value_pages, recipe, sigma)
         pages[slots[jobs]] = packed
         bad |= (~finite).int()
 

@@ -183,7 +183,7 @@ class PackedAttention:
         macros = specialization.macros(self.warps, buffers, bulk)
         self._kernel: Kernel = load_kernel("decode.cu", macros, device)
         self.key = self._kernel.key
-        self._arrivals: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
+        self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 
     def __call__(
         self,

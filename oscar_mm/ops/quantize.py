@@ -68,9 +68,9 @@ def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
 def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Arrays of a page, as ``PageFormat.write`` takes them, from (pages, heads, 128, d) float32."""
     page_format = recipe.page_format
-    unit, norms = keys, None
-    if page_format.token_scaling is not None:
-        norms = token_rms(keys, page_format.token_scaling)
+    unit, norms, scaling = keys, None, page_format.token_scaling
+    if scaling is not None:
+        norms = token_rms(keys, scaling)
         unit = divide_by_norm(keys, norms)
     # (pages, heads, groups, tokens, d) or (pages, heads, tokens, groups, channels)
     split, dim = (2, 3) if page_format.key_axis == "channel" else (3, 4)
@@ -84,11 +84,11 @@ def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
         "key_scales": scale.squeeze(dim),
         "key_zeros": zero.squeeze(dim),
     }
-    if norms is not None:
+    if scaling is not None and norms is not None:
         coded = (codes * scale + zero).view_as(keys)
-        norms = fitted_norm(keys, coded, norms, recipe.norm, page_format.token_scaling)
+        norms = fitted_norm(keys, coded, norms, recipe.norm, scaling)
         arrays["norms"] = norms[..., 0]
-        if page_format.token_scaling == "shared":
+        if scaling == "shared":
             arrays["norms"] = norms[:, 0, :, 0]
     return arrays
 

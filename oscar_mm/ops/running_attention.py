@@ -37,7 +37,8 @@ class RunningAttention:
         # (KV heads, group * tokens, head_dim)
         grouped = queries.reshape(kv_heads, -1, queries.shape[2])
         self._plain = grouped.float() * scaling
-        self._stored = None if basis is None else basis.queries_in(grouped) * scaling
+        # Without stored blocks never read.
+        self._stored = self._plain if basis is None else basis.queries_in(grouped) * scaling
         rows = self._plain.shape[:2]
         self._maximum = self._plain.new_full(rows, -torch.inf)
         self._total = self._plain.new_zeros(rows)
@@ -98,6 +99,6 @@ class RunningAttention:
     def output(self) -> torch.Tensor:
         """(query heads, tokens, head_dim) in the queries' dtype."""
         total = self._out_plain
-        if self._out_stored is not None:
+        if self._basis is not None and self._out_stored is not None:
             total = total + self._basis.values_out(self._out_stored)
         return (total / self._total[..., None]).view(self._shape).to(self._dtype)

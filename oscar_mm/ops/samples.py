@@ -15,6 +15,9 @@ CHECKED_HEADS = 3
 """KV heads: a kernel is the same for any number."""
 JOB_SLOTS = 6
 """Pages that ``random_jobs`` writes to."""
+_Tensor = torch.Tensor
+Jobs = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
+Past = tuple[_Tensor, _Tensor, _Tensor, list[_Tensor], _Tensor, _Tensor | None]
 
 
 def random_pages(count: int, page_format: PageFormat, device: torch.device) -> torch.Tensor:
@@ -49,9 +52,7 @@ def random_basis(page_format: PageFormat, rotate: bool, device: torch.device) ->
     return Basis(page_format.head_dim, rotate, sigma.to(device))
 
 
-def random_jobs(
-    page_format: PageFormat, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Jobs:
     """Keys, values, blocks, source, rows and slots of five jobs of pack (``oscar_mm.ops.pack``).
 
     Pages of new tokens, of stored ones, of both, of tokens in any order, and one job that does
@@ -75,10 +76,9 @@ def random_jobs(
         ]
     )
     tables = (source, torch.tensor([0, 1, 0, 99, 1]), torch.tensor([4, 0, 5, -1, 2]))
-    return (
-        *(x.to(device, dtype) for x in (*states, blocks)),
-        *(x.to(device, torch.int32) for x in tables),
-    )
+    keys, values, blocks = (x.to(device, dtype) for x in (*states, blocks))
+    source, rows, slots = (x.to(device, torch.int32) for x in tables)
+    return keys, values, blocks, source, rows, slots
 
 
 def random_past(
@@ -88,7 +88,7 @@ def random_past(
     device: torch.device,
     workers: int,
     narrow: bool = False,
-) -> tuple[tuple, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Past, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new tokens.
 
     One row has halves of blocks, the last in part filled, and pages of all formats, of some of

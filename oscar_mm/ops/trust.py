@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 class Compiled(Protocol):
     """What is trusted or not: something with the key of its code (``Kernel.key``)."""
 
-    key: str
+    @property
+    def key(self) -> str:
+        """Changes with the code."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def _identity(device: torch.device) -> list[str]:
     """What a verdict holds for, besides the code: the device's name and the driver."""
     if device.type != "cuda":
         return [str(device)]
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
     try:
         text = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]

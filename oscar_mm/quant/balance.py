@@ -9,8 +9,9 @@ sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 
 _CHUNK_TOKENS = 4096
 """Tokens at a time: a long prompt's queries are not copied to float32 as a whole."""
@@ -79,7 +80,7 @@ def sigma_from_prompt(
     return sigma_from_rms(square.sqrt(), query_square.sqrt())
 
 
-def sigma_from_norms(q_norm: nn.Module, k_norm: nn.Module, head_dim: int) -> torch.Tensor | None:
+def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> torch.Tensor | None:
     """Sigma of one layer from its QK-norm weights; None where they do not act on one head.
 
     After an RMS norm the rms of a channel is its weight; RoPE mixes channels c and
@@ -103,7 +104,7 @@ def sigma_from_norms(q_norm: nn.Module, k_norm: nn.Module, head_dim: int) -> tor
     return sigma_from_rms(rms_keys, rms_queries)[None]
 
 
-def sigmas_of_model(model: nn.Module) -> dict[int, torch.Tensor]:
+def sigmas_of_model(model: Any) -> dict[int, torch.Tensor]:
     """Sigma by layer of a model whose attention normalizes queries and keys; else empty."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     sigmas = {}

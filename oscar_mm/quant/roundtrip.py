@@ -78,8 +78,8 @@ def roundtrip(
             where = where[: full * PAGE_TOKENS]
             page_format = PageFormat.of(policy, bits, kv_heads, head_dim)
             try:
-                sides = (_as_pages(x[row][:, where]) for x in (k, v))
-                packed = pack(*sides, page_format, policy, basis)
+                of_keys, of_values = (_as_pages(x[row][:, where]) for x in (k, v))
+                packed = pack(of_keys, of_values, page_format, policy, basis)
             except FloatingPointError as error:
                 raise InputError(
                     f"roundtrip: batch row {row}, {one.label} tokens: {error}"

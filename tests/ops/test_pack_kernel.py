@@ -52,7 +52,7 @@ POLICIES = {
 )
 def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made = macros(PageFormat.of(policy, 2, 8, head_dim), policy, True, torch.float16)
+    made = macros(Recipe.of(PageFormat.of(policy, 2, 8, head_dim), policy), torch.float16)
     text = (csrc_folder() / "pack.cu").read_text()
     report = compile_text("pack.cu", text, "sm_90a", made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
@@ -67,7 +67,7 @@ def test_compiles(arch: str) -> None:
     )
     policy = POLICIES["compact"]
     page_format = PageFormat.of(policy, 2, 8, 128)
-    made = macros(page_format, policy, True, torch.bfloat16)
+    made = macros(Recipe.of(page_format, policy), torch.bfloat16)
     report = compile_text("pack.cu", text, arch, made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
