@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +25,7 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
 # typer ships its own click since 0.2x and exports only this subclass of its usage errors.
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     help="Ask multimodal models about images, video and sound with a 2-bit KV cache.",
@@ -68,9 +68,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (failure), 2 (bad input), 130 (Ctrl-C)."""
     try:
         return app(arguments, prog_name="oscar-mm", standalone_mode=False) or 0
-    except (InputError, _UsageError) as error:
-        message = error.format_message() if isinstance(error, _UsageError) else str(error)
-        _complain(message)
+    except InputError as error:
+        _complain(str(error))
+        return EXIT_BAD_INPUT
+    except _UsageError as error:
+        _complain(error.format_message())
         return EXIT_BAD_INPUT
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":

@@ -51,8 +51,10 @@ def attend_stored(
     """
     if step.real is None and not any(sequence.stored for sequence in step.past):
         return _causal(queries, keys, values, scaling)
-    states = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
-    chunk = _Chunk(layer, step, *states, scaling)
+    queries, keys, values = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values)
+    )
+    chunk = _Chunk(layer, step, queries, keys, values, scaling)
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     most = MAX_QUERY_TOKENS if step.real is None else 1
     return chunk.decoded() if keys.shape[2] <= most else chunk.by_rows()
@@ -90,11 +92,12 @@ class _Chunk:
         else:
             formats = [text_of(page_format) for page_format in plan.formats]
             output = decode(*states, *tables, self.scaling, formats, layer.basis.rotate)
-        if self.step.real is None:
+        in_rows = self.step.real
+        if in_rows is None:
             return output
 
         def rows_that_go_on() -> torch.Tensor:
-            present = [len(real) > 0 for real in self.step.real]
+            present = [len(real) > 0 for real in in_rows]
             return torch.tensor(present, device=layer.device).view(-1, 1, 1, 1)
 
         return output * self.step.once(("rows that go on", layer.device), rows_that_go_on)
@@ -105,12 +108,13 @@ class _Chunk:
 
         def make() -> _Plan:
             formats = tuple(layer.formats[bits] for bits in sorted(layer.formats))
-            widths = (*(page_format.bits for page_format in formats), None, None)[:2]
-            workers = multiprocessors(layer.device)
+            narrow, wide, *_ = (*(page_format.bits for page_format in formats), None, None)
+            workers, heads = multiprocessors(layer.device), layer.kv_heads
             make_tables = tables_of if self.step.fixed is None else self.step.fixed.tables
+            widths = narrow, wide
             return _Plan(
                 formats,
-                make_tables(self.step.past, widths, layer.kv_heads, columns, workers, layer.device),
+                make_tables(self.step.past, widths, heads, columns, workers, layer.device),
                 packed_attention(
                     formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
                 ),

@@ -57,7 +57,8 @@ def bytes_over_time(slots: Mapping[int, np.ndarray], slot_bytes: Mapping[int, in
         slots: by bit width, as of ``Growth``.
         slot_bytes: of one slot, by bit width.
     """
-    return sum(counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items())
+    sizes = [counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items()]
+    return np.sum(sizes, axis=0)
 
 
 def pool_bytes(slots: Mapping[int, np.ndarray], slot_bytes: Mapping[int, int]) -> int:

@@ -123,7 +123,7 @@ def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarr
             halves.append(_halves(stream))
         if stream.pages:
             entries = stream.entries()
-            second = np.int32([0, SECOND if stream.bits == bits[1] else 0])
+            second = np.array([0, SECOND if stream.bits == bits[1] else 0], np.int32)
             pages.append(entries + second)
     return np.concatenate(halves), np.concatenate(pages)
 

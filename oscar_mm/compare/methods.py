@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,16 +18,22 @@ from oscar_mm.policy import KVPolicy
 class Method(Protocol):
     """A way to store keys and values; ``Paged`` explains the arguments."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For tables and command lines."""
+        ...
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
         """Why it says nothing about this model or prompt; None where it does."""
+        ...
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
         """What it gives back of a layer."""
+        ...
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
         """What a real cache holds of the first row; None where there is none."""
+        ...
 
 
 class StoredPast:
@@ -56,6 +62,7 @@ class Named(Protocol):
     @property
     def name(self) -> str:
         """For tables and command lines."""
+        ...
 
 
 N = TypeVar("N", bound=Named)
@@ -87,7 +94,7 @@ def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
     ]
 
 
-def _compact(**changes: object) -> KVPolicy:
+def _compact(**changes: Any) -> KVPolicy:
     return replace(_COMPACT, **changes)
 
 
@@ -126,7 +133,7 @@ def main_methods() -> list[Method]:
 def ablation_methods() -> list[Paged]:
     """The default with one thing changed; what the main table has is not repeated."""
     other = f"key group {_OTHER_GROUP}"
-    changes: dict[str, dict[str, object]] = {
+    changes: dict[str, dict[str, Any]] = {
         "rotate False": {"rotate": False},
         "token scaling None": {"token_scaling": None},
         "token scaling shared": {"token_scaling": "shared"},

@@ -80,10 +80,8 @@ class Paged:
                 _, heads, _, head_dim = sides[0].shape
                 page_format = PageFormat.of(self.policy, bits, heads, head_dim)
                 basis = Basis(head_dim, self.policy.rotate, sigma)
-                packed = pack(
-                    *(_as_pages(side[:, :, where]) for side in sides),
-                    *(page_format, self.policy, basis),
-                )
+                of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
+                packed = pack(of_keys, of_values, page_format, self.policy, basis)
                 back = unpack(packed, page_format, basis, keys.dtype)
                 for side, pages in zip(sides, back, strict=True):
                     side[:, :, where] = _as_rows(pages, len(side))

@@ -54,7 +54,7 @@ def embedded_parts(
         yield _embedded(model, part, cache)
 
 
-def _embedded(model: nn.Module, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
+def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
     # The model itself embeds the prompt, media included, whatever its family: it is stopped where
     # it calls its decoder. Calls with another cache are other threads' and none of ours.
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

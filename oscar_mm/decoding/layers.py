@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_module
@@ -46,7 +46,7 @@ class _Product(NamedTuple):
     ranks: Ranks = Ranks()
 
     @classmethod
-    def of(cls, *modules: nn.Module) -> _Product:
+    def of(cls, *modules: Any) -> _Product:
         weights, biases = (
             tuple(own_part(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
         )
@@ -75,7 +75,7 @@ class _Product(NamedTuple):
 class _Layer:
     """A decoder layer's weights."""
 
-    attention: nn.Module
+    attention: Any
     attention_norm: Norm
     projections: _Product
     head_norms: tuple[Norm, Norm] | None
@@ -88,7 +88,7 @@ class _Layer:
     """Of a mixture that is whole; one that is divided is left to its module."""
 
     @classmethod
-    def of(cls, layer: nn.Module) -> _Layer:
+    def of(cls, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         head_norms = None
         if hasattr(attention, "q_norm"):
@@ -121,14 +121,14 @@ class _Layer:
         key, value = cache.update(key, value, attention.layer_idx)
         found, _ = attend(attention, query, key, value, None, scaling=attention.scaling)
         rows = self.output(found.reshape(rows.shape[0], -1), residual=rows)
-        if self.gate_and_up is None:
+        if self.gate_and_up is None or self.down is None:
             return self._by_experts(rows)
         between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
         return self.down(between, residual=rows)
 
     def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
         kernels = None if self.experts is None else mixture_kernels(rows, self.experts)
-        if kernels is not None:
+        if self.experts is not None and kernels is not None:
             return kernels(rows, self.mlp_norm, self.experts)
         return rows + self.mlp(self.mlp_norm.at_once(rows)[:, None])[:, 0]
 
@@ -163,7 +163,7 @@ class TokenLayers:
         model: of transformers, with attention "oscar"; ``oscar_mm.decoding.known`` must know it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         self._embed = decoder.embed_tokens
         self._rotary = _beside(self._embed, decoder.rotary_emb)
@@ -245,7 +245,7 @@ class TokenLayers:
         return hidden[:, 0], cosine, sine
 
 
-def _beside(embed: nn.Module, rotary: nn.Module) -> nn.Module:
+def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
     """RoPE's frequencies where the embeddings are; accelerate puts them where layers end."""
     device = embed.weight.device
     if devices(rotary) == {device}:
@@ -255,11 +255,11 @@ def _beside(embed: nn.Module, rotary: nn.Module) -> nn.Module:
     return copied.to(device)
 
 
-def _norm(module: nn.Module) -> Norm:
+def _norm(module: Any) -> Norm:
     return Norm(own_part(module.weight), module.variance_epsilon)
 
 
-def _experts(mlp: nn.Module) -> Experts | None:
+def _experts(mlp: Any) -> Experts | None:
     router, experts = mlp.gate, mlp.experts
     weights = router.weight, experts.gate_up_proj, experts.down_proj
     if any(map(is_dtensor, weights)):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.decoding import pieces
@@ -20,7 +19,7 @@ from oscar_mm.decoding.prompt import Prompt
 
 
 def prefill(
-    model: nn.Module, prompt: Prompt, cache: OscarCache, chunk: int | None = None
+    model: Any, prompt: Prompt, cache: OscarCache, chunk: int | None = None
 ) -> torch.Tensor:
     """Read a prompt; the towers read its media some at a time.
 

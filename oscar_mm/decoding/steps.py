@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class DecodeSteps:
         axes: tuple[int, ...],
         position: torch.Tensor,
         device: torch.device,
-        record: Record | str | None = "auto",
+        record: Record | Literal["auto"] | None = "auto",
     ) -> None:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = Ranks.of(model)
@@ -186,6 +186,8 @@ class DecodeSteps:
             if places != self._captured and not self._capture():
                 return self._repeatable()
             self._captured, self._layout = places, layout
+        if self._replay is None:
+            return self._repeatable()
         logits = self._replay()
         self._mark(self.cache.ledger.steps)
         return logits
@@ -193,12 +195,13 @@ class DecodeSteps:
     def _capture(self) -> bool:
         """Record the step; False if that failed, for good."""
         self._replay = None  # its memory goes back before the next one takes some
+        record = self._record
         try:
-            if self._layers is not None:
+            if record is not None and self._layers is not None:
                 given = self._ids, self._expanded_positions(), self.cache
-                self._replay = self._layers.recorded(self._record, *given)
-            else:
-                self._replay = self._record(self._repeatable, self._ids.device)
+                self._replay = self._layers.recorded(record, *given)
+            elif record is not None:
+                self._replay = record(self._repeatable, self._ids.device)
         except Exception as error:
             _log.warning("decode steps run eagerly, a CUDA graph could not be made: %s", error)
         # Among ranks all or none: what is launched ahead is more than an eager rank would do.

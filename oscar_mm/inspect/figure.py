@@ -91,6 +91,7 @@ def _spread(panel: Axes, inspection: Inspection) -> None:
     panel.set_title("Spread of key norms within a modality, before and after token scaling")
     panel.set_ylabel("95% / 5% percentile, norms of a head's keys")
     for name in inspection.layers[0].norms.heads:
+        shown: dict[str, Any]
         for stage, shown in (
             ("before", {"linestyle": "-"}),
             ("after shared", {"linestyle": "--", "markerfacecolor": "white"}),

@@ -113,7 +113,7 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
 
 
 def _sigma_of_weights(states: LayerStates) -> torch.Tensor | None:
-    module = states.module
+    module: Any = states.module
     if not (hasattr(module, "q_norm") and hasattr(module, "k_norm")):
         return None
     return sigma_from_norms(module.q_norm, module.k_norm, states.keys.shape[-1])

@@ -111,7 +111,7 @@ def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str
     found = {}
     for name, basis in bases.items():
         parts = [basis.keys_in(part).square().sum(1) for part in keys.split(_CHUNK_TOKENS, dim=1)]
-        rms = (sum(parts) / keys.shape[1]).sqrt()
+        rms = (torch.stack(parts).sum(0) / keys.shape[1]).sqrt()
         ratio = rms.amax(-1) / rms.median(-1).values.clamp(min=1e-12)
         found[name] = float(ratio.max())
     return found
