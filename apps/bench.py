@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
@@ -15,6 +15,9 @@ from oscar_mm.apps.audio_qa.marking import normalized
 from oscar_mm.apps.audio_qa.rows import Row, read_rows
 from oscar_mm.errors import InputError
 from oscar_mm.whole_file import writing
+
+if TYPE_CHECKING:
+    from oscar_mm.compare.paged import Paged
 
 bench = typer.Typer(help="Compare ways to store the KV cache.", rich_markup_mode=None)
 
@@ -98,7 +101,7 @@ def accuracy(
             "max_new_tokens": max_new_tokens,
             "oscar_mm": oscar_mm.__version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "policies": {one.name: asdict(one)["policy"] for one in chosen if _is_policy(one)},
+            "policies": {one.name: asdict(one.policy) for one in chosen if _is_policy(one)},
             "rows": found,
         }
         with writing(f"--out {out}"):
@@ -111,7 +114,7 @@ def _rows(path: Path) -> list[Row]:
     return read_rows(path)
 
 
-def _is_policy(method: Any) -> bool:
+def _is_policy(method: Any) -> "TypeGuard[Paged]":
     from oscar_mm.compare.paged import Paged
 
     return isinstance(method, Paged)

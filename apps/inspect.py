@@ -35,7 +35,7 @@ def inspect(
     Reads one prompt with the media and measures, in every layer: norms of keys by modality,
     outlier channels, and errors of quantization with token scaling and without.
     """
-    given = {
+    given: dict[str, Any] = {
         kind: [existing_file(name, name) for name in names]
         for kind, names in options.by_kind(media or []).items()
     }

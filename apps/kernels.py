@@ -22,6 +22,7 @@ from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.gpu import copies_in_bulk, multiprocessors
 from oscar_mm.ops.linear import Norm, linear
 from oscar_mm.ops.mixture import Experts, mixture
+from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.packed_attention import Specialization
 from oscar_mm.ops.quantize import Recipe
@@ -63,6 +64,8 @@ def checked(operation: str, device: torch.device) -> Verdict:
     page = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
     if operation == "decode":
         specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
+        if isinstance(specialization, str):
+            raise KernelError(specialization)
         return packed_attention.TRUSTED.check(specialization, device)
     if operation == "linear":
         verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)

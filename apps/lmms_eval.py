@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from lmms_eval.api.instance import Instance
-from lmms_eval.api.model import lmms
-from lmms_eval.models.registry_v2 import ModelManifest
+from lmms_eval.api.instance import Instance  # pyright: ignore[reportMissingImports] loads us
+from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
+from lmms_eval.models.registry_v2 import ModelManifest  # pyright: ignore[reportMissingImports]
 from PIL import Image
 
 from oscar_mm.errors import InputError
@@ -67,9 +67,9 @@ class OscarMM(lmms):
         for result in results:
             if result.error is not None:
                 raise result.error
-            answers[result.index] = result.answer.text
+            text = answers[result.index] = "" if result.answer is None else result.answer.text
             context, options = requests[result.index].args[:2]
-            self.cache_hook.add_partial("generate_until", (context, options), result.answer.text)
+            self.cache_hook.add_partial("generate_until", (context, options), text)
         return answers
 
     def _questions(self, requests: list[Instance]) -> Iterator[dict[str, Any]]:

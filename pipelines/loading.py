@@ -82,10 +82,10 @@ def load(
                 raise InputError(f"{name} is for a model that is loaded here, not a loaded one")
         family = _family(model.config.model_type, pipeline)
         if processor is None:
-            processor = _processor(model.name_or_path, {})
+            processor = _processor(str(model.name_or_path), {})
         _check_processor(processor)
         if "device" in placement.given:
-            model.to(placement.target)
+            torch.nn.Module.to(model, placement.target)
         _set_attention(family, model, towers)
         return family(model.eval(), processor)
     source = _source(model)

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import distributed
 from transformers import PreTrainedModel, Qwen3MoeConfig
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from oscar_mm.errors import InputError
 
 _WHOLE = "replicated_with_grad_allreduce"
 """The style of transformers that leaves a module to every rank as it is, but for training."""
 _LAYERS = {
-    name: style for name, style in Qwen3MoeConfig.base_model_tp_plan.items() if style != _WHOLE
+    name: style
+    for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
+    if style != _WHOLE
 }
 """Styles of a decoder's modules, which have the same names in all our families. What transformers
 says of these families itself leaves out Qwen3-VL's layers and, on 5.17, the experts' sum, and has
@@ -79,7 +81,7 @@ class Placement:
         count = _processes()
         _check_heads(config, count)
         plan = self.tp_plan
-        if plan == "auto":
+        if isinstance(plan, str):
             plan = tensor_plan(on_meta(auto_class, config), count)
         return {"distributed_config": DistributedConfig(tp_size=count, tp_plan=dict(plan))}
 
@@ -91,7 +93,7 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
         model: may be without weights.
         count: of processes.
     """
-    writer = getattr(model, "thinker", model)
+    writer: Any = getattr(model, "thinker", model)
     names = {id(module): name for name, module in model.named_modules()}
     decoder, head = (
         names[id(part)] for part in (writer.get_decoder(), writer.get_output_embeddings())

@@ -60,12 +60,14 @@ class Session:
         """
         limits.check_frame(*self.image_size, "image_size")
         limits.check_audio(self.audio_s, "audio_s")
+        # Of a picture only the size counts.
+        images: list[Any] = [PictureSize(*self.image_size)] * self.images
         videos = []
         if self.video_s:
             limits.check_video(*self.video_size, self.video_s, "video_s")
             videos = [sampled(self.video_s, self.video_size, video_fps, limits, None)]
         return Media(
-            images=[PictureSize(*self.image_size)] * self.images,
+            images=images,
             videos=videos,
             audio=[silence(self.audio_s)] if self.audio_s else [],
         )

@@ -113,7 +113,7 @@ class Reading:
             prompt = self.pipe.prepare(question, Media(), self.system)
             self.pipe.check_length(prompt, sampling.max_new_tokens)
             return Prepared(index, prompt, sampling, time.perf_counter() - start, self._cache)
-        prompt = self._question(question)
+        prompt = self._question(question, self._prompt)
         self.pipe.check_length(prompt, sampling.max_new_tokens, self._cache)
         ids = self._prompt.inputs["input_ids"][0]
         spent = time.perf_counter() - start
@@ -154,9 +154,9 @@ class Reading:
         special = {*family.processor.tokenizer.all_special_tokens, *family.placeholders}
         place = max(text.rfind(placeholder) for placeholder in family.placeholders)
         longest_first = sorted(map(re.escape, special), key=len, reverse=True)
-        run = re.match(f"(?:{'|'.join(longest_first)})+", text[place:])[0]
-        last = max((token for token in special if run.endswith(token)), key=len)
-        stop = place + len(run)
+        found = re.compile(f"(?:{'|'.join(longest_first)})+").match(text, place)
+        stop = place if found is None else found.end()
+        last = max((token for token in special if text.endswith(token, place, stop)), key=len)
         return text[: stop - len(last)], last, text[stop:]
 
     def _rest(self, question: str) -> torch.Tensor:
@@ -172,9 +172,9 @@ class Reading:
         tokenize = self.pipe.family.tokenize
         return tokenize(last + rest)[:, tokenize(last).shape[1] :]
 
-    def _question(self, question: str) -> Prompt:
+    def _question(self, question: str, first: Prompt) -> Prompt:
         """What a question adds: text, at its place after the media."""
-        ids, first = self._rest(question), self._prompt
+        ids = self._rest(question)
         return Prompt(
             inputs={"input_ids": ids.to(first.positions.device)},
             positions=first.positions_after(ids.shape[1]),

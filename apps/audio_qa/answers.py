@@ -179,7 +179,7 @@ class Answers:
         for number, line in enumerate(content[:whole].splitlines(), 1):
             try:
                 row = json.loads(line)
-                {row["id"]: (row["error"], row["digest"])}
+                hash((row["id"], row["error"], row["digest"]))
             except (ValueError, LookupError, TypeError, RecursionError):
                 raise InputError(f"{self.path}, line {number}: is no row of audio-qa") from None
             rows.append(row)

@@ -114,8 +114,8 @@ def _connected(address: str) -> tuple[Any, bool]:
     # Read when Ray is imported; nothing is sent anywhere.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        import ray
-        import ray.data
+        import ray  # pyright: ignore[reportMissingImports] an extra
+        import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
             f"--ray needs the package {error.name}: pip install 'oscar-mm[batch]'"
@@ -214,4 +214,5 @@ def _shares(
 
 def _row(fields: dict[str, Any]) -> Row:
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return Row(**fields | lists)
+    fields |= lists
+    return Row(**fields)

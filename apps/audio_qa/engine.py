@@ -122,8 +122,9 @@ class Engine:
                 continue
             if not self._fits(asked, waiting):
                 yield from self._flush(waiting, keep=reading)
-            if not self._fits(asked, []):
-                yield failed(row, self._refusal(asked.needed, "the row takes"))
+            refusal = self._refusal(asked.needed, "the row takes")
+            if refusal is not None:
+                yield failed(row, refusal)
                 continue
             waiting.append(asked)
         if all(asked.reading is not reading for asked in waiting):
@@ -153,20 +154,24 @@ class Engine:
         return self.pipe.growth_bytes(self.pipe.growth(reading.prompt, 0))
 
     def _has_room(self, needed: int) -> bool:
-        budget = self.pipe.budget
-        return budget is None or budget.used_bytes + needed <= budget.limit
+        return self._refusal(needed, "") is None
 
     def _check_room(self, needed: int, what: str) -> None:
-        if not self._has_room(needed):
-            raise InputError(self._refusal(needed, what))
+        refusal = self._refusal(needed, what)
+        if refusal is not None:
+            raise InputError(refusal)
 
-    def _refusal(self, needed: int, what: str) -> str:
-        total = self.pipe.budget.used_bytes + needed
-        return f"kv_budget is {self.pipe.budget.limit:,} bytes, and {what} it to {total:,}"
+    def _refusal(self, needed: int, what: str) -> str | None:
+        """Why there is no room for so many bytes more; None if there is."""
+        budget = self.pipe.budget
+        total = needed + (0 if budget is None else budget.used_bytes)
+        if budget is None or total <= budget.limit:
+            return None
+        return f"kv_budget is {budget.limit:,} bytes, and {what} it to {total:,}"
 
     def _fits(self, asked: _Asked, rows: list[_Asked]) -> bool:
         together = [*rows, asked]
-        pasts = [one.prepared.past for one in together]
+        pasts = [one.prepared.past for one in together if one.prepared.past is not None]
         return (
             len(together) <= self.batch_size
             and self._has_room(sum(one.needed for one in together))
@@ -213,10 +218,10 @@ class Engine:
         rows = [replace(asked.prepared, index=index) for index, asked in enumerate(batch)]
         for result in answers(self.pipe, rows):
             row = batch[result.index].row
-            if result.answer is None:
-                yield result.index, failed(row, told(result.error))
-            else:
+            if result.answer is not None:
                 yield result.index, answered(row, result.answer)
+            elif result.error is not None:
+                yield result.index, failed(row, told(result.error))
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.pipe.store.memory().pool_bytes)

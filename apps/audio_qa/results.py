@@ -71,7 +71,7 @@ def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
         **empty,
         "tokens": 0,
         "kv_bytes": held,
-        "kv_ratio": round(memory.bf16_bytes / held, 4) if held else None,
+        "kv_ratio": round(memory.bf16_bytes / held, 4) if memory and held else None,
         "seconds": 0.0,
         "group": row.group,
         "digest": row.digest,

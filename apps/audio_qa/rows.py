@@ -197,13 +197,17 @@ def _cell(cell: str) -> Any:
 def _in_folder(folder: Path, question: str | None) -> list[Row]:
     if question is None:
         raise InputError(f"{folder}: is a folder; give the question to ask about what is in it")
+
+    def medium(path: Path) -> dict[str, Any]:
+        return {_KIND[path.suffix.lower()]: (str(path.absolute()),)}
+
     found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _KIND]
     return [
         Row(
             id=path.relative_to(folder).as_posix(),
             question=question,
             where=str(path),
-            **{_KIND[path.suffix.lower()]: (str(path.absolute()),)},
+            **medium(path),
         )
         for path in found
         if path.is_file()
@@ -231,7 +235,7 @@ def _row(
     given = {_SINGULAR.get(name, name): value for name, value in record.items()}
     asked = given.get("question", question)
     # Of a missing id the number is a good one.
-    about = {"id": place.rpartition(" ")[2], "where": where}
+    about: dict[str, Any] = {"id": place.rpartition(" ")[2], "where": where}
     try:
         about |= {
             name: _label(name, given[field])
@@ -240,7 +244,9 @@ def _row(
         }
         if not isinstance(asked, str) or not asked.strip():
             raise InputError("question must be text that is not empty")
-        texts = {name: _texts(name, given.get(name)) for name in ("choices", "answer", *MEDIA)}
+        texts: dict[str, Any] = {
+            name: _texts(name, given.get(name)) for name in ("choices", "answer", *MEDIA)
+        }
         if len(texts["choices"]) == 1 or len(set(texts["choices"])) < len(texts["choices"]):
             raise InputError("choices must be several texts, all different")
         for kind in MEDIA:

@@ -5,30 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from oscar_mm.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class Bar:
     """Shows rows, hours of audio per hour and KV memory; nothing where stderr is no terminal."""
 
-    def __init__(self, progress: object, task: object) -> None:
-        self._progress, self._task = progress, task
+    def __init__(self, shown: tuple[Progress, TaskID] | None) -> None:
+        self._shown = shown
 
     def update(self, rows: int, audio_seconds: float, seconds: float, kv_bytes: int) -> None:
         """Of this run so far."""
-        if self._progress is None:
+        if self._shown is None:
             return
+        progress, task = self._shown
         rate = audio_seconds / seconds if seconds else 0.0
         note = f"{rate:.1f} h audio/h, KV {format_bytes(kv_bytes)}"
-        self._progress.update(self._task, completed=rows, note=note)
+        progress.update(task, completed=rows, note=note)
 
 
 @contextmanager
 def bar(rows: int) -> Iterator[Bar]:
     """A bar over so many rows."""
     if not sys.stderr.isatty():
-        yield Bar(None, None)
+        yield Bar(None)
         return
     from rich.console import Console
     from rich.progress import (
@@ -41,4 +46,4 @@ def bar(rows: int) -> Iterator[Bar]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows  {task.fields[note]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        yield Bar(progress, progress.add_task("", total=rows, note=""))
+        yield Bar((progress, progress.add_task("", total=rows, note="")))

@@ -108,7 +108,7 @@ def running(
         # Read when a page is built; uploads go there, and nothing outlives the server.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-        import gradio as gr
+        from gradio.themes import Base
         from starlette.middleware import Middleware
 
         from oscar_mm.apps.demo.handlers import Handlers
@@ -144,9 +144,7 @@ def running(
                     "docs_url": None,
                     "redoc_url": None,
                 },
-                theme=gr.themes.Base(
-                    font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"
-                ),
+                theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
                 head=f"<style>{_STYLE.read_text()}</style>",
             )
         except OSError as error:
