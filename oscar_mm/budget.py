@@ -79,6 +79,8 @@ class KVBudget:
 
     def new_file(self) -> Path:
         """Where the next chat goes."""
+        if self.folder is None:
+            raise InputError("kv_budget: spill is False, so that nothing can be written to disk")
         return self.folder / f"chat-{uuid4().hex}.safetensors"
 
     def make_room(self, needed: int, chat: Holding | None = None) -> None:
@@ -136,7 +138,7 @@ class KVBudget:
 
     def _could_go(self, chat: Holding | None, *leaving: OscarCache) -> int:
         """Bytes of the slots that nobody but prefixes, other chats and these caches holds."""
-        others = [one.now.cache for one in self._others(chat)]
+        others = [one.conversation.cache for one in self._others(chat)]
         kept = [] if self.prefixes is None else self.prefixes.caches
         return self._freed([*others, *kept, *leaving])
 

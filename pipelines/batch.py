@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -109,7 +109,7 @@ class Batched:
                 "requests must be a list of dicts such as {'images': [...], 'prompt': '...'}, not "
                 f"{type(requests).__name__}"
             )
-        return _results(self, requests, batching)
+        return _results(cast("Pipeline", self), requests, batching)
 
 
 def _results(
@@ -266,8 +266,9 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
         with pipe.lock:
             tokens = next(steps, [None] * len(batch))
             for row in waiting:
-                if tokens[row] is not None:
-                    writers[row].push(tokens[row])
+                token = tokens[row]
+                if token is not None:
+                    writers[row].push(token)
                     ended[row] = writers[row].stopped
             over = sorted(row for row in waiting if tokens[row] is None)
             results = [_result(batch[row], writers[row], cache, row) for row in over]

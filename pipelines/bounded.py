@@ -24,7 +24,14 @@ from oscar_mm.pipelines.media import Media, outlined_media
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from threading import RLock
+
+    from oscar_mm.budget import KVBudget
+    from oscar_mm.cache.store import PageStore
     from oscar_mm.chat.holding import Holding
+    from oscar_mm.media import MediaLimits
+    from oscar_mm.pipelines.base import Family
+    from oscar_mm.policy import KVPolicy
 
 _DOUBT = 0.05
 """Share of a recording or a video by which its header may be wrong."""
@@ -38,6 +45,19 @@ class Bounded:
     A request is told twice whether it has room: by the headers of its media before they are
     decoded, and exactly by its prompt before any tower runs. Nothing is changed by a refusal.
     """
+
+    # What it knows of the pipeline.
+    budget: KVBudget | None
+    family: Family
+    layer_devices: dict[int, torch.device]
+    limits: MediaLimits
+    lock: RLock
+    max_context: int
+    model: Any
+    policy: KVPolicy
+    prefill_chunk: int | None
+    store: PageStore
+    video_fps: float
 
     def check_characters(self, name: str, text: str) -> None:
         """Refuse a text with more characters than the context has room for, whatever they are.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from oscar_mm.decoding.answer import Answer, AnswerStream
@@ -14,6 +14,7 @@ from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
 from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
 from oscar_mm.pipelines.speech import speak_answer, speaker_of
 
 _ARGUMENTS = (
@@ -36,6 +37,7 @@ class OscarOmniPipeline(Pipeline):
     """
 
     name = "OscarOmniPipeline"
+    family: Qwen3Omni
 
     def __call__(
         self,
@@ -146,7 +148,7 @@ class OscarOmniPipeline(Pipeline):
 
     def _spoken(
         self, prompt: Prompt, sampling: Sampling, speaker: str, start: float
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         with self.lock:
             answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
         yield answer.text

@@ -248,13 +248,13 @@ class Handlers:
 
     def _visitor(self, request: gr.Request) -> Visitor:
         try:
-            return self.hall.visitor(request.session_hash)
+            return self.hall.visitor(str(request.session_hash))
         except InputError as error:
             raise gr.Error(str(error), print_exception=False) from None
 
     def leave(self, request: gr.Request) -> None:
         """A page was closed, or is loaded anew."""
-        self.hall.leave(request.session_hash)
+        self.hall.leave(str(request.session_hash))
 
     def _fits(self, visitor: Visitor, gpu: str, model: str, length: str) -> str:
         shape = self.shape if model == THIS_MODEL else MODELS[model]

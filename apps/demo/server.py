@@ -150,7 +150,7 @@ def running(
         except OSError as error:
             raise InputError(f"port {port} of {host} cannot be used: {error}") from None
         try:
-            yield Served(page.local_url, hall, page)
+            yield Served(str(page.local_url), hall, page)
         finally:
             leaving = threading.Thread(target=hall.close, daemon=True)
             leaving.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class Settings:
 
 
 def chosen(
-    preset: str, bits: dict[str, int | str], window: float, system: str | None, compare: bool
+    preset: str, bits: Mapping[str, int | str], window: float, system: str | None, compare: bool
 ) -> Settings:
     """Settings from what the fields of the page hold.
 

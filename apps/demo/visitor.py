@@ -124,7 +124,7 @@ class Visitor:
             yield
             if self.other is not None:
                 self._stop.clear()
-                yield from self._compared(exchange)
+                yield from self._compared(self.other, exchange)
         except InputError as error:
             exchange.error = str(error)
         except Exception as error:
@@ -139,11 +139,11 @@ class Visitor:
     def _answers(self, side: Side, exchange: Exchange) -> Generator[str]:
         return side.answer(exchange.question, exchange.media, exchange.options, self._stop)
 
-    def _compared(self, exchange: Exchange) -> Iterator[None]:
+    def _compared(self, side: Side, exchange: Exchange) -> Iterator[None]:
         """The answer of the 16-bit cache; without a whole one the comparison ends."""
         whole = False
         try:
-            with closing(self._answers(self.other, exchange)) as answers:
+            with closing(self._answers(side, exchange)) as answers:
                 for exchange.other in answers:
                     yield
             whole = not self._stop.is_set()
@@ -166,7 +166,7 @@ class Visitor:
             self.settings = replace(self.settings, compare=True)
             forgotten = [one.index for one in self.side.segments if one.forgotten]
             for exchange in self.turns:
-                yield from self._compared(exchange)
+                yield from self._compared(self.other, exchange)
                 if self.other is None:
                     return
             for index in forgotten:
@@ -246,7 +246,7 @@ class Visitor:
             if not self.turns or self._lacks_files:
                 raise InputError("ask a question with media first")
             pipe, last = self.side.chat.pipe, self.turns[-1]
-            media = {
+            media: dict[str, Any] = {
                 kind: [p for one in self.turns for p in one.media[kind]] for kind in last.media
             }
             shown = pipe.read_media(**media)

@@ -156,7 +156,7 @@ def _digest(file: BinaryIO, header: bytes) -> tuple[str, int]:
     blank = header[:place] + _BLANK.encode() + header[place + len(_BLANK) :]
     checksum = hashlib.sha256(len(header).to_bytes(8, "little") + blank)
     file.seek(8 + len(header))
-    hashlib.file_digest(file, lambda: checksum)
+    hashlib.file_digest(file, lambda: checksum)  # pyright: ignore[reportArgumentType] is a file
     return checksum.hexdigest(), 8 + place
 
 

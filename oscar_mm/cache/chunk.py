@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class KeyLength(int):
     """Length of the keys, as ``get_mask_sizes`` returns it, that knows its cache."""
 
-    cache: OscarCache
+    cache: Any
 
-    def __new__(cls, length: int, cache: OscarCache) -> KeyLength:
-        """An int with the attribute ``cache``."""
+    def __new__(cls, length: int, cache: Any) -> KeyLength:
+        """An int with the attribute ``cache``: an OscarCache, or what takes its place."""
         self = super().__new__(cls, length)
         self.cache = cache
         return self

@@ -23,9 +23,9 @@ class Expected:
         self, modalities: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> None:
         """Arguments and errors as of ``OscarCache.expect``; replaces what was expected before."""
-        if modalities is None and attention_mask is None:
-            raise InputError("expect: give modalities, attention_mask or both")
         if modalities is None:
+            if attention_mask is None:
+                raise InputError("expect: give modalities, attention_mask or both")
             modalities = torch.zeros_like(attention_mask, dtype=torch.int8)
         ids = modalities.detach().to("cpu").numpy()
         if ids.ndim != 2 or not set(np.unique(ids).tolist()) <= {PADDING, *Modality}:

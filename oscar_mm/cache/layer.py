@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -54,8 +54,11 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def cache(self) -> OscarCache:
-        """Whose layer it is."""
-        return self._cache()
+        """Whose layer it is; RuntimeError after its time."""
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("the cache of this layer is gone")
+        return cache
 
     @property
     def keys(self) -> torch.Tensor:
@@ -109,7 +112,7 @@ class OscarLayer(CacheLayerMixin):
         self,
         keys: torch.Tensor,
         queries: torch.Tensor | None = None,
-        module: torch.nn.Module | None = None,
+        module: Any = None,
         tokens: torch.Tensor | None = None,
     ) -> None:
         """Choose the balancing once, before the first page is packed; see ``KVPolicy.balance``.
@@ -126,7 +129,8 @@ class OscarLayer(CacheLayerMixin):
         if module is not None:
             Ranks.of(module).check(self.cache.policy)
         sigma = self.sigma if wanted in ("weights", "auto") else None
-        if sigma is None and wanted in ("weights", "auto") and hasattr(module, "k_norm"):
+        by_weights = sigma is None and wanted in ("weights", "auto")
+        if by_weights and module is not None and hasattr(module, "k_norm"):
             sigma = sigma_from_norms(module.q_norm, module.k_norm, self.head_dim)
         if sigma is None and wanted in ("prompt", "auto") and queries is not None:
             centered = self.cache.policy.key_axis == "channel"

@@ -88,9 +88,9 @@ class SavedTables:
             blocks = -(-tail // BLOCK_TOKENS)
             modality = Modality(code % SINK)
             bits = 16 if code >= SINK else self.policy.bits_for(modality)
-            columns = self.entries[entry : entry + entries].T.tolist()
+            pages, starts, stops = map(tuple, self.entries[entry : entry + entries].T.tolist())
             held = self.blocks[block : block + blocks].tolist()
-            parts.append((row, Stream(modality, bits, *map(tuple, columns), held, tail)))
+            parts.append((row, Stream(modality, bits, pages, starts, stops, held, tail)))
             entry, block = entry + entries, block + blocks
         return parts
 

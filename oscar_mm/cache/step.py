@@ -94,11 +94,12 @@ class Step:
         """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 4) int32, likewise."""
         if self.fixed is not None:
             return self.fixed.writes(device)
-        if self.writes is None:
+        writes = self.writes
+        if writes is None:
             return None
 
         def make() -> torch.Tensor:
-            return upload(np.ascontiguousarray(self.writes.T, dtype=np.int32), device)
+            return upload(np.ascontiguousarray(writes.T, dtype=np.int32), device)
 
         return self.once(("writes", device), make)
 

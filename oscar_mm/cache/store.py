@@ -159,7 +159,7 @@ class PageStore:
         for sequence in sequences:
             for stream in sequence.streams.values():
                 if stream.pages:
-                    change(self.allocators[stream.bits], stream.pages)
+                    change(self.allocators[stream.bits], list(stream.pages))
                 change(self.allocators[16], stream.blocks)
 
     def collect(self) -> None:

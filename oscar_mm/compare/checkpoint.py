@@ -91,7 +91,7 @@ class Comparison:
         ends = pipe.family.end_tokens()
         with pipe.lock:
             steps = decode(pipe.model, prompt, cache, self._sampling, end_tokens=ends)
-            return [tokens[0] for tokens in steps]
+            return [token for token, *_ in steps if token is not None]
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each method: name, bits per value and ``Scores.summary``; of methods that say

@@ -204,9 +204,7 @@ def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:
 
 
 @torch.no_grad()
-def answer_logits(
-    model: nn.Module, past: Callable[[int], Pair], length: int, forced: Forced
-) -> Tensor:
+def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: Forced) -> Tensor:
     """Logits (judged tokens, vocabulary) float32, in the order of ``forced.targets``.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from oscar_mm.decoding.answer import Answer, Timings
 from oscar_mm.decoding.detokenize import Detokenizer

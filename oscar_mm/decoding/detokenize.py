@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,9 +69,10 @@ class Detokenizer:
         return text[len(known) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return cast(str, text)  # of one row
 
     def _possible_stop(self) -> int:
         """Characters at the end that may be the beginning of a stop text."""

@@ -83,9 +83,10 @@ class Generation:
                     # The prompt is read, and the first token not in the cache yet.
                     shared.keep(self.prompt, settings, self.cache)
                     shared = None
-                if step is None:
+                token = None if step is None else step[0]
+                if token is None:
                     break
-                piece = self.written.push(step[0])
+                piece = self.written.push(token)
             yield piece
         with pipe.lock:
             piece = self.written.finish()

@@ -7,6 +7,8 @@ next, and of transformers where it divides a layer among ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -32,7 +34,7 @@ _DIVIDED_BY = {
 outputs from some inputs, to be added up."""
 
 
-def is_known(model: nn.Module) -> bool:
+def is_known(model: Any) -> bool:
     """Whether the decoder is of a known kind, and nobody has changed how its modules run."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = getattr(decoder, "layers", ())
@@ -46,7 +48,7 @@ def is_known(model: nn.Module) -> bool:
     )
 
 
-def sees_all(model: nn.Module) -> bool:
+def sees_all(model: Any) -> bool:
     """Whether every token attends to all before it, not to a sliding window."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "sliding_window", None) is None
@@ -68,7 +70,7 @@ def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
     return any(one.is_shard(dimension) for one in placements)
 
 
-def _is_divided_as_known(layer: nn.Module) -> bool:
+def _is_divided_as_known(layer: Any) -> bool:
     """Whole, or with heads and what is between the MLP's products divided."""
     divided = {module for module in layer.modules() if is_divided(module)}
     for block in (layer.self_attn, layer.mlp):
@@ -105,7 +107,7 @@ def _runs_as_written(module: nn.Module) -> bool:
     return getattr(module, "_old_forward", None) is not None and all(_only_moves(x) for x in hooks)
 
 
-def _only_moves(hook: object) -> bool:
+def _only_moves(hook: Any) -> bool:
     """Whether a hook brings inputs to the device where the weights stay."""
     kind = f"{type(hook).__module__}.{type(hook).__name__}"
     return kind == "accelerate.hooks.AlignDevicesHook" and not hook.offload

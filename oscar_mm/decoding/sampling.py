@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ class Chooser:
 
     def __init__(self, samplings: Sequence[Sampling], seen: Sequence[torch.Tensor]) -> None:
         self._samples = samplings[0].temperature > 0
-        self._processors = samplings[0].processors()
+        self._processors: Callable[..., torch.Tensor] = samplings[0].processors()
         self._generators = [one.generator(seen[0].device) for one in samplings]
         longest = max(map(len, seen))
         # What has been seen may be seen again.

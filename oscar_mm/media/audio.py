@@ -8,6 +8,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.error import FFmpegError
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
@@ -40,7 +41,9 @@ _UNKNOWN = 1 << 62
 """libsndfile's count of samples from here on says that none is known: FLAC from a pipe."""
 
 # Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
-_LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+_LENIENT: dict[str, Any] = (
+    {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+)
 
 _DEFAULTS = MediaLimits()
 
@@ -203,7 +206,7 @@ def opened(source: Path | bytes, label: str) -> Iterator[Any]:
     try:
         with av.open(where, options=options, **_LENIENT) as container:
             yield container
-    except av.FFmpegError as error:
+    except FFmpegError as error:
         raise InputError(
             f"{label}: is not a recording that can be read, or is damaged; convert it to WAV or "
             f"FLAC ({error.strerror})"

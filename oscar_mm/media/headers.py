@@ -145,8 +145,9 @@ def _frames(
 ) -> Video:
     # Processors take tensors too, and work on their shapes alone on the device meta.
     count = max(2, count)
+    frames: Any = torch.empty((count, *size[::-1], 3), dtype=torch.uint8, device="meta")
     return Video(
-        frames=torch.empty((count, *size[::-1], 3), dtype=torch.uint8, device="meta"),
+        frames=frames,
         seconds=seconds,
         source_fps=_SOURCE_FPS,
         source_frames=round(seconds * _SOURCE_FPS),
@@ -155,8 +156,9 @@ def _frames(
     )
 
 
-def _local(source: Any) -> Path | io.BytesIO | None:
-    """What a parser can open; None for what would have to be fetched or decoded first."""
+def _local(source: Any) -> Any:
+    """What a parser can open, a path or bytes; None for what would have to be fetched or decoded
+    first, which none of them takes."""
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     return None if is_address(source) else existing_file(source, "")

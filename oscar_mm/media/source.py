@@ -11,6 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import TypeGuard
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
@@ -49,7 +50,7 @@ def describe(source: object, argument: str) -> str:
     return argument
 
 
-def is_address(source: object) -> bool:
+def is_address(source: object) -> TypeGuard[str]:
     """Whether a source is a ``data:`` URI or an http(s) address, which ``read_bytes`` reads."""
     if not isinstance(source, str):
         return False

@@ -9,6 +9,8 @@ from typing import Any
 
 import av
 import numpy as np
+from av.error import FFmpegError
+from av.stream import Disposition
 from PIL import Image
 
 from oscar_mm.errors import InputError
@@ -23,7 +25,9 @@ from oscar_mm.media.truncation import check_whole
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
 
 # Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
-_LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+_LENIENT: dict[str, Any] = (
+    {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+)
 
 _DEFAULTS = MediaLimits()
 
@@ -179,12 +183,12 @@ def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
             streams = [
                 stream
                 for stream in container.streams.video
-                if not stream.disposition & av.stream.Disposition.attached_pic
+                if not stream.disposition & Disposition.attached_pic
             ]
             if not streams:
                 raise InputError(f"{label}: has no video stream; is it a sound file?")
             yield container, streams[0]
-    except av.FFmpegError as error:
+    except FFmpegError as error:
         raise InputError(
             f"{label}: is not a video that can be read, or is damaged; convert it to MP4 "
             f"({error.strerror})"
