@@ -205,7 +205,7 @@ def measure(cache: OscarCache) -> MemoryReport:
     """Add up the tensors that a cache holds, layer by layer, and its tables."""
     ledger = cache.ledger
     ledger.store.collect()
-    by_kind = dict.fromkeys(KINDS, 0)
+    by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     by_modality = {modality.label: 0 for modality in Modality} | {_SHARED: 0}
     tokens = {modality.label: 0 for modality in Modality}
     for stream in ledger.streams():

@@ -61,6 +61,8 @@ class OscarCache(Cache):
         InputError: the store is of another policy.
     """
 
+    layers: list[OscarLayer]
+
     def __init__(
         self,
         policy: str | KVPolicy = "compact",
@@ -133,7 +135,7 @@ class OscarCache(Cache):
         if step.from_pages:
             # A view, so that no stored tensor leads back to this layer.
             key_states = key_states.view_as(key_states)
-            key_states.oscar_chunk = Chunk(layer, step)
+            key_states.oscar_chunk = Chunk(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
             return key_states, value_states
         layer.settle_basis(key_states)
         keys, values = self.with_past(layer, step, key_states, value_states)

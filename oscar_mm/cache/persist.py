@@ -38,7 +38,7 @@ from oscar_mm.policy import KVPolicy
 
 FORMAT_VERSION = 1
 """Goes up with any change of this file's tensors or of the bytes of a page."""
-_ADDED = {"value_scale": "plain"}
+_ADDED: dict[str, Any] = {"value_scale": "plain"}
 """Fields of the policy that older files do not name, as their pages were made."""
 _TEXT = "oscar_mm.cache"
 _DTYPES = {

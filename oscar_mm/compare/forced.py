@@ -98,7 +98,7 @@ class ForcedCache(Cache):
     ) -> Pair:
         """See ``OscarCache.update``: attention "oscar" hands the queries to what is attached."""
         keys = key_states.view_as(key_states)
-        keys.oscar_chunk = _Attention(self, layer_idx)
+        keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
 
     def attend_packed(self, mask: Tensor | None) -> bool:

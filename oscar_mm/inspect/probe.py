@@ -52,7 +52,7 @@ class Probe(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``OscarCache.update``: attention "oscar" hands the queries to what is attached."""
         keys = key_states.view_as(key_states)
-        keys.oscar_chunk = _Attention(layer_idx, self._look)
+        keys.oscar_chunk = _Attention(layer_idx, self._look)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
 
     def attend_packed(self, mask: torch.Tensor | None) -> bool:
