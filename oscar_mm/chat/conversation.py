@@ -74,7 +74,7 @@ class Conversation:
     """Everything that the next turn goes on from; never changed, a turn makes a new one.
 
     Attributes:
-        cache: keys and values of all turns, and after them perhaps of reasoning, until ``Holding``
+        kept: keys and values of all turns, and after them perhaps of reasoning, until ``Holding``
             takes it out; None while they are on disk.
         token_ids: (1, tokens) int64 on the CPU, of what the cache holds of the turns.
         next_position: (1,) RoPE position of the next token.
@@ -82,11 +82,18 @@ class Conversation:
         turns: from the first.
     """
 
-    cache: OscarCache | None
+    kept: OscarCache | None
     token_ids: torch.Tensor
     next_position: torch.Tensor
     pending: tuple[int, ...] = ()
     turns: tuple[Turn, ...] = ()
+
+    @property
+    def cache(self) -> OscarCache:
+        """``kept``; RuntimeError while that is on disk, see ``Holding.at_hand``."""
+        if self.kept is None:
+            raise RuntimeError("the cache of this chat is on disk")
+        return self.kept
 
     @classmethod
     def empty(cls, cache: OscarCache) -> Conversation:
@@ -153,7 +160,7 @@ class Conversation:
         )
         new = [prompt.inputs["input_ids"].cpu(), torch.tensor([ids[:read]], dtype=torch.long)]
         return Conversation(
-            cache=cache,
+            kept=cache,
             token_ids=torch.cat([self.token_ids, *new], dim=1)[:, :stop],
             next_position=prompt.next_position.cpu() + held,
             pending=tuple(ids[read:]),
@@ -164,7 +171,7 @@ class Conversation:
         """As it was before the last turn; ``cache`` without it."""
         last = self.turns[-1]
         return Conversation(
-            cache=cache,
+            kept=cache,
             token_ids=self.token_ids[:, : last.start],
             next_position=torch.full_like(self.next_position, last.position),
             pending=last.pending,
@@ -178,7 +185,7 @@ class Conversation:
         flags[medium] = True
         turns = list(self.turns)
         turns[turn] = replace(old, forgotten=tuple(flags))
-        return replace(self, cache=cache, turns=tuple(turns))
+        return replace(self, kept=cache, turns=tuple(turns))
 
     def places(self) -> list[tuple[int, int | None]]:
         """For each segment its turn, and which medium of the turn it is, None for the text."""
@@ -192,8 +199,8 @@ class Conversation:
         """Turn by turn: its text, then its media."""
         spans = [span for turn in self.turns for span in (turn, *turn.media)]
         sizes = iter([0] * len(spans))
-        if self.cache is not None and spans:
-            sizes = iter(span_bytes(self.cache, [(span.start, span.stop) for span in spans]))
+        if self.kept is not None and spans:
+            sizes = iter(span_bytes(self.kept, [(span.start, span.stop) for span in spans]))
         found: list[Segment] = []
         for number, turn in enumerate(self.turns):
             whole = next(sizes)

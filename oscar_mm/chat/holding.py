@@ -52,13 +52,14 @@ class Holding:
         Raises:
             InputError: no room in the budget, or the file is gone or was altered.
         """
-        budget, held = self.pipe.budget, self.conversation
+        budget, held, file = self.pipe.budget, self.conversation, self._file
         if budget is not None:
             budget.use(self)
-        if held.cache is None:
-            budget.make_room(self._file.bytes, self)
-            self.now = replace(held, cache=self._file.load(self.pipe))
-            self._file.remove()
+        if file is not None:
+            if budget is not None:
+                budget.make_room(file.bytes, self)
+            self.now = replace(held, kept=file.load(self.pipe))
+            file.remove()
             self._file = None
         return self.without_reasoning()
 
@@ -109,7 +110,7 @@ class Holding:
     def can_be_spilled(self) -> bool:
         """Whether there is anything to spill, and no turn is going on."""
         held = self.now
-        return bool(held and held.cache is not None and held.turns and not self.answering)
+        return bool(held and held.kept is not None and held.turns and not self.answering)
 
     def spill(self, path: Path) -> None:
         """Write keys and values to a file and give up their pages; ``at_hand`` gets them back.
@@ -119,14 +120,14 @@ class Holding:
         """
         held = self.conversation
         self._file = _File(path, held.cache, self.pipe.fingerprint)
-        self.now = replace(held, cache=None)
+        self.now = replace(held, kept=None)
         held.cache.close()
 
     def give_up(self) -> None:
         """Hold nothing from now on."""
         held, self.now = self.now, None
-        if held.cache is not None:
-            held.cache.close()
+        if held is not None and held.kept is not None:
+            held.kept.close()
         if self._file is not None:
             self._file.remove()
 

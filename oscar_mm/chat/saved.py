@@ -83,7 +83,7 @@ def read_chat(
     try:
         _check_counts(given["turns"])
         conversation = Conversation(
-            cache=None,
+            kept=None,
             token_ids=given["token_ids"],
             next_position=given["next_position"],
             pending=_ids(given["pending"], vocabulary),

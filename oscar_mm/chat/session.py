@@ -137,7 +137,7 @@ class Chat:
     def memory(self) -> MemoryReport:
         """Bytes that the chat holds; those shared with forks are in the reports of all of them."""
         with self.pipe.lock:
-            cache = self._held.without_reasoning().cache
+            cache = self._held.without_reasoning().kept
             return (cache if cache is not None else self._new_cache()).memory()
 
     @property
@@ -269,6 +269,7 @@ class Chat:
             self._end_stream()
             system = None if self.turns else self.system
         sampling = self.pipe.sampling(options, _ARGUMENTS)
+        sources: dict[str, Any]
         sources = dict(zip(("images", "videos", "audio", "sound"), media, strict=True))
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may be
         # written to disk. So what it holds is looked at anew each time, under the lock.
