@@ -36,6 +36,7 @@ test: $(RUN_STAMP)
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 bench: $(RUN_STAMP)
 	$(BIN)/python -m benchmarks
