@@ -175,7 +175,7 @@ class Pipeline(Batched, Bounded):
             if self.budget is not None:
                 self.budget.make_room(saved.bytes)
             cache = saved.placed(self.store, self.layer_devices)
-            return Chat(self, system, replace(conversation, cache=cache))
+            return Chat(self, system, replace(conversation, kept=cache))
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:

@@ -64,7 +64,8 @@ def serve(
                 print(f"oscar-mm: {served.address} (Ctrl-C ends it)", file=sys.stderr)
                 wait_for_ctrl_c()
         finally:
-            pipe.budget.close()
+            if pipe.budget is not None:
+                pipe.budget.close()
     print(file=sys.stderr)
     if not served.hall.is_empty:
         # The model still reads for someone, in a thread that the process would wait for.

@@ -8,7 +8,7 @@ from typing import Any
 
 import av
 import numpy as np
-from av.error import FFmpegError
+from av.error import FFmpegError, InvalidDataError
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
@@ -245,7 +245,7 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
     for packet in container.demux(stream):
         try:
             yield from packet.decode()
-        except av.InvalidDataError:
+        except InvalidDataError:
             if container.format.name != "mp3":
                 raise
 

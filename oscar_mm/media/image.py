@@ -125,7 +125,8 @@ def drafted(
         return None
     limits.check_photo(*image.size, label)
     turned = -1 if lies(image) else 1
-    used = fitting(*image.size[::turned], fit)
+    width, height = image.size[::turned]
+    used = fitting(width, height, fit)
     if used[::turned] != image.size:
         image.draft(None, used[::turned])
     return used
