@@ -127,8 +127,9 @@ def drafted(
     turned = -1 if lies(image) else 1
     width, height = image.size[::turned]
     used = fitting(width, height, fit)
-    if used[::turned] != image.size:
-        image.draft(None, used[::turned])
+    across, down = used[::turned]
+    if (across, down) != image.size:
+        image.draft(None, (across, down))
     return used
 
 
