@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -61,7 +61,8 @@ class OscarCache(Cache):
         InputError: the store is of another policy.
     """
 
-    layers: list[OscarLayer]
+    layers: list[Any]
+    """OscarLayers, and LinearLayers of models that have such; see ``packed_layers``."""
 
     def __init__(
         self,
@@ -338,7 +339,7 @@ class OscarCache(Cache):
     def _select(self, rows: list[int]) -> None:
         self.ledger.select(rows)
         for layer in self.linear_layers:
-            layer.reorder_cache(torch.tensor(rows))
+            layer.reorder_cache(cast(torch.LongTensor, torch.tensor(rows)))
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None

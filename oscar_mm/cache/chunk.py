@@ -12,7 +12,7 @@ from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step import Step
 
 if TYPE_CHECKING:
-    from oscar_mm.cache.cache import OscarCache
+    pass
 
 
 class KeyLength(int):

@@ -68,7 +68,7 @@ class OscarLayer(CacheLayerMixin):
             "cross-attention use a DynamicCache"
         )
 
-    values = keys
+    values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
     def fork(self, cache: OscarCache) -> OscarLayer:
         """The same layer for a fork of the cache: the same pools and the same basis."""

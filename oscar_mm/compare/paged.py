@@ -136,7 +136,7 @@ def cached(policy: KVPolicy, layers: Sequence[LayerStates], ids: Tensor) -> Osca
     for states in layers:
         pair: Pair = (states.keys[:1], states.values[:1])
         keys, _ = cache.update(*pair, states.index)
-        keys.oscar_chunk.attend(
+        keys.oscar_chunk.attend(  # pyright: ignore[reportAttributeAccessIssue]
             states.module, states.first_queries, *pair, states.scaling, visible=None
         )
     cache.check_complete()
