@@ -282,7 +282,8 @@ class Pipeline(Batched, Bounded):
             )
         given = {name: value for name, value in options.items() if value is not None}
         rules = {} if "temperature" in given else self.family.sampling_rules()
-        return Sampling(**{"max_new_tokens": self.longest_answer()} | rules | given)
+        chosen: dict[str, Any] = {"max_new_tokens": self.longest_answer()} | rules | given
+        return Sampling(**chosen)
 
     def longest_answer(self, text: int = 256) -> int:
         """Default of max_new_tokens: tokens of text, and of a thinking model's reasoning.

@@ -67,11 +67,11 @@ class Holding:
         """The conversation; what its cache, if it is in the store, held beyond the turns is gone:
         the reasoning of the last one."""
         held = self.conversation
-        surplus = held.cache.get_seq_length() - held.tokens if held.cache is not None else 0
+        surplus = held.cache.get_seq_length() - held.tokens if held.kept is not None else 0
         if surplus:
             cache = held.cache.fork()
             cache.crop(-surplus)
-            self.now = replace(held, cache=cache)
+            self.now = replace(held, kept=cache)
             held.cache.close()
         return self.conversation
 

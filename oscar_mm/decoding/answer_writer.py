@@ -43,10 +43,12 @@ class AnswerWriter:
         prompt: torch.Tensor | None = None,
     ) -> None:
         self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
-        self._thinks = thinks
-        self._text = Detokenizer(tokenizer, sampling.stop)
+        self._thinks, self._breaks = thinks, ""
+        self._stop = cast(tuple[str, ...], sampling.stop)  # which it has made of what it was given
+        self._text = Detokenizer(tokenizer, self._stop)
         self._reasoning: Detokenizer | None = None
-        self._is_reasoning, self._breaks = False, ""
+        self._reasons: Detokenizer | None = None
+        """As long as the model reasons."""
         self._opened = 0 if thinks is None or prompt is None else thinks.opened(prompt)
         if self._opened:
             self._begin_reasoning()
@@ -77,20 +79,20 @@ class AnswerWriter:
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.token_ids.append(token)
-        if self._is_reasoning:
-            return self._reason(token)
+        if self._reasons is not None:
+            return self._reason(token, self._reasons)
         if self._thinks is not None and self.token_ids == [self._thinks.opening]:
             self._begin_reasoning()
             return ""
         begins = self._reasoning is not None and not self._text.token_ids
-        if begins and not self._tokenizer.decode([token]).strip("\n"):
+        if begins and not str(self._tokenizer.decode([token])).strip("\n"):
             return ""  # Line breaks between reasoning and text belong to neither.
         return self._text.push(token)
 
     def finish(self) -> str:
         """The end of the text: what was held back."""
-        if self._is_reasoning:
-            return self._without_last_breaks(self._reasoning.finish())
+        if self._reasons is not None:
+            return self._without_last_breaks(self._reasons.finish())
         return self._text.finish()
 
     def answer(self, memory: MemoryReport, prompt_tokens: int) -> Answer:
@@ -115,14 +117,14 @@ class AnswerWriter:
         )
 
     def _begin_reasoning(self) -> None:
-        self._reasoning, self._is_reasoning = Detokenizer(self._tokenizer, lead="\n"), True
-        self._text = Detokenizer(self._tokenizer, self._sampling.stop, lead="\n")
+        self._reasoning = self._reasons = Detokenizer(self._tokenizer, lead="\n")
+        self._text = Detokenizer(self._tokenizer, self._stop, lead="\n")
 
-    def _reason(self, token: int) -> Reasoning:
-        self._is_reasoning = token != self._thinks.closing
-        if self._is_reasoning:
-            return self._without_last_breaks(self._reasoning.push(token))
-        return self._without_last_breaks(self._reasoning.finish())
+    def _reason(self, token: int, reasoning: Detokenizer) -> Reasoning:
+        if self._thinks is None or token != self._thinks.closing:
+            return self._without_last_breaks(reasoning.push(token))
+        self._reasons = None
+        return self._without_last_breaks(reasoning.finish())
 
     def _without_last_breaks(self, text: str) -> Reasoning:
         """A piece of reasoning; line breaks at its end wait for what comes after them."""

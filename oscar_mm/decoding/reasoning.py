@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
 _OPENING, _CLOSING = "<think>", "</think>"
 _END_OF_PROMPT = 8
@@ -33,7 +32,7 @@ class ThinkTokens:
     closing: int
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> ThinkTokens | None:
+    def of(cls, tokenizer: Any) -> ThinkTokens | None:
         """Those of a tokenizer; None if it has none."""
         added = tokenizer.get_added_vocab()
         if _OPENING not in added or _CLOSING not in added:
