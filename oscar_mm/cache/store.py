@@ -108,6 +108,7 @@ class PageStore:
         self.ranks = Ranks() if ranks is None else ranks
         self.trims = 0
         self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+        self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
         self._dropped: deque[list[Sequence]] = deque()
 
     def register(self, ledger: Ledger) -> None:
@@ -116,9 +117,14 @@ class PageStore:
         A finalizer runs between any two steps of any thread, so it only leaves a note, and
         ``collect`` gives the slots back.
         """
-        with self.lock:  # whoever holds it may be walking through them
+        with self._joining:
             self._ledgers.add(ledger)
         weakref.finalize(ledger, self._dropped.append, ledger.sequences).atexit = False
+
+    def _registered(self) -> list[Ledger]:
+        """Those that are there now; others may join while somebody goes through them."""
+        with self._joining:
+            return list(self._ledgers)
 
     def layer(
         self,
@@ -184,7 +190,7 @@ class PageStore:
             for pools in self.layers.values():
                 pools.by_bits[bits].keep(kept)
             new_ids = {old: new for new, old in enumerate(kept)}
-            for ledger in self._ledgers:
+            for ledger in self._registered():
                 for stream in ledger.streams():
                     if bits == 16:
                         stream.blocks = [new_ids[block] for block in stream.blocks]
@@ -200,7 +206,7 @@ class PageStore:
         """Bytes of the slots in use by modality, each once, whoever holds them."""
         self.collect()
         held: dict[int, dict[int, str]] = {bits: {} for bits in self.allocators}
-        for ledger in list(self._ledgers):
+        for ledger in self._registered():
             for stream in ledger.streams():
                 held[16] |= dict.fromkeys(stream.blocks, stream.modality.label)
                 held[stream.bits] |= dict.fromkeys(stream.pages, stream.modality.label)

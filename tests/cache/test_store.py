@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.stream import Stream
 from tests.cache.invariants import attend_oscar, chunk, filled, random_ids
 from tests.cache.numbers import check_slots
 
@@ -22,16 +24,30 @@ def used(store: PageStore) -> dict[int, int]:
     return {bits: slots.used for bits, slots in store.allocators.items()}
 
 
-def test_nobody_joins_a_store_while_its_caches_are_walked() -> None:
-    """The other thread would change a set that this one iterates over."""
+def test_a_store_may_be_joined_while_its_caches_are_walked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, _ = filled("compact", IDS)
+    store, streams, joined = cache.store, cache.ledger.streams, []
+
+    def slow_streams() -> Iterator[Stream]:
+        joined.append(OscarCache("compact", store=store))
+        return streams()
+
+    cache.crop(-500)  # leaves slots to trim
+    monkeypatch.setattr(cache.ledger, "streams", slow_streams)
+    assert store.bytes_by_modality()["text"] > 0
+    store.trim()
+    assert len(joined) > 2
+
+
+def test_a_store_is_joined_while_another_thread_holds_its_lock() -> None:
     store = PageStore("compact")
     joining = threading.Thread(target=OscarCache, args=("compact",), kwargs={"store": store})
     with store.lock:
         joining.start()
-        joining.join(0.1)
-        assert joining.is_alive()
-    joining.join(10)
-    assert not joining.is_alive()
+        joining.join(10)
+        assert not joining.is_alive()
 
 
 def test_a_fork_costs_tables_only_and_inherits_the_balancing() -> None:
