@@ -290,9 +290,7 @@ class Pipeline(Batched, Bounded):
 
         Together they take no more than half of the context, unless the text alone does.
         """
-        with self.lock:  # It is found out once, with the tokenizer.
-            thinks = self.family.thinks
-        if not thinks:
+        if not self.family.thinks:
             return text
         return max(text, min(text + _REASONING, self.max_context // 2))
 

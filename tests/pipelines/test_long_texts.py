@@ -26,13 +26,13 @@ def pipe(qwen: OscarVLPipeline) -> OscarVLPipeline:
 
 @contextmanager
 def busy(pipe: Pipeline) -> Iterator[None]:
-    """Somebody else has the pipeline's lock."""
-    taken, leave = threading.Event(), threading.Event()
+    """Somebody else has the pipeline's lock; fails if anybody waits for it."""
+    taken, leave, in_time = threading.Event(), threading.Event(), []
 
     def hold() -> None:
         with pipe.lock:
             taken.set()
-            leave.wait(30)
+            in_time.append(leave.wait(10))
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -42,6 +42,7 @@ def busy(pipe: Pipeline) -> Iterator[None]:
     finally:
         leave.set()
         thread.join()
+    assert in_time == [True]
 
 
 @pytest.fixture
