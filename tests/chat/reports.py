@@ -12,7 +12,7 @@ from oscar_mm.memory import MemoryReport
 
 def cache_of(chat: Chat) -> OscarCache | None:
     """What a chat holds in the store; None while that is on disk."""
-    return chat._held.conversation.cache
+    return chat._held.conversation.kept
 
 
 def check_store(store: PageStore) -> int:
