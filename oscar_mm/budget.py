@@ -6,10 +6,13 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
+
+import numpy as np
 
 from oscar_mm.errors import Busy, InputError
 
@@ -20,13 +23,38 @@ if TYPE_CHECKING:
     from oscar_mm.decoding.prefixes import Prefixes
 
 
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Room for an answer that is being written, as long as its writer keeps this.
+
+    Attributes:
+        cache: that grows.
+        begin: tokens that it holds when the prompt is read.
+        added: bytes that it has taken after 0, 1, 2, ... tokens of the answer.
+    """
+
+    cache: OscarCache
+    begin: int
+    added: np.ndarray
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes that it may still take."""
+        if self.cache.closed:
+            return 0
+        written = min(self.cache.get_seq_length() - self.begin, len(self.added) - 1)
+        taken = self.added[written] if written >= 0 else 0
+        return int(self.added[max(0, written) :].max() - taken)
+
+
 class KVBudget:
     """Makes room in stores before and after each turn; used under their lock.
 
     What counts are pages and 16-bit blocks in use, each once, of all chats, kept prefixes and
     requests without a chat. To make room, prefixes go first, then the chats that were used least
     recently and are not answering are written to files; they come back with their next use. What
-    a turn takes is foreseen slot by slot (``oscar_mm.cache.foresight``), up to its longest answer.
+    a turn takes is foreseen slot by slot (``oscar_mm.cache.foresight``), up to its longest answer,
+    and reserved: others that come meanwhile get what is left.
 
     Args:
         store: of the pipeline; ``stores`` takes those of others that share the budget, as long
@@ -61,6 +89,7 @@ class KVBudget:
             raise InputError(f"spill={folder!r}: no folder that can be used: {error}") from None
         self._last_use: weakref.WeakKeyDictionary[Holding, int] = weakref.WeakKeyDictionary()
         self._clock = count()
+        self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def close(self) -> None:
         """Remove the folder if it is a temporary one; nothing can be written to disk any more."""
@@ -72,6 +101,26 @@ class KVBudget:
     def used_bytes(self) -> int:
         """Of the limit."""
         return sum(store.memory().used_bytes for store in self.stores)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the limit, with what answers that are being written may still take."""
+        return self.used_bytes + sum(one.outstanding for one in self._reservations)
+
+    def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
+        """Keep what ``make_room`` has made free for an answer.
+
+        Args:
+            cache: that the answer goes on from, before the prompt.
+            prompt: tokens that are read before the answer.
+            added: bytes after 0, 1, 2, ... tokens of the answer.
+
+        Returns:
+            holds the room until it is dropped.
+        """
+        reservation = Reservation(cache, cache.get_seq_length() + prompt, added)
+        self._reservations.add(reservation)
+        return reservation
 
     def use(self, chat: Holding) -> None:
         """A chat is in use now."""
@@ -94,7 +143,7 @@ class KVBudget:
             Busy: there is no room, whatever else could go, until others have ended; nothing has
                 gone then.
         """
-        used = self.used_bytes
+        used = self.taken_bytes
         short = used + needed - self.limit
         if short > 0 and short > self._could_go(chat):
             raise Busy(self._refusal(used, needed))
@@ -109,7 +158,7 @@ class KVBudget:
             Busy: the new one takes more than the old one gives back, and there is no room for
                 that, whatever else could go; nothing has gone then.
         """
-        used, added = self.used_bytes, self._freed([new])
+        used, added = self.taken_bytes, self._freed([new])
         more = added - self._freed([old])
         if more > 0 and used - self.limit > self._could_go(chat, old):
             raise Busy(self._refusal(used - added, more))
@@ -122,7 +171,7 @@ class KVBudget:
     def _give_way(self, needed: int, chat: Holding | None, *leaving: OscarCache) -> None:
         """Prefixes and other chats go until that much is free, or nothing more can go; free is also
         what caches hold that are leaving."""
-        while self.used_bytes - self._freed(leaving) + needed > self.limit:
+        while self.taken_bytes - self._freed(leaving) + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
                 continue

@@ -248,8 +248,10 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     prompt = left_padded([one.prompt for one in batch], pipe.family)
     with pipe.lock:
         rows = (pipe.growth(one.prompt, one.sampling.max_new_tokens, one.past) for one in batch)
-        pipe.make_room(Growth.together(rows), prompt.modalities.numel())
+        growth = Growth.together(rows)
+        pipe.make_room(growth, prompt.modalities.numel())
         cache = batch_cache(pipe, batch)
+        room = pipe.reserve(growth, prompt.tokens, cache)
     ended = torch.zeros(len(batch), dtype=torch.bool)
     steps = decode(
         pipe.model,
@@ -276,6 +278,7 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
         yield from results
     with pipe.lock:
         cache.close()
+    del room
 
 
 def batch_cache(pipe: Pipeline, batch: list[Prepared]) -> OscarCache:

@@ -26,7 +26,7 @@ from oscar_mm.sizes import format_bytes
 if TYPE_CHECKING:
     from threading import RLock
 
-    from oscar_mm.budget import KVBudget
+    from oscar_mm.budget import KVBudget, Reservation
     from oscar_mm.cache.store import PageStore
     from oscar_mm.chat.holding import Holding
     from oscar_mm.media import MediaLimits
@@ -208,6 +208,22 @@ class Bounded:
     def growth_bytes(self, growth: Growth) -> int:
         """Most bytes that it adds at any time."""
         return int(bytes_over_time(growth.added, self._slot_bytes()).max())
+
+    def reserve(self, growth: Growth, tokens: int, cache: OscarCache) -> Reservation | None:
+        """Keep what ``make_room`` has made free while an answer is written.
+
+        Args:
+            growth: of all rows.
+            tokens: that are read, in each row.
+            cache: that the answer goes on from.
+
+        Returns:
+            holds the room in the budget, if there is one, until it is dropped.
+        """
+        if self.budget is None:
+            return None
+        added = bytes_over_time(growth.added, self._slot_bytes())
+        return self.budget.reserve(cache, tokens, added)
 
     def make_room(self, growth: Growth, tokens: int, chat: Holding | None = None) -> None:
         """Before the model reads: what it will take is free in the budget and on its devices.

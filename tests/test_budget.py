@@ -226,6 +226,40 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
     assert not files(tmp_path)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_room_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
+    asked = {"prompt": "What?", "max_new_tokens": 300}
+    whole = free.growth_bytes(free.growth(free.prepare("What?", (), None), 300))
+    pipe = pipeline(qwen3_vl_folder, kv_budget=whole * 3 // 2)
+
+    def others() -> list[Any]:
+        if alone:
+            return [pipe(None, **asked)]
+        return [result.answer for result in pipe.batch([asked]) if result.answer]
+
+    stream = pipe.stream(None, **asked)
+    next(stream)
+    # There is room for both just now, but not for what both will write.
+    assert pipe.budget.used_bytes < whole // 2
+    if alone:
+        with pytest.raises(Busy, match="kv_budget is"):
+            others()
+    else:
+        assert others() == []
+    for _ in stream:
+        assert pipe.budget.used_bytes <= pipe.budget.limit
+    assert stream.result.memory.kv_bytes > whole // 2
+    del stream
+    gc.collect()
+    assert [len(answer.token_ids) for answer in others()] == [300]
+    left = pipe.stream(None, **asked)
+    next(left)
+    left.close()
+    del left
+    gc.collect()
+    assert [len(answer.token_ids) for answer in others()] == [300]
+
+
 def test_prefixes_go_first(qwen3_vl_folder, tmp_path) -> None:
     options = {"kv_budget": LIMIT, "spill": tmp_path, "prefix_cache": "1GB"}
     pipe = pipeline(qwen3_vl_folder, **options)

@@ -67,6 +67,7 @@ class Generation:
                 prompt = remaining(prompt, known)
             growth = pipe.growth(prompt, self.sampling.max_new_tokens, self.cache)
             pipe.make_room(growth, prompt.tokens)
+            room = pipe.reserve(growth, prompt.tokens, self.cache)
         steps = decode(
             pipe.model,
             prompt,
@@ -90,6 +91,7 @@ class Generation:
             yield piece
         with pipe.lock:
             piece = self.written.finish()
+        del room  # The longest answer had more.
         yield piece
 
     def answer(self) -> Answer:
