@@ -14,7 +14,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.mono import Audio, Mono
 from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
-from oscar_mm.media.truncation import check_whole, mp3_seconds, opened_bytes
+from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
 
 # What FFmpeg may take a recording for. Playlists (hls, concat, dash) are left out: they open other
 # files.
@@ -28,6 +28,9 @@ _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
 
 _GUESSED = ("aac", "ac3")
 """Formats without a header: FFmpeg guesses their length from their first bit rate."""
+
+_EXACT_PCM = ("aiff", "au", "nistsphere", "wav")
+"""Formats that count samples exactly, if these are not compressed."""
 
 _PIECE_S = 10
 """Seconds that are decoded at a time."""
@@ -183,6 +186,9 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
     with opened_bytes(source, label) as raw:
         if raw.read(4) not in _LIBSNDFILE:
             return None
+    # Of joined Ogg streams libsndfile reads the first alone, FFmpeg all.
+    if is_joined_ogg(source, label):
+        return None
     try:
         file = soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
     except (soundfile.LibsndfileError, TypeError):
@@ -237,7 +243,7 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
                 mono.push(part.to_ndarray().T)
         if mono is None:
             raise InputError(f"{label}: no sound of it can be decoded; convert it to WAV or FLAC")
-        return mono.finish(promised)
+        return mono.finish(promised, estimated=not _is_exact(container, stream))
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
@@ -256,7 +262,18 @@ def promised_seconds(container: Any, stream: Any, source: Path | bytes, label: s
         return mp3_seconds(source, label)
     if container.format.name in _GUESSED:
         return 0.0
+    if container.format.name == "ogg" and is_joined_ogg(source, label):
+        return 0.0  # FFmpeg takes the length of the last stream for that of all
     seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
     if not seconds and not container.streams.video:
         seconds = (container.duration or 0) / 1e6
     return seconds
+
+
+def _is_exact(container: Any, stream: Any) -> bool:
+    """Whether ``promised_seconds`` are exact. Those of a film are not: its sound may have gaps."""
+    formats = container.format.name.split(",")
+    if "mov" in formats:
+        return bool(stream.duration) and not container.streams.video
+    pcm = formats[0] in _EXACT_PCM and stream.codec_context.name.startswith("pcm_")
+    return pcm or formats[0] == "mp3"

@@ -14,8 +14,13 @@ RATE = 16_000
 LEAST_SECONDS = 0.1
 """Below this an audio tower has next to nothing to read."""
 
-# A file that holds a smaller share of what its header promises was cut off.
+# A file that holds a smaller share of what its header estimates was cut off.
 LEAST_SHARE = 0.9
+
+# Of an exact promise may lack this many seconds, for delay and padding of encoders, and this share
+# of it, for damaged frames.
+_SLACK_S = 0.5
+_SLACK_SHARE = 0.001
 
 _FULL_SCALE = 0.9999
 _CLIPPED_SHARE = 0.01
@@ -91,8 +96,12 @@ class Mono:
         mono = piece.mean(axis=1, dtype=np.float32)
         self._parts.append(self._resampler.resample_chunk(mono))
 
-    def finish(self, promised: float) -> Audio:
-        """The recording; ``promised`` is its length in seconds by the header, 0 if unknown.
+    def finish(self, promised: float, *, estimated: bool = False) -> Audio:
+        """The recording.
+
+        Args:
+            promised: its length in seconds by the header, 0 if unknown.
+            estimated: whether that may be some percent off.
 
         Raises:
             InputError: no samples, too few, or fewer than promised.
@@ -100,7 +109,10 @@ class Mono:
         seconds = self._count / self._rate
         if not self._count:
             raise InputError(f"{self._label}: has no samples; record or export it anew")
-        if seconds < LEAST_SHARE * promised:
+        least = LEAST_SHARE * promised
+        if not estimated:
+            least = max(least, (1 - _SLACK_SHARE) * promised - _SLACK_S)
+        if seconds < least:
             raise InputError(
                 f"{self._label}: ends after {seconds:.1f} of {promised:.1f} s; the file is cut "
                 "off, copy or download it again"

@@ -15,6 +15,17 @@ _OGG_PAGE = 27 + 255 + 255 * 255
 """Most bytes of a page of Ogg: its header, its table of segments, its segments."""
 _OGG_END = 4
 """Flag of the last page of a stream."""
+_OGG_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]")
+_OGG_LATER_PAGE = re.compile(rb"OggS\0[\0\1\4\5]")
+_PIECE_BYTES = 1 << 20
+_SLACK_BYTES = 4096
+"""A file may lack this many of its bytes, for headers that count a little too many."""
+_SLACK_SHARE = 0.001
+"""And this share of them."""
+_PIPED_BYTES = 0x7FFFF000
+"""Sizes from here on are what programs write to a pipe, where they do not know the size."""
+_RIFF_CHUNKS = 64
+"""Of which one is looked for that holds the sound."""
 _CAF_CHUNKS = 64
 """Of which the sizes are looked at."""
 _MPEG_DELAY = 3
@@ -58,8 +69,8 @@ def check_whole(source: Path | bytes, label: str) -> None:
                     "ffmpeg -i FILE -c copy NEW)"
                 )
             return
-        promised = _riff_bytes(head) or _matroska_bytes(head) or _caf_bytes(file, head, size)
-    if size < LEAST_SHARE * promised:
+        promised = _riff_bytes(file, head) or _matroska_bytes(head) or _caf_bytes(file, head, size)
+    if size < max(LEAST_SHARE * promised, (1 - _SLACK_SHARE) * promised - _SLACK_BYTES):
         raise InputError(
             f"{label}: has {size:,} of {promised:,} bytes; the file is cut off, copy or download "
             "it again"
@@ -92,13 +103,47 @@ def mp3_seconds(source: Path | bytes, label: str) -> float:
     return frames * (1152 if version == 3 else 576) / rate
 
 
-def _riff_bytes(head: bytes) -> int:
-    """Bytes of a WAV or AVI file, 0 if it is none or its size was not known."""
+def is_joined_ogg(source: Path | bytes, label: str) -> bool:
+    """Whether an Ogg file has one stream after another, as ``cat a.ogg b.ogg`` makes it.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+    with opened_bytes(source, label) as file:
+        if file.read(4) != b"OggS":
+            return False
+        file.seek(0)
+        begun, rest = False, b""
+        while piece := file.read(_PIECE_BYTES):
+            data = rest + piece
+            # Streams that run side by side all begin before any of them goes on.
+            if not begun and (later := _OGG_LATER_PAGE.search(data)):
+                begun, data = True, data[later.end() :]
+            if begun and _OGG_FIRST_PAGE.search(data):
+                return True
+            rest = data[-5:]  # a page may begin in one piece and go on in the next
+    return False
+
+
+def _riff_bytes(file: BinaryIO, head: bytes) -> int:
+    """Bytes of a WAV up to the end of its sound, or of an AVI; 0 if it is none or none is known."""
     if len(head) < 12 or head[:4] != b"RIFF" or head[8:12] not in (b"WAVE", b"AVI "):
         return 0
+    end = 12
+    for _ in range(_RIFF_CHUNKS if head[8:12] == b"WAVE" else 0):
+        file.seek(end)
+        chunk = file.read(8)
+        if len(chunk) < 8:
+            break
+        length = struct.unpack("<I", chunk[4:])[0]
+        end += 8 + length
+        if chunk[:4] == b"data":
+            if 0 < length < _PIPED_BYTES:
+                return end
+            break
+        end += length % 2
     promised = struct.unpack("<I", head[4:8])[0] + 8
-    # Programs that write to a pipe do not know the size and leave all bits set.
-    return promised if promised < 2**31 else 0
+    return promised if promised < _PIPED_BYTES else 0
 
 
 def _matroska_bytes(head: bytes) -> int:

@@ -1,5 +1,6 @@
 """Recordings come out as mono at 16 kHz in bounded memory; bad ones are refused by name."""
 
+import io
 import runpy
 import struct
 import tracemalloc
@@ -7,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import Audio, MediaLimits, load_audio, load_video
+from oscar_mm.media.truncation import is_joined_ogg
 from tests.prompts import clip, tone
 from tests.recordings import CODECS, write_movie, write_sound
 
@@ -122,6 +125,8 @@ def test_sound_of_a_video(tmp_path: Path) -> None:
     video = load_video(movie, sound=True)
     assert np.array_equal(video.sound.samples, audio.samples)
     assert load_video(movie).sound is None
+    longer = write_movie(tmp_path / "longer.mp4", clip(64), tone(2, 700))
+    assert load_video(longer, sound=True).sound.seconds == pytest.approx(2, abs=0.1)
     silent = write_movie(tmp_path / "silent.mp4", clip(16), None)
     assert load_video(silent, sound=True).sound is None
     assert load_video(list(clip(4)), sound=True).sound is None
@@ -225,6 +230,81 @@ def test_a_cut_ogg(tmp_path: Path, subtype: str) -> None:
     for size in (len(data) // 2, last_page, last_page + 30, len(data) - 1):
         with pytest.raises(InputError, match=r"^voice: .*the file is cut off"):
             load_audio(data[:size], label="voice")
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_joined_ogg(tmp_path: Path, subtype: str) -> None:
+    """``cat a.ogg b.ogg`` is a recording, of the length of both: radio makes such files."""
+    parts = []
+    for seconds, hertz in ((3, 523), (5, 1000)):
+        path = tmp_path / f"{hertz}.ogg"
+        soundfile.write(path, tone(seconds, hertz)[0], 16_000, format="OGG", subtype=subtype)
+        parts.append(path.read_bytes())
+    audio = load_audio(b"".join(parts))
+    assert audio.seconds == pytest.approx(8, abs=0.05)
+    first, second = (Audio(part, 16_000, 1) for part in np.split(audio.samples, [3 * 16_000]))
+    assert pitch(first) == pytest.approx(523, abs=1)
+    assert pitch(second) == pytest.approx(1000, abs=1)
+    assert load_audio(b"".join([*parts, parts[0]])).seconds == pytest.approx(11, abs=0.05)
+    with pytest.raises(InputError, match="the file is cut off"):
+        load_audio(b"".join(parts)[:-100])
+    stereo = np.stack([tone(1)[0]] * 2, 1)
+    soundfile.write(path, stereo, 16_000, format="OGG", subtype=subtype)
+    with pytest.raises(InputError, match=r"^audio: .*convert it to WAV or FLAC"):
+        load_audio(parts[0] + path.read_bytes())
+
+
+def test_where_pages_of_ogg_lie_does_not_matter(monkeypatch, tmp_path: Path) -> None:
+    path = tmp_path / "a.ogg"
+    soundfile.write(path, tone(1)[0], 16_000)
+    data = path.read_bytes()
+    for size in range(5, 40):
+        monkeypatch.setattr("oscar_mm.media.truncation._PIECE_BYTES", size)
+        assert is_joined_ogg(data + data, "") and not is_joined_ogg(data, "")
+
+
+@pytest.mark.parametrize("suffix", ["wav", "mp3", "webm", "flac", "m4a", "opus"])
+def test_the_last_twentieth_is_missed(tmp_path: Path, suffix: str) -> None:
+    """Also at the end of a packet, where no decoder stumbles."""
+    path = write_sound(tmp_path / f"a.{suffix}", tone(20), muxer={"movflags": "faststart"})
+    data = path.read_bytes()
+    assert load_audio(data).seconds == pytest.approx(20, abs=0.1)
+    with av.open(io.BytesIO(data)) as container:
+        ends = [packet.pos + packet.size for packet in container.demux() if packet.size]
+    for size in (int(0.95 * len(data)), max(end for end in ends if end < 0.96 * len(data))):
+        with pytest.raises(InputError, match=r"^voice: .*(cut off|damaged)"):
+            load_audio(data[:size], label="voice")
+
+
+@pytest.mark.parametrize("kind", ["AIFF", "AU", "CAF", "NIST", "RF64", "WAVEX", "WAV"])
+def test_other_files_without_their_last_twentieth(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.bin"
+    soundfile.write(path, tone(20)[0], 16_000, format=kind, subtype="PCM_16")
+    data = path.read_bytes()
+    assert load_audio(data).seconds == 20
+    assert load_audio(data[:-2]).seconds == pytest.approx(20, abs=0.01)
+    with pytest.raises(InputError, match=r"the file is cut off"):
+        load_audio(data[: int(0.95 * len(data))])
+
+
+@pytest.mark.parametrize("riff", [0, 2**32 - 1, 9_000])
+def test_a_wav_that_tells_only_the_size_of_its_sound(tmp_path: Path, riff: int) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, tone(3)[0], 16_000, subtype="PCM_16")
+    data = bytearray(path.read_bytes())
+    place = data.index(b"data")
+    data[4:8] = struct.pack("<I", riff)
+    # A chunk of odd length before the sound.
+    listed = bytes(data[:place]) + b"LIST" + struct.pack("<I", 5) + bytes(6) + bytes(data[place:])
+    for whole in (bytes(data), listed):
+        assert load_audio(whole).seconds == 3
+        with pytest.raises(InputError, match=r"^audio: has [\d,]+ of [\d,]+ bytes; .*cut off"):
+            load_audio(whole[: len(whole) // 2])
+    # What sox and others write to a pipe.
+    for unknown in (0x7FFFF000, 0x7FFFFFFF, 2**32 - 1):
+        data[place + 4 : place + 8] = struct.pack("<I", unknown)
+        data[4:8] = struct.pack("<I", min(unknown + place, 2**32 - 1))
+        assert load_audio(bytes(data)).seconds == 3
 
 
 @pytest.mark.parametrize("kind", ["AIFF", "AU", "CAF", "NIST", "RF64", "WAVEX"])
