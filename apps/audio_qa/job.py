@@ -18,6 +18,7 @@ from oscar_mm.apps.audio_qa.watch import bar
 from oscar_mm.apps.audio_qa.worker import Plan, Worker
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
+from oscar_mm.media.source import is_address
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
 from oscar_mm.whole_file import whole_file, writing
@@ -97,7 +98,7 @@ def audio_qa(
             disk is full: what was answered by then is kept.
     """
     rows = read_rows(questions, question=question, group_by=group_by)
-    _refuse_same(questions if isinstance(questions, str | Path) else None, out, samples)
+    _refuse_same(questions if isinstance(questions, str | Path) else None, rows, out, samples)
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
     if kv_budget is not None:
@@ -151,19 +152,30 @@ def _here(plan: Plan, rows: list[Row], answers: Answers) -> Work:
     return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
 
 
-def _refuse_same(questions: str | Path | None, out: str | Path, samples: str | Path | None) -> None:
-    """Refuse to write over the questions, or one output over another, under whatever names."""
+def _refuse_same(
+    questions: str | Path | None, rows: Iterable[Row], out: str | Path, samples: str | Path | None
+) -> None:
+    """Refuse to write over the questions, what they are about, or one output over another."""
     files = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}", "samples": samples}
-    taken = {"questions": questions}
+    taken = {} if questions is None else {_file(questions): "the file of the questions"}
+    where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
+    for medium, line in where.items():
+        if not is_address(medium):
+            taken.setdefault(_file(medium), f"what {line} asks about")
     for name, path in files.items():
-        for other, there in taken.items():
-            if path is not None and there is not None and _same(path, there):
-                raise InputError(f"{path}: is the file of the {other}; give another for the {name}")
-        taken[name] = path
+        if path is None:
+            continue
+        if (file := _file(path)) in taken:
+            raise InputError(f"{path}: is {taken[file]}; give another for the {name}")
+        taken[file] = f"the file of the {name}"
 
 
-def _same(one: str | Path, other: str | Path) -> bool:
-    """Links of both kinds looked through."""
-    if os.path.exists(one) and os.path.exists(other):
-        return os.path.samefile(one, other)
-    return os.path.realpath(one) == os.path.realpath(other)
+def _file(path: str | Path) -> tuple[int, int] | str:
+    """The same for all names of a file, links of both kinds looked through."""
+    try:
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    except OSError:
+        return os.path.realpath(path)
+    except ValueError:  # no name of a file
+        return str(path)

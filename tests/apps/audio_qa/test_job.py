@@ -107,6 +107,37 @@ def test_refused(loaded, recordings, tmp_path) -> None:
     assert_same(read_lines(out), rows)
 
 
+def test_what_is_asked_about_is_not_written_over(recordings, tmp_path) -> None:
+    sound = (recordings / "0.wav").read_bytes()
+    for name in ("a.wav", "b.png", "c.mp4"):
+        (tmp_path / name).write_bytes(sound)
+    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.wav")
+    (tmp_path / "x.summary.json").symlink_to("c.mp4")
+    records = [
+        {"audio": ["gone.wav", "a.wav"], "question": "?"},
+        {"image": "b.png", "video": "c.mp4", "question": "?"},
+        {"audio": "no\0name.wav", "question": "?"},
+    ]
+    file = write_lines(tmp_path / "q.jsonl", records)
+    new = tmp_path / "new.jsonl"
+    for line, out, samples in (
+        (1, "a.wav", None),
+        (1, "hard.jsonl", None),
+        (2, "x", None),
+        (1, new, "a.wav"),
+        (2, new, "sub/../b.png"),
+    ):
+        samples = samples and tmp_path / samples
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        with pytest.raises(InputError, match=f"is what {file}, line {line} asks about; give"):
+            audio_qa(file, tmp_path / out, "no-such-model", samples=samples, overwrite=True)
+    for name in ("a.wav", "b.png", "c.mp4"):
+        assert (tmp_path / name).read_bytes() == sound
+    with pytest.raises(InputError, match=r"0\.wav: is what .* asks about"):
+        audio_qa(recordings, recordings / "0.wav", "no-such-model", question="?", overwrite=True)
+    assert (recordings / "0.wav").read_bytes() == sound and not new.exists()
+
+
 def test_command(loaded, recordings, tmp_path, capsys) -> None:
     file = write_lines(recordings / "q.jsonl", questions(2))
     out = tmp_path / "a.jsonl"
