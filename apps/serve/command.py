@@ -65,11 +65,18 @@ def serve(
     """
     KVPolicy.preset(policy)
     size = parse_bytes("--max-request", max_request)
-    for name, value in (("running", running), ("conversations", conversations)):
-        if value < 1:
-            raise InputError(f"--{name} {value}: must be at least 1")
-    if waiting < 0 or not 0 < port < 65536:
-        raise InputError("--waiting must be at least 0 and --port from 1 to 65535")
+    if kv_budget is not None:
+        parse_bytes("--kv-budget", kv_budget)
+    for name, value, least in (
+        ("max-new-tokens", max_new_tokens, 1),
+        ("running", running, 1),
+        ("waiting", waiting, 0),
+        ("conversations", conversations, 1),
+    ):
+        if value is not None and value < least:
+            raise InputError(f"--{name} {value}: must be at least {least}")
+    if not 0 < port < 65536:
+        raise InputError(f"--port {port}: must be from 1 to 65535")
     if not 0 <= grace <= 3600:
         raise InputError(f"--grace {grace:g}: must be seconds from 0 to 3600")
     key = api_key(api_key_file)

@@ -29,8 +29,12 @@ from tests.processes import Forked, command
         (["--max-request", "much"], "--max-request='much'"),
         (["--running", "0"], "--running 0: must be at least 1"),
         (["--conversations", "0"], "--conversations 0"),
-        (["--port", "0"], "--port from 1 to 65535"),
-        (["--waiting", "-1"], "--waiting must be at least 0"),
+        (["--port", "0"], "--port 0: must be from 1 to 65535"),
+        (["--waiting", "-1"], "--waiting -1: must be at least 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["--max-new-tokens", "-5"], "--max-new-tokens -5: must be at least 1"),
+        (["--max-context", "0"], "'--max-context'"),
+        (["--kv-budget", "much"], "--kv-budget='much'"),
         (["--grace", "-1"], "--grace -1: must be seconds"),
         (["--grace", "nan"], "--grace nan: must be seconds"),
         (["--api-key", "secret"], "No such option"),
@@ -39,7 +43,8 @@ from tests.processes import Forked, command
 )
 def test_refused(options: list[str], expected: str, capsys) -> None:
     assert run(["serve", "--model", "no-such-folder", *options]) == 2
-    assert expected in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("oscar-mm: error: ") and said.count("\n") == 1 and expected in said
 
 
 def test_key_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
