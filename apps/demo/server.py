@@ -18,6 +18,7 @@ from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.hall import Hall
 from oscar_mm.apps.demo.settings import Settings
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
+from oscar_mm.apps.listening import bound
 from oscar_mm.apps.signals import sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
@@ -46,9 +47,12 @@ def serve(
     """Load the model and serve the page until Ctrl-C or SIGTERM; then nothing of it is left.
 
     Raises:
-        InputError: no such model, or the port is taken.
+        InputError: no such model, or the port or the host cannot be used.
     """
     with sigterm_as_ctrl_c():
+        # gradio binds its own, when the model is loaded.
+        for one in bound(host, port):
+            one.close()
         pipe = pipeline_for(model)(
             model,
             policy=policy,
@@ -148,8 +152,9 @@ def running(
                 theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
                 head=f"<style>{_STYLE.read_text()}</style>",
             )
-        except OSError as error:
-            raise InputError(f"port {port} of {host} cannot be used: {error}") from None
+        except OSError:
+            # gradio's own words are about what this program has not.
+            raise InputError(f"--host {host} --port {port}: cannot be used: give another") from None
         try:
             yield Served(str(page.local_url), hall, page)
         finally:

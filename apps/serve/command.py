@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from oscar_mm.apps import options, progress
+from oscar_mm.apps.listening import bound, listen, url
 from oscar_mm.apps.signals import sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
@@ -88,6 +89,7 @@ def serve(
         raise InputError(
             f"serve needs the package {error.name}: pip install 'oscar-mm[serve]'"
         ) from None
+    sockets = bound(host, port)
     model = options.chosen_model(model, hears=True)
     progress.on_loading()
     from oscar_mm.apps.guard import is_loopback
@@ -115,12 +117,13 @@ def serve(
         conversations=conversations,
         grace_s=grace,
     )
-    server = Server(create_app(pipe, model, bounds, host), host, port)
-    print(f"{model} at http://{host}:{port}/v1", file=sys.stderr)
+    server = Server(create_app(pipe, model, bounds, host))
     try:
+        listen(sockets)
+        print(f"{model} at {url(host, port)}/v1", file=sys.stderr)
         # uvicorn hands a signal on when it has stopped.
         with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
-            server.run()
+            server.run(sockets)
     finally:
         if pipe.budget is not None:
             pipe.budget.close()

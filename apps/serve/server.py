@@ -104,18 +104,14 @@ class Server(uvicorn.Server):
     """Serves an application of ``create_app``; stopped, it lets answers end in their grace time.
 
     Args:
-        app: the application.
-        host: name or address to listen on.
-        port: 0 for a free one.
+        app: the application; ``run`` takes the sockets to listen on.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self.service: Service = app.state.service
         ended_s = math.ceil(self.service.bounds.grace_s) + _AFTER_GRACE_S
         super().__init__(
-            uvicorn.Config(
-                app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=ended_s
-            )
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=ended_s)
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -40,13 +41,22 @@ def test_without_gradio_it_says_what_to_install(monkeypatch, capsys) -> None:
         (["--policy", "fine"], "unknown policy 'fine'"),
         (["--kv-budget", "much"], "--kv-budget='much'"),
         (["--port", "0"], "--port"),
-        (["--model", "/nowhere"], "no such folder"),
+        (["--model", "/nowhere", "--port", str(free_port())], "no such folder"),
     ],
 )
 def test_what_it_refuses(options, why, capsys) -> None:
     assert run(["demo", *options]) == 2
     captured = capsys.readouterr()
     assert why in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_port_that_is_taken(qwen3_omni_folder, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert run(["demo", "-m", str(qwen3_omni_folder), "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"--port {port}: cannot be used (Address already in use): give another --port" in said
+    assert said.count("\n") == 1 and "GRADIO" not in said
 
 
 def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys) -> None:

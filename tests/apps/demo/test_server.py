@@ -184,6 +184,6 @@ def test_who_goes_away_leaves_nothing(served, client, uploads) -> None:
 
 def test_a_port_that_is_taken(served, pipe) -> None:
     port = int(served.address.rstrip("/").rpartition(":")[2])
-    refused = pytest.raises(InputError, match=f"port {port} of 127.0.0.1 cannot be used")
+    refused = pytest.raises(InputError, match=f"--port {port}: cannot be used: give")
     with refused, running(pipe, COMPACT, port=port):
         pass

@@ -60,17 +60,19 @@ def user(*parts: Any) -> dict[str, Any]:
 @contextmanager
 def served(pipe: Any, **bounds: Any) -> Iterator[str]:
     """Address of a server that runs in a thread of its own."""
+    from oscar_mm.apps.listening import bound
     from oscar_mm.apps.serve.server import Server, create_app
     from oscar_mm.apps.serve.service import Bounds
 
-    server = Server(create_app(pipe, "tiny", Bounds(**bounds)), "127.0.0.1", 0)
-    thread = threading.Thread(target=server.run)
+    server = Server(create_app(pipe, "tiny", Bounds(**bounds)))
+    sockets = bound("127.0.0.1", 0)
+    port = sockets[0].getsockname()[1]
+    thread = threading.Thread(target=server.run, args=[sockets])
     thread.start()
     deadline = time.monotonic() + 20
     while not server.started:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
