@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ def read_rows(
             recordings, pictures and videos are asked about one by one, or dicts. Fields are id,
             question, audio, images, videos (a path or a list of them, relative to the file),
             choices and answer; in CSV a list is a JSON list. Other fields are left alone. The id
-            of a row that has none is its line number.
+            of a row that has none is its line number, or "line 7" where a row has the id "7".
         question: of rows that have none; needed for a folder.
         group_by: field whose value groups the rows of the summary.
 
@@ -90,7 +91,7 @@ def read_rows(
 
     Raises:
         InputError: nothing there, no line that is a JSON object, a CSV file whose quotes do not
-            match, or an id that occurs twice; names the file and the line.
+            match, or an id that two rows are given; names the file and the line.
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -219,7 +220,8 @@ def _rows(records: Sequence[_Placed], base: Path, question: str | None, group_by
     if records and all(isinstance(record, InputError) for record, _ in records):
         record, where = records[0]
         raise InputError(f"{where}: {record}")
-    return [_row(one, base, where, question, group_by) for one, where in records]
+    taken = {_given_id(record) for record, _ in records}
+    return [_row(one, base, where, question, group_by, taken) for one, where in records]
 
 
 def _row(
@@ -228,14 +230,17 @@ def _row(
     where: str,
     question: str | None,
     group_by: str,
+    taken: Container[str | None],
 ) -> Row:
     place = where.rpartition(", ")[2]
     if isinstance(record, InputError):
-        return Row(id=place, question="", where=where, error=str(record))
+        return Row(id=_free(taken, place), question="", where=where, error=str(record))
     given = {_SINGULAR.get(name, name): value for name, value in record.items()}
     asked = given.get("question", question)
-    # Of a missing id the number is a good one.
-    about: dict[str, Any] = {"id": place.rpartition(" ")[2], "where": where}
+    about: dict[str, Any] = {
+        "id": _free(taken, place.rpartition(" ")[2], place),
+        "where": where,
+    }
     try:
         about |= {
             name: _label(name, given[field])
@@ -254,6 +259,21 @@ def _row(
     except InputError as error:
         return Row(question=asked if isinstance(asked, str) else "", error=str(error), **about)
     return Row(question=asked, **texts, **about)
+
+
+def _given_id(record: Mapping[str, Any] | InputError) -> str | None:
+    if isinstance(record, InputError) or record.get("id") is None:
+        return None
+    try:
+        return _label("id", record["id"])
+    except InputError:
+        return None
+
+
+def _free(taken: Container[str | None], *names: str) -> str:
+    """The first of some names for a row without an id that no other row was given."""
+    more = (f"{names[-1]} ({count})" for count in itertools.count(2))
+    return next(name for name in itertools.chain(names, more) if name not in taken)
 
 
 def _label(name: str, value: Any) -> str:

@@ -92,6 +92,21 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     assert (good.id, bad.id, bad.error) == ("1", "row 2", "must be an object with fields, not int")
 
 
+def test_ids_that_are_given_go_before_invented_ones(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text(
+        '{"id": 2, "question": "a"}\n{"question": "b"}\n[]\n{"id": "line 3", "question": "c"}\n'
+        '{"question": "d"}\n{"id": "5", "question": "e"}\n{"id": "line 5", "question": "f"}\n'
+    )
+    rows = read_rows(file)
+    expected = ["2", "line 2", "line 3 (2)", "line 3", "line 5 (2)", "5", "line 5"]
+    assert [row.id for row in rows] == expected
+    assert [row.question for row in rows] == ["a", "b", "", "c", "d", "e", "f"]
+    file.write_text(file.read_text() + '{"id": 5, "question": "g"}\n')
+    with pytest.raises(InputError, match=r"line 8: id '5' occurs already at .*, line 6"):
+        read_rows(file)
+
+
 def test_ids_as_they_come_back() -> None:
     values = ["\ud800", "\ud83d\ude00", 7, 1.5, True]
     rows = read_rows([{"id": value, "question": "?"} for value in values])
