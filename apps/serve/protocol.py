@@ -214,6 +214,7 @@ class Request:
         sampling: fields of ``Sampling``.
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
+        bound: the field that bounds the answer's tokens, as the client calls it.
     """
 
     model: str | None
@@ -223,6 +224,7 @@ class Request:
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
+    bound: str = "max_tokens"
 
     def messages(self) -> Iterator[Said]:
         """All of them, in their order."""
@@ -259,8 +261,9 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
     said = [_said(message, place, limits) for place, message in enumerate(body.messages)]
     system = said.pop(0) if said[0].role == "system" else None
     past, asked = _turns(said)
+    bound = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     sampling = {
-        "max_new_tokens": body.max_completion_tokens or body.max_tokens,
+        "max_new_tokens": getattr(body, bound),
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": 0 if body.top_k == -1 else body.top_k,
@@ -276,6 +279,7 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
         sampling={name: value for name, value in sampling.items() if value is not None},
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
+        bound=bound,
     )
 
 

@@ -235,7 +235,7 @@ class Service:
         for said in asked.messages():
             pipe.check_text(f"messages[{said.place}].content", said.text, may_be_empty=True)
         if asked.sampling.setdefault("max_new_tokens", most) > most:
-            raise FieldError(f"this server writes at most {most} tokens", "max_tokens")
+            raise FieldError(f"this server writes at most {most} tokens", asked.bound)
         Sampling(**asked.sampling)
         return asked
 

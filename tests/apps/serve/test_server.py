@@ -132,6 +132,11 @@ def test_several_clients(client) -> None:
     [
         ([user("Why?")], {"n": 2}, "n: only 1 is supported"),
         ([user("Why?")], {"max_tokens": 5000}, "max_tokens: this server writes at most 4000"),
+        (
+            [user("Why?")],
+            {"max_tokens": openai.omit, "max_completion_tokens": 5000},
+            "max_completion_tokens: this server writes at most 4000",
+        ),
         ([user("Why?")], {"max_tokens": 0}, "max_tokens: must be at least 1"),
         ([user("Why?")], {"temperature": -1}, "temperature"),
         ([user(" ")], {}, "messages[0].content: is empty"),
