@@ -7,6 +7,7 @@ import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -109,13 +110,27 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         self.service: Service = app.state.service
-        ended_s = math.ceil(self.service.bounds.grace_s) + _AFTER_GRACE_S
+        ended_s = math.ceil(self.service.bounds.grace_s) + 2 * _AFTER_GRACE_S
         super().__init__(
             uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=ended_s)
         )
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn; a second signal ends the grace time, and still every answer is ended."""
+        if self.should_exit:
+            self.service.hurried.set()
+        else:
+            super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn: called when a signal or ``should_exit`` ends the server."""
-        stopping = asyncio.ensure_future(self.service.stop())
+        stopping = asyncio.ensure_future(self._stop())
         await super().shutdown(sockets)
         stopping.cancel()
+
+    async def _stop(self) -> None:
+        await self.service.stop()
+        await asyncio.sleep(_AFTER_GRACE_S)
+        for connection in list(self.server_state.connections):
+            # Its client does not read.
+            connection.transport.abort()

@@ -73,6 +73,9 @@ class Service:
         metrics: count.
         bounds: what is taken on.
         name: of the model, for clients.
+
+    Attributes:
+        hurried: set to end the grace time of answers.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Service:
     ) -> None:
         self.conversations, self.metrics = conversations, metrics
         self.bounds, self.name = bounds, name
+        self.hurried = asyncio.Event()
         self._places = asyncio.Semaphore(bounds.running)
         self._waiting = self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
@@ -142,7 +146,8 @@ class Service:
     async def stop(self) -> None:
         """Take on nothing more; answers that run have their grace, then they are cut short."""
         self.stopping.set_result(None)
-        await asyncio.sleep(self.bounds.grace_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.hurried.wait(), self.bounds.grace_s)
         self.cut.set_result(None)
 
     async def close(self) -> None:

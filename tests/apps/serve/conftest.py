@@ -58,13 +58,12 @@ def user(*parts: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served(pipe: Any, **bounds: Any) -> Iterator[str]:
-    """Address of a server that runs in a thread of its own."""
+def started(app: Any) -> Iterator[tuple[Any, str]]:
+    """A server that runs in a thread of its own, and its address."""
     from oscar_mm.apps.listening import bound
-    from oscar_mm.apps.serve.server import Server, create_app
-    from oscar_mm.apps.serve.service import Bounds
+    from oscar_mm.apps.serve.server import Server
 
-    server = Server(create_app(pipe, "tiny", Bounds(**bounds)))
+    server = Server(app)
     sockets = bound("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     thread = threading.Thread(target=server.run, args=[sockets])
@@ -74,11 +73,21 @@ def served(pipe: Any, **bounds: Any) -> Iterator[str]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield server, f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+@contextmanager
+def served(pipe: Any, **bounds: Any) -> Iterator[str]:
+    """Address of a server over a pipeline."""
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import Bounds
+
+    with started(create_app(pipe, "tiny", Bounds(**bounds))) as (_, address):
+        yield address
 
 
 @pytest.fixture(scope="session")

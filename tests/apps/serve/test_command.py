@@ -126,13 +126,15 @@ def command_that_reads_for_ever(*arguments: str) -> None:
 
 
 @contextmanager
-def running(program: Callable, folder: Path, temporary: Path) -> Iterator[tuple[Forked, Any]]:
+def running(
+    program: Callable, folder: Path, temporary: Path, grace: str = "0.5"
+) -> Iterator[tuple[Forked, Any]]:
     """A server in a process of its own, and a client."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    options = ["--device", "cpu", "--port", str(port), "--kv-budget", "50MB", "--grace", "0.5"]
+    options = ["--device", "cpu", "--port", str(port), "--kv-budget", "50MB", "--grace", grace]
     options += ["--max-new-tokens", "100000", "--model", str(folder)]
     environment = {KEY_VARIABLE: "secret", "TMPDIR": str(temporary)}
     with Forked(program, "serve", *options, environment=environment) as server:
@@ -175,4 +177,21 @@ def test_stopped_while_a_prompt_is_read(qwen3_omni_folder, tmp_path) -> None:
         with pytest.raises(openai.APIError):
             ask(client, user("Why?"), model=openai.omit)
         assert server.wait(20) == 0
+    assert not [*tmp_path.glob("oscar-mm-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_the_grace_time(qwen3_omni_folder, tmp_path, again) -> None:
+    with running(command, qwen3_omni_folder, tmp_path, "600") as (server, client):
+        options = {"model": openai.omit, "stream": True, "max_tokens": 20_000}
+        with pytest.raises(openai.APIError, match="stopping"):
+            for count, _ in enumerate(ask(client, user("Why?"), **options)):
+                if count == 3:
+                    os.kill(server.pid, signal.SIGINT)
+                    Timer(0.5, os.kill, (server.pid, again)).start()
+                    start = time.monotonic()
+        code, _, errors = server.end()
+    assert time.monotonic() - start < 15
+    assert code == 0 and errors.decode().count("\n") == 1
     assert not [*tmp_path.glob("oscar-mm-*")]

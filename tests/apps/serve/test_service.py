@@ -1,23 +1,26 @@
 """The queue, the memory, the end: what one client does is not felt by the others."""
 
+import asyncio
 import http.client
 import io
 import json
+import signal
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import openai
 import pytest
 from PIL import Image
+from starlette.responses import StreamingResponse
 
 from oscar_mm import OscarOmniPipeline
-from tests.apps.serve.conftest import image, png, served, text, user
+from tests.apps.serve.conftest import image, png, served, started, text, user
 from tests.apps.serve.test_server import ask, metrics
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
@@ -396,3 +399,30 @@ def test_stopped_without(omni) -> None:
         assert "stopping" in json.loads(last.removeprefix("data: "))["error"]["message"]
         assert waited.status_code == 503
     eventually(lambda: omni.store.memory().used_bytes == before)
+
+
+def test_a_second_signal_ends_the_grace_time(omni, monkeypatch, capfd) -> None:
+    """Also of a client that does not read."""
+    from oscar_mm.apps.serve import server as serving
+    from oscar_mm.apps.serve.service import Bounds
+
+    monkeypatch.setattr(serving, "_AFTER_GRACE_S", 0.2)
+    app = serving.create_app(omni, "tiny", Bounds(grace_s=600))
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)
+            yield b"x" * (1 << 20)
+
+    app.add_api_route("/endless", lambda: StreamingResponse(endless()))
+    with started(app) as (server, address):
+        client = http.client.HTTPConnection(address.removeprefix("http://"))
+        client.request("GET", "/endless")
+        answer = client.getresponse()
+        assert answer.read(1) == b"x"
+        start = time.monotonic()
+        for _ in range(3):
+            server.handle_exit(signal.SIGINT, None)
+    assert time.monotonic() - start < 5
+    client.close()
+    assert capfd.readouterr().err == ""
