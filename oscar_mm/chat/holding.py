@@ -25,7 +25,7 @@ class Holding:
         conversation: to begin with.
 
     Attributes:
-        now: the conversation; None once it was given up. Its cache is None while it is on disk.
+        now: the conversation; None once it was given up. Its ``kept`` is None while it is on disk.
         answering: the turn that goes on from it just now, or None.
     """
 
