@@ -1,11 +1,13 @@
 """Questions about images, videos and sound with a 2-bit KV cache.
 
 Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
-wait for torch.
+wait for torch. Transformers knows attention "oscar" from then on all the same.
 """
 
 import importlib
 from typing import TYPE_CHECKING
+
+from oscar_mm.registration import register as _register
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
@@ -60,3 +62,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+_register()

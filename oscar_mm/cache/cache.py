@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from transformers import Cache
 
-import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
 from oscar_mm.cache.chunk import Chunk, KeyLength
 from oscar_mm.cache.expected import Expected
 from oscar_mm.cache.layer import OscarLayer

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
 from oscar_mm.cache.chunk import KeyLength
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 

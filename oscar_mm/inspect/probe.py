@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-import oscar_mm.attention  # noqa: F401 - registers attention "oscar"
 from oscar_mm.cache.chunk import KeyLength
 
 

@@ -1,0 +1,105 @@
+"""Attention "oscar" after `import oscar_mm` alone, whatever is imported first."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from oscar_mm import registration
+from oscar_mm.registration import MODELS, Registration
+from tests.checkpoints import build_decoder
+from tests.test_package import run_python
+
+LOAD = """
+from transformers import AutoModelForCausalLM, AttentionInterface, AttentionMaskInterface
+model = AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="oscar")
+import sys, torch
+assert model.config._attn_implementation == "oscar"
+assert "oscar" in AttentionInterface() and "oscar" in AttentionMaskInterface()
+assert "oscar_mm.cache.cache" not in sys.modules
+assert not [x for x in sys.meta_path if type(x).__module__.startswith("oscar_mm")]
+from oscar_mm import OscarCache
+cache = OscarCache("compact")
+model.generate(torch.arange(3, 203)[None], past_key_values=cache, max_new_tokens=4)
+"""
+ORDERS = {
+    "before transformers": "import oscar_mm",
+    "after transformers": "import transformers\nimport oscar_mm",
+    "after its models": "from transformers import LlamaForCausalLM\nimport oscar_mm",
+    "by a part": "from oscar_mm.policy import KVPolicy",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("registration") / "llama"
+    build_decoder("llama").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_model_loads_with_attention_oscar(order: str, folder: Path) -> None:
+    run_python(ORDERS[order] + LOAD.format(folder=str(folder)))
+
+
+def test_transformers_alone_stays_without_torch() -> None:
+    """Its own laziness is not ended by ours."""
+    program = "import oscar_mm, transformers, sys; print('torch' in sys.modules)"
+    assert run_python(program) == "False"
+
+
+def test_the_models_module_is_what_it_would_be_without_us() -> None:
+    program = (
+        "{}import inspect, transformers.modeling_utils as m; "
+        "print(type(m.__loader__).__name__, m.__spec__.loader is m.__loader__, m.__file__, "
+        "len(inspect.getsource(m)))"
+    )
+    assert run_python(program.format("import oscar_mm; ")) == run_python(program.format(""))
+
+
+def test_a_failed_import_may_be_tried_again(tmp_path: Path, monkeypatch) -> None:
+    """The finder stays until the module is there, and asks the other finders for it."""
+    package = tmp_path / "models_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "base.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registration, "MODELS", "models_of_a_test.base")
+    registered = []
+    monkeypatch.setattr(registration.importlib, "import_module", registered.append)
+    finder = Registration()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with pytest.raises(ZeroDivisionError):
+        import models_of_a_test.base
+    assert finder in sys.meta_path and not registered
+    (package / "base.py").write_text("this = 'comes second'\n")
+    importlib.invalidate_caches()
+    found = importlib.util.find_spec("models_of_a_test.base")
+    assert found.loader.get_source("models_of_a_test.base") == "this = 'comes second'\n"
+    import models_of_a_test.base
+
+    assert models_of_a_test.base.this == "comes second"
+    assert finder not in sys.meta_path and registered == ["oscar_mm.attention"]
+    for name in ("models_of_a_test.base", "models_of_a_test"):
+        del sys.modules[name]
+
+
+def test_registered_once_where_models_are_there(monkeypatch) -> None:
+    assert MODELS in sys.modules
+    before = list(sys.meta_path)
+    registration.register()
+    assert sys.meta_path == before
+    monkeypatch.delitem(sys.modules, MODELS)
+    monkeypatch.setattr(sys, "meta_path", before)
+    for _ in range(2):
+        registration.register()
+    assert sum(isinstance(finder, Registration) for finder in sys.meta_path) == 1
+
+
+def test_from_pretrained_here(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="oscar")
+    with torch.no_grad():
+        assert model(torch.arange(3, 9)[None]).logits.isfinite().all()
