@@ -68,7 +68,8 @@ class KVPolicy:
         rotate: Hadamard rotation of keys and values along head_dim.
         balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
             "weights", from the first "prompt", "auto" (weights where the model has them, else the
-            prompt) or None. Attention is unchanged in exact arithmetic.
+            prompt) or None. Attention is unchanged in exact arithmetic. Balancing by the prompt
+            takes attention "oscar"; without it "auto" warns and does not balance.
         token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
             "per_head", or None.
         window: most recent tokens of a sequence that are always kept in 16 bit.

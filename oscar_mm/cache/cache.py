@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,12 @@ _INCOMPLETE = (
     "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
     "start again. (An encoder-decoder takes EncoderDecoderCache(OscarCache(...), DynamicCache()).)"
 )
+_UNBALANCED = (
+    "OscarCache: keys are stored without query-key balancing, so this is another method than {} "
+    "with attention 'oscar': layer {} shows no QK-norm weights, and no attention but 'oscar' shows "
+    "the queries. Call model.set_attn_implementation('oscar') before the first forward pass (or, "
+    "for a model with QK-norm, give OscarCache(policy, model=model)); balance=None never balances"
+)
 _ONE_STATE = "linear-attention layers keep the state after the last token only"
 _TWO_STATES = (
     "layer {} has attention and a linear-attention state, of which an OscarCache holds one a "
@@ -42,6 +49,8 @@ class OscarCache(Cache):
 
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
     pages; with any other implementation it is unpacked for each layer in turn, to the same result.
+    Only attention "oscar" shows the queries, by which keys of a model without QK-norm are balanced:
+    with any other they are stored unbalanced, of which the cache warns once.
     A prompt's attention is exact in both: its keys and values are packed after their layer's
     attention is done. Tokens of a later chunk see the packed past. Layers with linear attention
     (Qwen3-Next, Qwen3.5, Jamba) keep their state as it is, in transformers' own layers.
@@ -52,7 +61,8 @@ class OscarCache(Cache):
     Args:
         policy: a KVPolicy or a preset's name.
         model: optional; lets query-key balancing read the QK-norm weights with any attention
-            implementation (attention "oscar" finds them by itself).
+            implementation (attention "oscar" finds them by itself); a model without QK-norm has
+            nothing to read.
         store: where the pages are kept, shared with other caches of the same model and policy; by
             default a store of its own.
 
@@ -79,6 +89,7 @@ class OscarCache(Cache):
         self.ledger = Ledger(self.store)
         self._sigmas = sigmas_of_model(model) if model is not None else {}
         self._expected = Expected()
+        self._warned = False
         # Whether layers on a GPU have taken in a prompt or pages since the last check.
         self.unchecked = False
 
@@ -137,10 +148,22 @@ class OscarCache(Cache):
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = Chunk(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
             return key_states, value_states
-        layer.settle_basis(key_states)
+        self._settle_without_queries(layer, key_states)
         keys, values = self.with_past(layer, step, key_states, value_states)
         layer.append(key_states, value_states, step)
         return keys, values
+
+    def _settle_without_queries(self, layer: OscarLayer, keys: torch.Tensor) -> None:
+        """Choose a layer's balancing; warn once if it is none though the policy wants some."""
+        policy, was_final = self.policy, layer.sigma_is_final
+        layer.settle_basis(keys)
+        unbalanced = policy.packs and policy.balance is not None and layer.sigma is None
+        if unbalanced and not was_final and not self._warned:
+            self._warned = True
+            warnings.warn(
+                _UNBALANCED.format(f"balance={policy.balance!r}", layer.index),
+                stacklevel=3,  # who called update
+            )
 
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> Step:
         """The step of this forward pass: made by the first layer, carried out by all."""

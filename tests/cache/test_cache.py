@@ -139,15 +139,16 @@ def test_tokens_that_were_not_announced(shape: tuple[int, int]) -> None:
 
 def test_warning_for_an_unannounced_batch() -> None:
     _, keys, values = chunk(0, 5, batch=2)
+    policy = KVPolicy(balance=None)
     with pytest.warns(UserWarning, match=r"without expect\(attention_mask"):
-        OscarCache().update(keys, values, 0)
-    announced = OscarCache()
+        OscarCache(policy).update(keys, values, 0)
+    announced = OscarCache(policy)
     announced.expect(torch.zeros(2, 5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         announced.update(keys, values, 0)
         announced.update(keys[:, :, :1], values[:, :, :1], 0)
-        OscarCache().update(keys[:1], values[:1], 0)
+        OscarCache(policy).update(keys[:1], values[:1], 0)
         attend_oscar(OscarCache(), chunk(0, 5, batch=2))
 
 
