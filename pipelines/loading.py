@@ -88,14 +88,14 @@ def load(
             torch.nn.Module.to(model, placement.target)
         _set_attention(family, model, towers)
         return family(model.eval(), processor)
-    source = _source(model)
+    source = source_of(model)
     _check_model_kwargs(model_kwargs)
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
-    config = _config(source, shared)
+    config = config_of(source, shared)
     family = _family(config.model_type, pipeline)
     target = placement.target
     options = {**model_kwargs, **placement.arguments(family.auto_class, config)}
-    options["dtype"] = _dtype(dtype, placement.on_cpu)
+    options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantized and target is not None:
         # Weights in few bits cannot be moved once they are made (bitsandbytes).
@@ -106,7 +106,7 @@ def load(
     try:
         loaded = family.auto_class.from_pretrained(source, **options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
-        raise InputError(f"model {source}: {_first_line(error)}") from error
+        raise InputError(f"model {source}: {first_line(error)}") from error
     if target is not None:
         loaded = loaded.to(target)
     _set_attention(family, loaded, towers)
@@ -122,8 +122,8 @@ def outline(model: str | Path) -> Family:
     Raises:
         InputError: no such model, or not a supported one.
     """
-    source = _source(model)
-    config = _config(source, {})
+    source = source_of(model)
+    config = config_of(source, {})
     family = _family(config.model_type, reader(model))
     processor = _processor(source, {})
     _check_processor(processor)
@@ -139,23 +139,36 @@ def reader(model: str | Path) -> str:
     Raises:
         InputError: no such model, or one that none reads.
     """
-    model_type = _config(_source(model), {}).model_type
+    model_type = config_of(source_of(model), {}).model_type
     for name, families in FAMILIES.items():
         if any(model_type in family.model_types for family in families):
             return name
     raise InputError(f"model type {model_type!r} is not supported: {_reading()}")
 
 
-def _config(source: str, options: dict[str, Any]) -> Any:
+def config_of(source: str, options: dict[str, Any]) -> Any:
+    """Configuration of a checkpoint.
+
+    Args:
+        source: as of ``source_of``.
+        options: for ``from_pretrained``.
+
+    Raises:
+        InputError: there is none that can be read.
+    """
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         known = "" if Path(source).is_dir() else f"; {_naming()}"
-        raise InputError(f"model {source}: {_first_line(error)}{known}") from error
+        raise InputError(f"model {source}: {first_line(error)}{known}") from error
 
 
-def _source(model: Any) -> str:
-    """Hub id or folder, as far as that can be told without the hub."""
+def source_of(model: Any) -> str:
+    """Hub id or folder, as far as that can be told without the hub.
+
+    Raises:
+        InputError: neither, and no name of a bundled model.
+    """
     if not isinstance(model, str | Path):
         raise InputError(
             "model must be a bundled model's name, a hub id, a folder or a loaded model, not "
@@ -210,7 +223,7 @@ def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | N
     try:
         family.set_attention(model, towers)
     except (ValueError, ImportError) as error:
-        raise InputError(f"attn_implementation {towers!r}: {_first_line(error)}") from error
+        raise InputError(f"attn_implementation {towers!r}: {first_line(error)}") from error
 
 
 def _check_processor(processor: Any) -> None:
@@ -226,12 +239,16 @@ def _processor(source: str, options: dict[str, Any]) -> Any:
         return AutoProcessor.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"processor of model {source}: {_first_line(error)}; pass processor=..."
+            f"processor of model {source}: {first_line(error)}; pass processor=..."
         ) from error
 
 
-def _dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
-    """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16 bit."""
+def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
+    """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16 bit.
+
+    Raises:
+        InputError: a dtype that is asked for and not known.
+    """
     if dtype is None:
         return torch.float32 if on_cpu else "auto"
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
@@ -240,6 +257,7 @@ def _dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
     return chosen
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of a library says first."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

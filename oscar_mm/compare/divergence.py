@@ -53,18 +53,22 @@ class Scores:
         self.tokens.append(_sums(torch.ones_like(agreed), rows, count))
 
     def summary(self) -> dict[str, float | int]:
-        """Shares and means by token; ``kl_error`` and ``margin_error`` are standard errors, from
-        the differences between prompts."""
+        """Shares and means by token; ``..._error`` are their standard errors, from the
+        differences between prompts, and of ``exact`` between answers."""
         parts = (self.exact, self.agreed, self.divergence, self.margin, self.tokens)
         exact, agreed, divergence, margin, tokens = (torch.cat(x).double().cpu() for x in parts)
-        kl, kl_error = _ratio(divergence, tokens)
-        margin_mean, margin_error = _ratio(margin, tokens)
+        kl, kl_error = ratio(divergence, tokens)
+        margin_mean, margin_error = ratio(margin, tokens)
+        agreement, agreement_error = ratio(agreed, tokens)
+        share, share_error = ratio(exact, torch.ones_like(exact))
         return {
             "prompts": len(tokens),
             "answers": len(exact),
             "tokens": int(tokens.sum()),
-            "exact": exact.mean().item(),
-            "agreement": (agreed.sum() / tokens.sum()).item(),
+            "exact": share,
+            "exact_error": share_error,
+            "agreement": agreement,
+            "agreement_error": agreement_error,
             "kl": kl,
             "kl_error": kl_error,
             "margin": margin_mean,
@@ -72,17 +76,22 @@ class Scores:
         }
 
 
+def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
+    """Ratio of two sums and its standard error over their parts, by the delta method.
+
+    Args:
+        sums: (parts,) float64, such as divergences by prompt.
+        counts: (parts,) float64, what they are divided by, such as tokens by prompt.
+    """
+    found = sums.sum() / counts.sum()
+    spread = (sums - found * counts).square().sum().sqrt() / counts.sum()
+    return found.item(), spread.item()
+
+
 def _margin_error(expected: Tensor, found: Tensor) -> Tensor:
     top = expected.topk(min(_RUNNERS_UP + 1, expected.shape[-1]), dim=-1).indices
     shift = (found - expected).gather(-1, top)
     return (shift[:, :1] - shift[:, 1:]).square().mean(-1)
-
-
-def _ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Ratio of two sums and its standard error, by the delta method."""
-    ratio = sums.sum() / counts.sum()
-    spread = (sums - ratio * counts).square().sum().sqrt() / counts.sum()
-    return ratio.item(), spread.item()
 
 
 def _sums(values: Tensor, places: Tensor, count: int) -> Tensor:

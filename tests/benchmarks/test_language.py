@@ -1,62 +1,109 @@
 """The language benchmark on a tiny random model."""
 
-from types import SimpleNamespace
+import json
+from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import language
-from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE, main_methods
-
-CHOSEN = (REFERENCE, PUBLISHED, DEFAULT, "compact, 4 bit")
-
-
-class Characters:
-    """A tokenizer of one token a character."""
-
-    def __call__(self, text: str, return_tensors: str) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=torch.tensor([[ord(c) % 64 for c in text]]))
+from benchmarks.record import Record
+from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE
+from oscar_mm.compare.passages import longest
+from tests.checkpoints import build_decoder
+from tests.tiny import TEXT, qwen_tokenizer
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 64, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2)).eval()
-    made.set_attn_implementation("oscar")
-    return made
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("language") / "llama"
+    build_decoder("llama", vocab_size=400, max_position_embeddings=1024).save_pretrained(path)
+    qwen_tokenizer(400).save_pretrained(path)
+    return path
 
 
-def test_rows(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text(TEXT * 6)
+    return path
+
+
+def run(folder: Path, words: Path, out: Path, *more: str) -> int:
+    given = ["--model", str(folder), "--text", str(words), "--out", str(out), "--passages", "2"]
+    return language.main([*given, *more])
+
+
+def recorded(out: Path) -> tuple[Record, dict]:
+    [path] = out.glob("language-*.json")
+    record = Record.load(path)
+    return record, {(row["context"], row["method"]): row for row in record.rows}
+
+
+def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(language, "GENERATED", 5)
-    text = "".join(chr(33 + i * i % 91) for i in range(9000)) + "\n" * 9000
-    pieces = language.passages(Characters(), [text], 300, 2)
-    methods = [method for method in main_methods() if method.name in CHOSEN]
-    rows = {row["method"]: row for row in language.measure(model, pieces, methods, stepwise=1)}
-    alone = [f"{name}, one by one" for name in language.STEPWISE]
-    assert set(rows) == {*CHOSEN, *alone}
-    assert rows[REFERENCE]["kl"] == 0 and rows[REFERENCE]["agreement"] == 1
-    assert 0 < rows["compact, 4 bit"]["kl"] < rows[DEFAULT]["kl"]
-    assert rows[DEFAULT]["page_bits"] < rows[PUBLISHED]["page_bits"] < 3.2
-    for name in CHOSEN:
-        assert rows[name]["prompts"] == 2 and rows[name]["tokens"] == 2 * language.JUDGED
-        assert 1 < rows[name]["perplexity"] < 10_000
-    for name in alone:
-        assert rows[name]["prompts"] == 1 and 0 < rows[name]["kl"] < 1
-        assert 0 <= rows[name]["same"] <= 5
+    out = tmp_path / "out"
+    chosen = [f"--methods={name}" for name in (REFERENCE, PUBLISHED, DEFAULT, "quanto, 2 bit")]
+    assert run(folder, words, out, "--tokens", "300", "200", "--stepwise", "1", *chosen) == 0
+    printed = capsys.readouterr()
+    assert "300 tokens and more" in printed.out and "200 tokens: " in printed.err
+    record, rows = recorded(out)
+    alone = [f"{name}, one by one" for name in (PUBLISHED, DEFAULT)]
+    names = {REFERENCE, PUBLISHED, DEFAULT, "quanto, 2 bit", *alone}
+    assert set(rows) == {(tokens, name) for tokens in (200, 300) for name in names}
+    assert [row["context"] for row in record.rows] == [200] * 6 + [300] * 6
+    quanto = rows[200, "quanto, 2 bit"]
+    if "missing" in quanto:
+        assert quanto["missing"] == "optimum.quanto is not installed"
+        assert "quanto, 2 bit: optimum.quanto is not installed" in printed.out
+    assert rows[300, DEFAULT]["tokens"] == 2 * language.JUDGED
+    assert rows[300, DEFAULT]["prompts"] == 2 and rows[300, alone[0]]["prompts"] == 1
+    assert rows[300, REFERENCE]["model"] == str(folder)
+    assert {"same_error", "greedy_error", "kl_ratio_error"} <= set(rows[300, alone[1]])
+    before = rows[300, DEFAULT]
+    # Another length and another method; what was measured stays.
+    options = ["--stepwise", "0", "--add", "--methods", "compact, 4 bit"]
+    assert run(folder, words, out, "--tokens", "300", "250", *options) == 0
+    added, rows = recorded(out)
+    assert added.command.startswith(record.command + "; ") and len(added.rows) == 14
+    assert rows[300, DEFAULT] == before and (250, "compact, 4 bit") in rows
+    # The same cell is replaced; without --add the file begins anew.
+    given = ["--tokens", "300", "--stepwise", "0", "--methods", "compact, 4 bit"]
+    assert run(folder, words, out, *given, "--add", "--passages", "3") == 0
+    assert recorded(out)[1][300, "compact, 4 bit"]["prompts"] == 3
+    assert run(folder, words, out, *given) == 0
+    assert set(recorded(out)[1]) == {(300, "compact, 4 bit")}
+    json.loads(next(out.glob("*.json")).read_text(), parse_constant=pytest.fail)
 
 
-def test_passages_end_at_different_places_of_a_page() -> None:
-    text = "a line\n" * 5000
-    pieces = list(language.passages(Characters(), [text, text], 300, 8))
-    lengths = [piece.shape[1] - language.JUDGED - 1 for piece in pieces]
-    assert len(set(lengths)) == 8 and all(300 <= length < 428 for length in lengths)
-    with pytest.raises(ValueError, match="is too short for passages of 2,065 tokens"):
-        next(language.passages(Characters(), ["short"], 2000, 1))
+def test_what_is_missing_replaces_nothing_measured() -> None:
+    row = {"model": "m", "context": 1, "method": "hqq, 2 bit"}
+    measured, missing = row | {"kl": 1.0}, row | {"missing": "hqq is not installed"}
+    assert language.merged([measured], [missing]) == [measured]
+    assert language.merged([missing], [measured]) == [measured]
+    assert language.merged([], [missing]) == language.merged([missing], [missing]) == [missing]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--text", "gone.txt"], "--text gone.txt: no such file"),
+        (["--tokens", "9", "3000"], "the model's context is 1,024"),
+        (["--tokens", "900"], "--tokens 900: with what comes after it is up to 1,292 tokens"),
+        (["--tokens", "0"], "must be 1 or more"),
+        (["--methods", "magic"], "--methods magic: in no name of 16 bit;"),
+        (["--model", "gone/at/all"], "no such folder"),
+    ],
+)
+def test_bad_input_is_one_line(folder, words, tmp_path, capsys, more, message) -> None:
+    assert run(folder, words, tmp_path / "out", *more) == 2
+    printed = capsys.readouterr()
+    # Above it may be transformers' bar over the weights.
+    line = printed.err.splitlines()[-1]
+    assert line.startswith("benchmarks.language: ") and message in line and not printed.out
+    assert "Traceback" not in printed.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_text_of_this_python_is_long_enough() -> None:
-    for text in language.python_texts():
-        assert len(text) > language._CHARACTERS * 7168
+    for text in language.python_texts().values():
+        assert len(text) > 8 * longest(7168)

@@ -1,0 +1,207 @@
+"""Language models: any causal language model of transformers, its tokenizer, and files of text.
+
+The commands that compare and inspect take these beside the models of ``pipelines``; to chat with
+one, give an ``OscarCache`` to its ``generate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.errors import InputError
+from oscar_mm.pipelines.loading import FAMILIES, config_of, dtype_of, first_line, source_of
+from oscar_mm.pipelines.placement import device_of, on_meta
+
+_CHARACTERS = 16
+"""Of a token, more than on average in any text."""
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A language model that reads plain text.
+
+    Attributes:
+        name: as it was asked for.
+        model: in eval mode, with attention "oscar".
+        tokenizer: of the model.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @property
+    def context(self) -> int:
+        """Most tokens that the model was made for."""
+        return context_of(self.model.config)
+
+    def prompt(self, text: str, most: int) -> Prompt:
+        """The first ``most`` tokens of a text.
+
+        Raises:
+            InputError: there are none.
+        """
+        # A long file is not tokenized to its end.
+        ids = self._ids(text[: _CHARACTERS * most])
+        if ids.shape[1] < most:
+            ids = self._ids(text)
+        ids = ids[:, :most]
+        if not ids.shape[1]:
+            raise InputError("the text has no tokens")
+        ids, count = ids.to(self.model.device), ids.shape[1]
+        return Prompt(
+            inputs={"input_ids": ids},
+            positions=torch.arange(count, device=ids.device)[None],
+            next_position=torch.tensor([count], device=ids.device),
+            modalities=torch.zeros(1, count, dtype=torch.int8),
+        )
+
+    def _ids(self, text: str) -> torch.Tensor:
+        return self.tokenizer(text, return_tensors="pt").input_ids
+
+
+def is_text_model(model: str | Path) -> bool:
+    """Whether a checkpoint is a causal language model and none that a pipeline reads.
+
+    Args:
+        model: name of a bundled model, hub id or folder; only its configuration is read.
+
+    Raises:
+        InputError: no such model.
+    """
+    kind = config_of(source_of(model), {}).model_type
+    read = {name for group in FAMILIES.values() for one in group for name in one.model_types}
+    return kind not in read and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def load_text_model(
+    model: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TextModel:
+    """Load a language model and its tokenizer.
+
+    Args:
+        model: hub id or folder.
+        device: "cuda", "cpu", ...; by default a GPU if there is one.
+        dtype: by default the checkpoint's, on a CPU float32.
+        options: for ``from_pretrained`` of both, such as ``gguf_file``.
+
+    Raises:
+        InputError: no such model, one without a tokenizer, or one that keeps states of linear
+            attention, which are no keys and values.
+    """
+    given, target = dict(options or {}), device_of(device)
+    # A folder with weights in one GGUF file has no configuration.
+    source = str(model) if "gguf_file" in given else source_of(model)
+    tokenizer = _tokenizer(source, given)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype_of(dtype, target.type == "cpu"), **given
+        )
+    except (*_UNREADABLE, SafetensorError) as error:
+        raise InputError(f"model {source}: {first_line(error)}") from error
+    kinds = set(attention_kinds(loaded.config))
+    if other := sorted(kind for kind in kinds if not _has_keys(kind)):
+        raise InputError(
+            f"model {source}: has layers of {', '.join(other)}, whose states are no keys and "
+            "values; give a model whose layers all have attention"
+        )
+    try:
+        loaded.set_attn_implementation(IMPLEMENTATION)
+    except (ValueError, KeyError) as error:
+        raise InputError(f"model {source}: {first_line(error)}") from error
+    return TextModel(str(model), loaded.to(target).eval(), tokenizer)
+
+
+def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+    except _UNREADABLE as error:
+        raise InputError(
+            f"model {source}: its tokenizer cannot be read ({first_line(error)}); give a folder or "
+            "hub id that has one"
+        ) from error
+    # Without its files, transformers makes some tokenizers with next to no vocabulary.
+    if not tokenizer("a b c d", add_special_tokens=False).input_ids or len(tokenizer) < 16:
+        raise InputError(
+            f"model {source}: has no tokenizer that can read text; give a folder or hub id with "
+            "the tokenizer's files"
+        )
+    return tokenizer
+
+
+def outline_text_model(model: str | Path) -> PreTrainedModel:
+    """A language model that has shapes but no weights, from its configuration alone.
+
+    Raises:
+        InputError: no such model, or one whose keys and values differ in size.
+    """
+    source = source_of(model)
+    config = config_of(source, {})
+    if getattr(config, "kv_lora_rank", None):
+        raise InputError(
+            f"model {source}: keeps keys and values of different sizes (latent attention), which "
+            "pages do not hold"
+        )
+    return on_meta(AutoModelForCausalLM, config)
+
+
+def context_of(config: Any) -> int:
+    """Most tokens that a model was made for.
+
+    Raises:
+        InputError: its configuration does not say so.
+    """
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not most:
+        raise InputError(f"model type {config.model_type!r}: its configuration names no context")
+    return int(most)
+
+
+def attention_kinds(config: Any) -> list[str]:
+    """Of each layer, as the configuration names it; empty where all have the same."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    return list(kinds or [])
+
+
+def read_text(path: Path, argument: str = "--text") -> str:
+    """The text of a file.
+
+    Args:
+        path: of the file, UTF-8.
+        argument: for errors.
+
+    Raises:
+        InputError: no such file, no text, or an empty one.
+    """
+    if not path.is_file():
+        what = "is a folder; give a file of text" if path.is_dir() else "no such file"
+        raise InputError(f"{argument} {path}: {what}")
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{argument} {path}: is no text in UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{argument} {path}: {error.strerror or first_line(error)}") from error
+    if not text.strip():
+        raise InputError(f"{argument} {path}: is empty")
+    return text
+
+
+def _has_keys(kind: str) -> bool:
+    return "attention" in kind and "linear" not in kind
