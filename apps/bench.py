@@ -2,10 +2,11 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
 import typer
 
@@ -14,6 +15,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.audio_qa.marking import normalized
 from oscar_mm.apps.audio_qa.rows import Row, read_rows
 from oscar_mm.errors import InputError
+from oscar_mm.text_file import read_text
 from oscar_mm.whole_file import writing
 
 if TYPE_CHECKING:
@@ -21,12 +23,56 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Compare ways to store the KV cache.", rich_markup_mode=None)
 
+_TOKENS, _PASSAGES = 1024, 8
+
+
+class Column(NamedTuple):
+    """A column of the table: a number of each row, and how it is written.
+
+    A standard error is left out where there is one prompt only.
+    """
+
+    head: str
+    key: str
+    factor: float = 1
+    form: str = ".2f"
+    less: float = 0
+
+    def cell(self, row: dict[str, Any]) -> str:
+        """The number, or nothing where the row has none."""
+        value = row.get(self.key)
+        if value is None or (self.key.endswith("_error") and row["prompts"] == 1):
+            return ""
+        return format(self.factor * (value - self.less), self.form)
+
+
+_COMMON = (
+    Column("page", "page_bits"),
+    Column("held", "held_bits"),
+    Column("KL", "kl", 1000, ".3g"),
+    Column("+-", "kl_error", 1000, ".2g"),
+    Column("agree", "agreement", 100, ".1f"),
+)
+_OF_QUESTIONS = (
+    *_COMMON,
+    Column("same", "exact", 100, ".1f"),
+    Column("right", "right", 100, ".1f"),
+)
+_OF_TEXT = (
+    *_COMMON,
+    Column("+-", "agreement_error", 100, ".1f"),
+    Column("perplexity", "perplexity"),
+    Column("rise", "perplexity_ratio", 100, "+.1f", less=1),
+    Column("+-", "perplexity_ratio_error", 100, ".1f"),
+)
 _CAPTION = (
     "page, held: bits per value of full pages, and of all that a cache holds. KL: of the "
     "next-token distribution, 16-bit cache against method, in 0.001 nats, +- its standard error. "
-    "agree: tokens whose likeliest successor is the same; same: answers of which all are."
+    "agree: tokens whose likeliest successor is the same, in %."
 )
+_SAME = "same: answers of which all are."
 _RIGHT = "right: free answers that contain the given one."
+_PERPLEXITY = "perplexity: of the text itself; rise: over the 16-bit cache's, in %."
 
 
 @bench.callback()
@@ -37,13 +83,20 @@ def _group() -> None:
 @bench.command()
 def accuracy(
     questions: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="FILE",
             help="JSONL: an object with id, images, audio or videos (paths relative to the file), "
             "question and, if known, answer on each line. Or CSV with these columns.",
         ),
-    ],
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text for a language model, in place of questions; may be repeated.",
+        ),
+    ] = None,
     model: options.Model = None,
     methods: Annotated[
         list[str] | None,
@@ -52,60 +105,157 @@ def accuracy(
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="The first N questions only.")
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 64,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"Of a passage of --text; default: {_TOKENS}."),
+    ] = None,
+    passages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help=f"Of --text, from all over it; default: {_PASSAGES}."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Longest answer, in tokens; with --text: tokens judged after a passage.",
+        ),
+    ] = 64,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the rows of the table as JSON.")
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
-    """Compare methods on your questions: bits per value against what is left of the answers.
+    """Compare methods on your questions or text: bits per value against what is left.
 
     The model answers each question with a 16-bit cache. Then each method reads these answers:
     its next-token distributions are compared with those of the 16-bit cache. Where the file has
     an answer, each policy also answers freely, and is right if its text contains one.
+
+    Of a text, a language model reads passages: each method stores them, and the tokens that really
+    follow are read with what it gives back.
     """
-    rows = _rows(questions)[:limit]
+    if (questions is None) == (not text):
+        raise InputError("give --questions FILE or, for a language model, --text FILE: one of them")
+    for name, value, other in (
+        ("--limit", limit, text and "--questions"),
+        ("--tokens", tokens, questions and "--text"),
+        ("--passages", passages, questions and "--text"),
+    ):
+        if value is not None and other:
+            raise InputError(f"{name} goes with {other}")
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise InputError(f"--out {out}: must be a file in a folder that exists")
-    model = options.chosen_model(model, hears=any(row.audio for row in rows))
-    progress.on_loading()
-    from oscar_mm.compare.checkpoint import Comparison  # brings torch
-    from oscar_mm.compare.methods import REFERENCE, main_methods, selected
-    from oscar_mm.pipelines import pipeline_for
-
-    known = main_methods()
-    chosen = selected(known, methods or [])
-    if not chosen:
-        names = "; ".join(one.name for one in known)
-        raise InputError(f"--methods {' '.join(methods or [])}: in no name of {names}")
-    chosen = [known[0], *(one for one in chosen if one.name != REFERENCE)]
-    pipe = pipeline_for(model)(model, device=device, dtype=dtype)
-    comparison = Comparison(pipe, chosen, max_new_tokens)
-    compared = 0
-    for number, row in enumerate(rows, 1):
-        compared += _add(comparison, row, max_new_tokens)
-        if sys.stderr.isatty():
-            print(f"\r{number} of {len(rows)} questions", end="", file=sys.stderr)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    if not compared:
-        raise InputError(f"{questions}: none of its {len(rows)} questions could be compared")
-    found = comparison.rows()
-    _show(model, compared, found)
+    if questions is not None:
+        rows = _rows(questions)[:limit]
+        model = options.chosen_model(model, hears=any(row.audio for row in rows))
+        chosen = _methods(methods or [])
+        about = _of_questions(questions, rows, model, chosen, max_new_tokens, device, dtype)
+    else:
+        texts = {str(path): read_text(path) for path in text or []}
+        if model is None:
+            raise InputError(options.TEXT_NEEDS_MODEL)
+        chosen = _methods(methods or [])
+        sizes = (tokens or _TOKENS, passages or _PASSAGES, max_new_tokens)
+        about = _of_text(texts, model, chosen, sizes, device, dtype)
     if out is not None:
         record = {
             "model": model,
-            "questions": str(questions),
-            "compared": compared,
             "max_new_tokens": max_new_tokens,
             "oscar_mm": oscar_mm.__version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "policies": {one.name: asdict(one.policy) for one in chosen if _is_policy(one)},
-            "rows": found,
+            **about,
         }
         with writing(f"--out {out}"):
             out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _methods(names: list[str]) -> list[Any]:
+    """Those that are asked for, after the 16-bit cache."""
+    progress.on_loading()
+    from oscar_mm.compare.methods import REFERENCE, main_methods, selected  # brings torch
+
+    known = main_methods()
+    chosen = selected(known, names)
+    if not chosen:
+        there = "; ".join(one.name for one in known)
+        raise InputError(f"--methods {' '.join(names)}: in no name of {there}")
+    return [known[0], *(one for one in chosen if one.name != REFERENCE)]
+
+
+def _of_questions(
+    questions: Path,
+    rows: list[Row],
+    model: str,
+    methods: list[Any],
+    max_new_tokens: int,
+    device: str | None,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """Compare and print; for the record what was compared, and the rows of the table."""
+    from oscar_mm.compare.checkpoint import Comparison
+    from oscar_mm.pipelines import pipeline_for
+    from oscar_mm.pipelines.text import is_text_model
+
+    if is_text_model(model):
+        raise InputError(f"{model} is a language model: give --text FILE, not --questions")
+    pipe = pipeline_for(model)(model, device=device, dtype=dtype)
+    comparison = Comparison(pipe, methods, max_new_tokens)
+    compared = 0
+    for number, row in enumerate(rows, 1):
+        compared += _add(comparison, row, max_new_tokens)
+        _progress(number, len(rows), "questions")
+    if not compared:
+        raise InputError(f"{questions}: none of its {len(rows)} questions could be compared")
+    found = comparison.rows()
+    graded = any(row.get("right") is not None for row in found)
+    columns = _OF_QUESTIONS if graded else _OF_QUESTIONS[:-1]
+    caption = f"{_CAPTION} {_SAME} {_RIGHT if graded else ''}".strip()
+    _show(f"{model}: {compared} questions", columns, found, caption)
+    return {"questions": str(questions), "compared": compared, "rows": found}
+
+
+def _of_text(
+    texts: dict[str, str],
+    model: str,
+    methods: list[Any],
+    sizes: tuple[int, int, int],
+    device: str | None,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """As ``_of_questions``; sizes: tokens of a passage, passages, tokens that are judged."""
+    from oscar_mm.compare.passages import PassageComparison, longest, passages
+    from oscar_mm.pipelines.text import is_text_model, load_text_model
+
+    tokens, count, judged = sizes
+    if not is_text_model(model):
+        raise InputError(options.TEXT_NEEDS_LANGUAGE_MODEL.format(model))
+    language = load_text_model(model, device=device, dtype=dtype)
+    if longest(tokens, judged) > language.context:
+        raise InputError(
+            f"--tokens {tokens}: passages are up to {longest(tokens, judged):,} tokens with what "
+            f"comes after them, and the context of {model} is {language.context:,}"
+        )
+    comparison = PassageComparison(language.model, methods, judged)
+    pieces = passages(language.tokenizer, texts, tokens, count, judged)
+    for number, ids in enumerate(pieces, 1):
+        comparison.add(ids)
+        _progress(number, count, "passages")
+    found = comparison.rows()
+    title = f"{model}: {count} passages of {tokens:,} tokens and more"
+    _show(title, _OF_TEXT, found, f"{_CAPTION} {_PERPLEXITY}")
+    about = {"texts": list(texts), "tokens": tokens, "passages": count}
+    return about | {"rows": found}
+
+
+def _progress(number: int, count: int, what: str) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if number == count else ""
+        print(f"\r{number} of {count} {what}", end=end, file=sys.stderr)
 
 
 def _rows(path: Path) -> list[Row]:
@@ -143,44 +293,30 @@ def _add(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     return False
 
 
-def _show(model: str, compared: int, rows: list[dict[str, Any]]) -> None:
+def _show(title: str, columns: Sequence[Column], rows: list[dict[str, Any]], caption: str) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    heads = ("method", "page", "held", "KL", "+-", "agree", "same")
-    graded = any(row.get("right") is not None for row in rows)
     table = Table(
-        title=f"{model}: {compared} questions",
+        title=title,
         title_justify="left",
         box=SIMPLE,
         pad_edge=False,
         collapse_padding=True,
     )
-    for head in (*heads, *(["right"] * graded)):
+    for head in ("method", *(column.head for column in columns)):
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
-
-    def number(value: float | None, factor: float, form: str) -> str:
-        return "" if value is None else f"{factor * value:{form}}"
-
     packed = any(row.get("page_bits", 16) < 16 for row in rows)
     missing: dict[str, list[str]] = {}
     for row in rows:
         if "missing" in row:
             missing.setdefault(row["missing"], []).append(row["method"])
-            continue
-        cells = [
-            row["method"],
-            number(row["page_bits"], 1, ".2f"),
-            number(row["held_bits"], 1, ".2f"),
-            number(row["kl"], 1000, ".3g"),
-            number(row["kl_error"] if row["prompts"] > 1 else None, 1000, ".2g"),
-            *(number(row[key], 100, ".1f") for key in ("agreement", "exact")),
-        ]
-        table.add_row(*cells, *([number(row["right"], 100, ".1f")] * graded))
+        else:
+            table.add_row(row["method"], *(column.cell(row) for column in columns))
     console = Console(highlight=False, markup=False)
     console.print(table)
-    console.print(f"{_CAPTION} {_RIGHT if graded else ''}".strip())
+    console.print(caption)
     if not packed:
         console.print("Nothing was stored in fewer bits: no prompt fills a page of 128 tokens.")
     for reason, names in missing.items():

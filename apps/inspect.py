@@ -10,17 +10,27 @@ import typer
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import existing_file
+from oscar_mm.text_file import read_text
 from oscar_mm.whole_file import whole_file, writing
 
 _PROMPT = "Describe what you see and hear, in detail."
+_TOKENS = 4096
 
 
 def inspect(
     media: options.Media = None,
     model: options.Model = None,
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")
-    ] = _PROMPT,
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help=f"The question; {_PROMPT!r}"),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What a language model reads, in place of a prompt."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most tokens of --text that are read.")
+    ] = _TOKENS,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -32,9 +42,13 @@ def inspect(
 ) -> None:
     """Show why a model needs token scaling, or that it does not.
 
-    Reads one prompt with the media and measures, in every layer: norms of keys by modality,
-    outlier channels, and errors of quantization with token scaling and without.
+    Reads one prompt with the media, or a text with a language model, and measures in every layer:
+    norms of keys by modality, outlier channels, and errors of quantization with token scaling and
+    without.
     """
+    if text is not None and (media or prompt is not None):
+        raise InputError("--text is read alone: give neither media nor --prompt with it")
+    written = None if text is None else read_text(text)
     given: dict[str, Any] = {
         kind: [existing_file(name, name) for name in names]
         for kind, names in options.by_kind(media or []).items()
@@ -46,10 +60,51 @@ def inspect(
         from oscar_mm.inspect.figure import require_matplotlib  # brings torch
 
         require_matplotlib()
+    if text is not None and model is None:
+        raise InputError(options.TEXT_NEEDS_MODEL)
     model = options.chosen_model(model, hears=bool(given["audio"]))
     progress.on_loading()
-    from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
+    asked = _PROMPT if prompt is None else prompt
+    network, prepared = _prepared(model, given, asked, written, tokens, device, dtype)
 
+    from oscar_mm.inspect.findings import findings
+    from oscar_mm.inspect.inspection import inspect_prompt
+    from oscar_mm.inspect.tables import tables
+
+    with progress.prefill(network):
+        inspection = inspect_prompt(network, prepared)
+    said, shown = findings(inspection), tables(inspection)
+    _print(said, shown)
+    if out is not None:
+        names = [Path(name).name for name in media or []]
+        source = {"media": names, "prompt": asked} if text is None else {"text": text.name}
+        _save(out, inspection, said, shown, model=model, source=source)
+
+
+def _prepared(
+    model: str,
+    given: dict[str, Any],
+    prompt: str,
+    written: str | None,
+    tokens: int,
+    device: str | None,
+    dtype: str | None,
+) -> tuple[Any, Any]:
+    """A model and what it is to read: the prompt with the media given, or a text."""
+    from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
+    from oscar_mm.pipelines.text import is_text_model, load_text_model
+
+    if is_text_model(model):
+        if written is None:
+            raise InputError(f"{model} is a language model: give it a text by --text FILE")
+        language = load_text_model(model, device=device, dtype=dtype)
+        most = min(tokens, language.context)
+        read = language.prompt(written, most)
+        if read.tokens == most:
+            print(f"oscar-mm: the first {most:,} tokens of the text are read", file=sys.stderr)
+        return language.model, read
+    if written is not None:
+        raise InputError(options.TEXT_NEEDS_LANGUAGE_MODEL.format(model))
     kind = pipeline_for(model)
     if given["audio"] and kind is not OscarOmniPipeline:
         raise InputError(
@@ -59,18 +114,7 @@ def inspect(
     pipe.check_texts(prompt, None)
     prepared = pipe.prepare(prompt, pipe.read_media(**given), None)
     pipe.check_length(prepared, 1)
-
-    from oscar_mm.inspect.findings import findings
-    from oscar_mm.inspect.inspection import inspect_prompt
-    from oscar_mm.inspect.tables import tables
-
-    with progress.prefill(pipe.model):
-        inspection = inspect_prompt(pipe.model, prepared)
-    said, shown = findings(inspection), tables(inspection)
-    _print(said, shown)
-    if out is not None:
-        names = [Path(name).name for name in media or []]
-        _save(out, inspection, said, shown, model=model, media=names, prompt=prompt)
+    return pipe.model, prepared
 
 
 def _print(said: list[str], shown: list[Any]) -> None:
@@ -104,8 +148,7 @@ def _save(
     shown: list[Any],
     *,
     model: str,
-    media: list[str],
-    prompt: str,
+    source: dict[str, Any],
 ) -> None:
     from oscar_mm.inspect.figure import png
     from oscar_mm.inspect.page import page
@@ -114,8 +157,11 @@ def _save(
     name = "/".join(Path(model).parts[-2:])
     figure = png(inspection, f"{name}: keys of {sum(inspection.tokens.values()):,} tokens")
     counts = ", ".join(f"{count:,} {modality}" for modality, count in inspection.tokens.items())
-    what = f"Tokens: {counts}. Media: {', '.join(media) or 'none'}."
-    record = {"model": model, "media": media, "prompt": prompt, "findings": said}
+    read = f"Media: {', '.join(source.get('media', [])) or 'none'}."
+    if "text" in source:
+        read = f"Text: {source['text']}."
+    what = f"Tokens: {counts}. {read}"
+    record = {"model": model, **source, "findings": said}
     shown = [*shown, *details(inspection)]
     files = {
         "inspection.json": json.dumps(record | inspection.to_dict(), indent=1).encode(),

@@ -83,6 +83,15 @@ AllowRemote = Annotated[
     bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
 ]
 
+TEXT_NEEDS_MODEL = (
+    "--text needs --model, the folder or hub id of a language model: the bundled models are asked "
+    "about pictures and sound"
+)
+TEXT_NEEDS_LANGUAGE_MODEL = (
+    "--text is for language models, and {} is none that transformers loads as such; ask it "
+    "questions with media instead"
+)
+
 
 def checked_sampling(**given: Any) -> dict[str, Any]:
     """Those options of an answer that were given, checked before a model takes its time to load.

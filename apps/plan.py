@@ -47,7 +47,8 @@ def plan(
 ) -> None:
     """Tell tokens, KV bytes in 16 bit and packed, and how many such sessions fit a GPU.
 
-    Configuration and processor of the model say all this; its weights are not read.
+    Configuration and processor of the model say all this; its weights are not read. Of a language
+    model the configuration is enough, and --text-tokens is all that there is.
     """
     KVPolicy.preset(policy)
     gpus = _gpus(gpu)

@@ -29,7 +29,11 @@ def prefill(model: Any) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    layers = model.get_decoder().layers
+    # Some language models name them otherwise: then there is no bar.
+    layers = getattr(model.get_decoder(), "layers", ())
+    if not len(layers):
+        yield
+        return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading images and prompt", total=len(layers))
 

@@ -19,7 +19,7 @@ class ModelShape:
     """What a model's keys and values, and its weights, take.
 
     Attributes:
-        layers: of the decoder.
+        layers: of the decoder, without those that keep a state instead of keys and values.
         kv_heads: of a layer.
         head_dim: channels of a head.
         parameters: of the whole model, towers included.
@@ -36,7 +36,7 @@ class ModelShape:
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(
-            layers=text.num_hidden_layers,
+            layers=text.num_hidden_layers - len(layers_of_states(config)),
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             parameters=parameters,
@@ -87,3 +87,14 @@ class ModelShape:
         """How many such conversations fit beside the weights; 0 where these alone do not."""
         room = gpu_bytes * (1 - RESERVED) - self.weight_bytes
         return max(0, int(room // max(1, self.kv_bytes(policy, tokens))))
+
+
+def layers_of_states(config: Any) -> list[str]:
+    """Kinds of the layers that keep a state instead of keys and values, one for each such layer.
+
+    Args:
+        config: of transformers, which names them "linear_attention", "mamba", ...
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return [kind for kind in kinds if "attention" not in kind or "linear" in kind]

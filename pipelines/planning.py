@@ -11,9 +11,11 @@ from oscar_mm.capacity import ModelShape
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import PictureSize, sampled, silence
+from oscar_mm.modality import Modality
 from oscar_mm.pipelines.counting import count_tokens
 from oscar_mm.pipelines.loading import outline
 from oscar_mm.pipelines.media import Media
+from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
 from oscar_mm.policy import KVPolicy
 
 _LIMITS = MediaLimits()
@@ -78,7 +80,7 @@ class Plan:
     """What a conversation takes.
 
     Attributes:
-        family: what people call the model's.
+        family: what people call the model's; of a language model its type.
         shape: of the model.
         policy: of the cache.
         tokens: by modality: "text", "image", "video", "audio".
@@ -140,7 +142,7 @@ def plan(
     """What a conversation would take, from configuration and processor of a model alone.
 
     Args:
-        model: name of a bundled model, hub id or folder.
+        model: name of a bundled model, hub id or folder; of a causal language model too.
         session: what it shows and says.
         policy: how keys and values would be stored.
         limits: bounds on media, as of the pipeline; ``video_fps`` likewise.
@@ -150,15 +152,21 @@ def plan(
     """
     chosen = KVPolicy.of(policy)
     media = session.media(limits, video_fps)
-    family = outline(model)
-    tokens = count_tokens(family, media)
+    if is_text_model(model):
+        if len(media):
+            raise InputError(f"{model} is a language model: it reads no images, audio or videos")
+        network = outline_text_model(model)
+        name, parameters = network.config.model_type, network.num_parameters()
+        tokens = dict.fromkeys((modality.label for modality in Modality), 0)
+    else:
+        family = outline(model)
+        name, network, tokens = family.name, family.model, count_tokens(family, media)
+        parameters = getattr(family, "whole", network).num_parameters()
     tokens["text"] += session.text_tokens
-    config = family.model.config
-    parameters = getattr(family, "whole", family.model).num_parameters()
     return Plan(
-        family=family.name,
-        shape=ModelShape.of(config, parameters),
+        family=name,
+        shape=ModelShape.of(network.config, parameters),
         policy=chosen,
         tokens=tokens,
-        context=config.get_text_config().max_position_embeddings,
+        context=context_of(network.config),
     )

@@ -1,4 +1,4 @@
-"""Language models: any causal language model of transformers, its tokenizer, and files of text.
+"""Language models: any causal language model of transformers and its tokenizer.
 
 The commands that compare and inspect take these beside the models of ``pipelines``; to chat with
 one, give an ``OscarCache`` to its ``generate``.
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.capacity import layers_of_states
 from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines.loading import FAMILIES, config_of, dtype_of, first_line, source_of
@@ -24,6 +25,8 @@ from oscar_mm.pipelines.placement import device_of, on_meta
 
 _CHARACTERS = 16
 """Of a token, more than on average in any text."""
+_VOCABULARY = 16
+"""Fewest tokens of a tokenizer that has learnt any."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 
@@ -114,11 +117,10 @@ def load_text_model(
         )
     except (*_UNREADABLE, SafetensorError) as error:
         raise InputError(f"model {source}: {first_line(error)}") from error
-    kinds = set(attention_kinds(loaded.config))
-    if other := sorted(kind for kind in kinds if not _has_keys(kind)):
+    if states := layers_of_states(loaded.config):
         raise InputError(
-            f"model {source}: has layers of {', '.join(other)}, whose states are no keys and "
-            "values; give a model whose layers all have attention"
+            f"model {source}: has layers of {', '.join(sorted(set(states)))}, whose states are no "
+            "keys and values; give a model whose layers all have attention"
         )
     try:
         loaded.set_attn_implementation(IMPLEMENTATION)
@@ -128,20 +130,18 @@ def load_text_model(
 
 
 def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
+    complaint = (
+        f"model {source}: has no tokenizer that can be read; give a folder or hub id with the "
+        "tokenizer's files"
+    )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+        # Without its files, transformers makes some tokenizers with next to no vocabulary.
+        if len(tokenizer) >= _VOCABULARY and tokenizer("a b", add_special_tokens=False).input_ids:
+            return tokenizer
     except _UNREADABLE as error:
-        raise InputError(
-            f"model {source}: its tokenizer cannot be read ({first_line(error)}); give a folder or "
-            "hub id that has one"
-        ) from error
-    # Without its files, transformers makes some tokenizers with next to no vocabulary.
-    if not tokenizer("a b c d", add_special_tokens=False).input_ids or len(tokenizer) < 16:
-        raise InputError(
-            f"model {source}: has no tokenizer that can read text; give a folder or hub id with "
-            "the tokenizer's files"
-        )
-    return tokenizer
+        raise InputError(complaint) from error
+    raise InputError(complaint)
 
 
 def outline_text_model(model: str | Path) -> PreTrainedModel:
@@ -170,38 +170,3 @@ def context_of(config: Any) -> int:
     if not most:
         raise InputError(f"model type {config.model_type!r}: its configuration names no context")
     return int(most)
-
-
-def attention_kinds(config: Any) -> list[str]:
-    """Of each layer, as the configuration names it; empty where all have the same."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    return list(kinds or [])
-
-
-def read_text(path: Path, argument: str = "--text") -> str:
-    """The text of a file.
-
-    Args:
-        path: of the file, UTF-8.
-        argument: for errors.
-
-    Raises:
-        InputError: no such file, no text, or an empty one.
-    """
-    if not path.is_file():
-        what = "is a folder; give a file of text" if path.is_dir() else "no such file"
-        raise InputError(f"{argument} {path}: {what}")
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"{argument} {path}: is no text in UTF-8") from None
-    except OSError as error:
-        raise InputError(f"{argument} {path}: {error.strerror or first_line(error)}") from error
-    if not text.strip():
-        raise InputError(f"{argument} {path}: is empty")
-    return text
-
-
-def _has_keys(kind: str) -> bool:
-    return "attention" in kind and "linear" not in kind

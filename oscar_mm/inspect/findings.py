@@ -27,8 +27,8 @@ def _verdict(inspection: Inspection) -> str:
     if not inspection.has_pages:
         return (
             "Whether this model needs token scaling cannot be told from this prompt: no modality "
-            "has the 128 tokens that fill a page, so nothing would be quantized. Give more media "
-            "or a longer prompt."
+            "has the 128 tokens that fill a page, so nothing would be quantized. Give more media, "
+            "a longer prompt or a longer text."
         )
     with_it, without = (inspection.mean_errors(one.label).divergence for one in PAIRS[_USUAL])
     change = without / max(with_it, 1e-12) - 1

@@ -9,23 +9,17 @@ from benchmarks import language
 from benchmarks.record import Record
 from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE
 from oscar_mm.compare.passages import longest
-from tests.checkpoints import build_decoder
-from tests.tiny import TEXT, qwen_tokenizer
+from tests.languages import build_language_model, write_text
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("language") / "llama"
-    build_decoder("llama", vocab_size=400, max_position_embeddings=1024).save_pretrained(path)
-    qwen_tokenizer(400).save_pretrained(path)
-    return path
+    return build_language_model("llama", tmp_path_factory.mktemp("language") / "llama")
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    path = tmp_path / "words.txt"
-    path.write_text(TEXT * 6)
-    return path
+    return write_text(tmp_path / "words.txt")
 
 
 def run(folder: Path, words: Path, out: Path, *more: str) -> int:
