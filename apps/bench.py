@@ -60,8 +60,7 @@ _OF_QUESTIONS = (
 )
 _OF_TEXT = (
     *_COMMON,
-    Column("+-", "agreement_error", 100, ".1f"),
-    Column("perplexity", "perplexity"),
+    Column("ppl", "perplexity", form=".3g"),
     Column("rise", "perplexity_ratio", 100, "+.1f", less=1),
     Column("+-", "perplexity_ratio_error", 100, ".1f"),
 )
@@ -72,7 +71,7 @@ _CAPTION = (
 )
 _SAME = "same: answers of which all are."
 _RIGHT = "right: free answers that contain the given one."
-_PERPLEXITY = "perplexity: of the text itself; rise: over the 16-bit cache's, in %."
+_PERPLEXITY = "ppl: perplexity of the text itself; rise: over the 16-bit cache's, in %."
 
 
 @bench.callback()
