@@ -154,13 +154,15 @@ def table(tokens: int, rows: Sequence[dict[str, Any]]) -> None:
     def pair(row: dict[str, Any], key: str, factor: float, form: str, less: float = 0) -> str:
         if row.get(key) is None:
             return ""
-        error = format(factor * row[f"{key}_error"], form.replace("+", ""))
-        return f"{format(factor * (row[key] - less), form)} ± {error}"
+        value = format(factor * (row[key] - less), form)
+        if row["prompts"] == 1:  # One passage tells nothing of an error.
+            return value
+        return f"{value} ± {format(factor * row[f'{key}_error'], form.replace('+', ''))}"
 
     show(
         f"{tokens:,} tokens and more",
         (
-            *("method", "passages", "page", "held", "KL x 1000", "of published", "perplexity"),
+            *("method", "n", "page", "held", "KL x 1000", "of published", "perplexity"),
             *("over 16 bit, %", "top 1, %", "same", "greedy, %"),
         ),
         (
