@@ -15,14 +15,14 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.image import eighth
 from oscar_mm.media.source import existing_file, is_address, read_bytes
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 
 
 def ask(
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")],
     media: options.Media = None,
     model: options.Model = None,
-    policy: options.Policy = "compact",
+    policy: options.Policy = DEFAULT,
     video: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="A video, whatever its suffix; may be repeated."),

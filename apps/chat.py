@@ -19,7 +19,7 @@ from oscar_mm.media import load_image
 from oscar_mm.media.image import eighth
 from oscar_mm.media.source import existing_file, is_address
 from oscar_mm.modality import Modality
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -42,7 +42,7 @@ _LONGEST_TEXT = 1024
 
 def chat(
     model: options.Model = None,
-    policy: options.Policy = "compact",
+    policy: options.Policy = DEFAULT,
     system: options.System = None,
     load: Annotated[
         str | None, typer.Option("--load", metavar="FILE", help="Go on with a saved chat.")

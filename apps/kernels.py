@@ -9,11 +9,17 @@ from statistics import median
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.tables import assign
 from oscar_mm.ops import append as append_module
 from oscar_mm.ops import linear as linear_module
-from oscar_mm.ops import linear_rows, pack_kernel, packed_attention, unpack_kernel
+from oscar_mm.ops import (
+    linear_rows,
+    pack_kernel,
+    packed_attention,
+    store_kernel,
+    unpack_kernel,
+)
 from oscar_mm.ops import mixture as mixture_module
 from oscar_mm.ops import rope as rope_module
 from oscar_mm.ops.append import append
@@ -28,15 +34,18 @@ from oscar_mm.ops.packed_attention import Specialization
 from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.rope import rope_
 from oscar_mm.ops.samples import random_pages
+from oscar_mm.ops.store import store, whole_page_tables
 from oscar_mm.ops.trust import Verdict
 from oscar_mm.ops.unpack import unpack_slots
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 
-OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "unpack")
-_POLICY = KVPolicy.preset("compact")
+OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
+_POLICY = KVPolicy.preset(DEFAULT)
+_OF_WHOLE_PAGES = KVPolicy.preset("compact")
+"""For ``pack``, which the default policy does without."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
-"""131,072 tokens: 537 MB in 16 bit and 78 MB packed, more than a GPU's cache holds."""
+"""131,072 tokens: 537 MB in 16 bit and 94 MB packed, more than a GPU's cache holds."""
 _ROWS = 8
 _WIDTH, _BETWEEN = 4096, 12288
 """Of the feed-forward layer that one row passes."""
@@ -61,7 +70,7 @@ def checked(operation: str, device: torch.device) -> Verdict:
     """
     if operation == "append":
         return append_module.TRUSTED.check((_DTYPE, 16), device)
-    page = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
+    page = _page(_OF_WHOLE_PAGES if operation == "pack" else _POLICY)
     if operation == "decode":
         specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
         if isinstance(specialization, str):
@@ -76,7 +85,9 @@ def checked(operation: str, device: torch.device) -> Verdict:
     if operation == "mixture":
         return mixture_module.TRUSTED.check(_MIXTURE, device)
     if operation == "pack":
-        return pack_kernel.TRUSTED.check((Recipe.of(page, _POLICY), _DTYPE), device)
+        return pack_kernel.TRUSTED.check((Recipe.of(page, _OF_WHOLE_PAGES), _DTYPE), device)
+    if operation == "store":
+        return store_kernel.TRUSTED.check((Recipe.of(page, _POLICY), _DTYPE), device)
     if operation == "rope":
         return rope_module.TRUSTED.check((_HEAD_DIM, _DTYPE), device)
     return unpack_kernel.TRUSTED.check((page, _POLICY.rotate, _DTYPE), device)
@@ -86,7 +97,7 @@ def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:
     """A call on one layer of 8 KV heads and a prompt of so many pages of tokens."""
     if operation in _OF_ONE_TOKEN:
         return _OF_ONE_TOKEN[operation](device)
-    made = PageFormat.of(_POLICY, _POLICY.bits.text, _HEADS, _HEAD_DIM)
+    made = _page(_OF_WHOLE_PAGES if operation == "pack" else _POLICY)
     pool = random_pages(1, made, device).repeat(pages, 1)
     slots = torch.arange(pages, dtype=torch.int32, device=device)
     if operation == "unpack":
@@ -95,15 +106,21 @@ def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:
         return Job(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
     if operation == "pack":
         return _pack(pool, slots, made)
+    if operation == "store":
+        return _store(pool, made)
     return _decode(pool, slots, made)
+
+
+def _page(policy: KVPolicy) -> PageFormat:
+    return PageFormat.of(policy, policy.bits.text, _HEADS, _HEAD_DIM)
 
 
 def _states(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, _HEAD_DIM, dtype=_DTYPE, device=device)
 
 
-def _blocks(device: torch.device) -> torch.Tensor:
-    return _states(device, _ROWS, 2, _HEADS, BLOCK_TOKENS)
+def _recent(device: torch.device) -> torch.Tensor:
+    return _states(device, _ROWS, 2, _HEADS)
 
 
 def _pack(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
@@ -111,9 +128,22 @@ def _pack(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
     keys, values = (_states(device, 1, _HEADS, tokens) for _ in range(2))
     source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
     places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
-    how = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
-    sides = (keys, values, _blocks(device))
+    policy = _OF_WHOLE_PAGES
+    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    sides = (keys, values, _recent(device))
     call = partial(pack_jobs, *sides, *places, None, text_of(made), *how)
+    return Job(call, keys.nbytes + values.nbytes + pool.nbytes)
+
+
+def _store(pool: torch.Tensor, made: PageFormat) -> Job:
+    device = pool.device
+    keys, values = (_states(device, len(pool), _HEADS, PAGE_TOKENS) for _ in range(2))
+    jobs, begins = whole_page_tables(len(pool), device)
+    bad = torch.zeros(1, dtype=torch.int32, device=device)
+    how = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
+    tables = (jobs, begins[: len(pool) * made.center])
+    sides = (keys, values, _recent(device))
+    call = partial(store, *sides, *tables, pool, bad, None, text_of(made), *how)
     return Job(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
@@ -127,20 +157,21 @@ def _decode(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
     parts = assign(counts, _HEADS, _GROUP, multiprocessors(device))
     tables = (
         items[: _ROWS * per_row].view(_ROWS, per_row, 2),
+        torch.zeros(_ROWS, 1, dtype=torch.int32, device=device),
         torch.tensor(counts, dtype=torch.int32, device=device),
         torch.from_numpy(parts.copy()).to(device),
     )
     how = (_HEAD_DIM**-0.5, [text_of(made)], _POLICY.rotate)
-    return Job(partial(decode, *new, [pool], _blocks(device), None, *tables, *how), pool.nbytes)
+    return Job(partial(decode, *new, [pool], _recent(device), None, *tables, *how), pool.nbytes)
 
 
 def _append(device: torch.device) -> Job:
     """One new token of each row."""
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
-    writes = [[row, 0, row, 0] for row in range(_ROWS)]
+    writes = [[row, 0, row] for row in range(_ROWS)]
     writes = torch.tensor(writes, dtype=torch.int32, device=device)
     bad = torch.zeros(1, dtype=torch.int32, device=device)
-    call = partial(append, keys, values, _blocks(device), writes, bad)
+    call = partial(append, keys, values, _recent(device), writes, bad)
     return Job(call, 2 * (keys.nbytes + values.nbytes))
 
 

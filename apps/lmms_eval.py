@@ -19,6 +19,7 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
+from oscar_mm.policy import DEFAULT
 
 
 class OscarMM(lmms):
@@ -38,7 +39,7 @@ class OscarMM(lmms):
     def __init__(
         self,
         pretrained: str = "pocket-vl",
-        policy: str = "compact",
+        policy: str = DEFAULT,
         batch_size: int | str = 8,
         max_tokens: int | str = 32_768,
         device: str | None = None,

@@ -10,7 +10,7 @@ import typer
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.gpus import GPUS
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import format_bytes, parse_bytes
 
 _GIGABYTE = 10**9
@@ -34,7 +34,7 @@ def plan(
     text_tokens: Annotated[
         int, typer.Option(metavar="N", min=0, help="Tokens of all questions and answers.")
     ] = 512,
-    policy: options.Policy = "compact",
+    policy: options.Policy = DEFAULT,
     gpu: Annotated[
         str | None,
         typer.Option(

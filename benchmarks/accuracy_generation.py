@@ -19,7 +19,7 @@ from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.modality import PADDING
 
-POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset("compact")}
+POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset(DEFAULT)}
 _ROOM = 8
 """Tokens that an answer may be longer than the right one."""
 

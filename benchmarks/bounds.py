@@ -53,6 +53,10 @@ BOUNDS = (
     Bound("compact", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
     Bound("compact", "speedup", 4.0, (OMNI_LONG,)),
     Bound("compact", "speedup", 2.0, (QWEN_SHORT,)),
+    Bound("standard", "floor_share", 0.85, _LARGE),
+    Bound("standard", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
+    Bound("standard, 2 bit", "floor_share", 0.85, _LARGE),
+    Bound("standard, 2 bit", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
     # The kernels' general claims, held where compact is to reach 5x.
     Bound("oscar", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
     Bound("compact, 4 bit", "speedup", 2.5, (*_LARGE, QWEN_LONG)),

@@ -29,6 +29,9 @@ from oscar_mm.ops.packed_attention import packed_attention
 
 POLICIES = {
     "compact": KVPolicy.preset("compact"),
+    "standard": KVPolicy.preset("standard"),
+    "standard, 2 bit": KVPolicy.preset("standard", bits=2),
+    "standard, keys 4 bit": KVPolicy.preset("standard", bits=(4, 2)),
     "oscar": KVPolicy.preset("oscar"),
     "compact, 4 bit": KVPolicy.preset("compact", bits=4),
     "bf16": KVPolicy.preset("bf16"),
@@ -62,7 +65,7 @@ def bytes_read(layer: OscarLayer, step: Step) -> int:
         for stream in streams
         if stream.pages
     )
-    return packed + token * sum(stream.tail for stream in streams)
+    return packed + token * sum(len(stream.slots) for stream in streams)
 
 
 class LayerCall:
@@ -117,7 +120,7 @@ def _ours(name: str, shape: Shape, timer: Timer, generator: torch.Generator) -> 
     size = bytes_read(call.layer, call.step)
     error = call.error()
     layer = call.layer
-    formats = [layer.formats[bits] for bits in sorted(layer.formats)]
+    formats = list(layer.formats.values())
     rotate = layer.basis.rotate
     columns = shape.query_heads // shape.kv_heads
     kernel = packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)

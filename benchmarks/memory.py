@@ -18,7 +18,7 @@ from oscar_mm.cache.layout import PageFormat
 from oscar_mm.memory import KINDS
 
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 8, 32, 128
-SIZES = tuple(1024 << power for power in range(6))
+SIZES = (300, *(1024 << power for power in range(6)))
 LONG = 131072
 ANSWER = 64
 NOTES = [
@@ -35,7 +35,7 @@ def page_bits(policy: KVPolicy, kv_heads: int = KV_HEADS, head_dim: int = HEAD_D
     """Bits per value of a full page; 16 where nothing is packed."""
     if not policy.packs:
         return 16.0
-    return PageFormat.of(policy, min(policy.bits), kv_heads, head_dim).bits_per_value
+    return PageFormat.of(policy, policy.packed_bits[0], kv_heads, head_dim).bits_per_value
 
 
 def measure(

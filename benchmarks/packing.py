@@ -15,16 +15,18 @@ import torch
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from benchmarks.timing import Timer, copy_bandwidth
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops.append import append
 from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.pack import pack_jobs
+from oscar_mm.ops.store import store, whole_page_tables
 from oscar_mm.ops.unpack import unpack_slots
 
 TOKENS, KV_HEADS, HEAD_DIM = 131_072, 8, 128
 BATCHES = (1, 8, 32)
 POLICIES = {
     "compact": KVPolicy.preset("compact"),
+    "standard": KVPolicy.preset("standard"),
     "compact, value scale plain": KVPolicy.preset("compact", value_scale="plain"),
     "oscar": KVPolicy.preset("oscar"),
     "compact, 4 bit": KVPolicy.preset("compact", bits=4),
@@ -48,7 +50,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
         torch.randn(1, KV_HEADS, TOKENS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         for _ in range(2)
     )
-    blocks = keys.new_empty(0, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
+    recent = keys.new_empty(0, 2, KV_HEADS, HEAD_DIM)
     source = torch.arange(TOKENS, device="cuda", dtype=torch.int32).view(-1, PAGE_TOKENS)
     rows = torch.zeros(len(source), device="cuda", dtype=torch.int32)
     slots = torch.arange(len(source), device="cuda", dtype=torch.int32)
@@ -57,11 +59,16 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
     sigma = torch.ones(1, HEAD_DIM, device="cuda") if policy.balance else None
     moved = keys.nbytes + values.nbytes + pages.nbytes
 
+    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    where = (pages, bad, sigma, text_of(page_format))
+    by_page = [x[0].unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1) for x in (keys, values)]
+    jobs, begins = whole_page_tables(len(pages), pages.device)
+
     def pack() -> torch.Tensor:
-        pack_jobs(
-            *(keys, values, blocks, source, rows, slots, pages, bad, sigma),
-            *(text_of(page_format), policy.rotate, policy.fit, policy.norm, policy.value_scale),
-        )
+        if page_format.by_token:
+            store(*by_page, recent, jobs, begins, *where, *how)
+        else:
+            pack_jobs(keys, values, recent, source, rows, slots, *where, *how)
         return pages
 
     def unpack() -> torch.Tensor:
@@ -76,14 +83,14 @@ def _appending(batch: int) -> Callable[[], torch.Tensor]:
         torch.randn(batch, KV_HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         for _ in range(2)
     )
-    blocks = keys.new_zeros(batch, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
-    writes = torch.zeros(batch, 4, dtype=torch.int32, device="cuda")
+    recent = keys.new_zeros(batch, 2, KV_HEADS, HEAD_DIM)
+    writes = torch.zeros(batch, 3, dtype=torch.int32, device="cuda")
     writes[:, 0] = writes[:, 2] = torch.arange(batch)
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def call() -> torch.Tensor:
-        append(keys, values, blocks, writes, bad)
-        return blocks.flatten()[:1]
+        append(keys, values, recent, writes, bad)
+        return recent.flatten()[:1]
 
     return call
 

@@ -15,13 +15,14 @@ from benchmarks.decoder import Decoder
 from benchmarks.feed import text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_bytes
 from oscar_mm.decoding.graphs import record_cuda_graph
 from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.modality import Modality
+from oscar_mm.policy import PLAIN, Bits
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits after one more token of each row; arguments as of a step of ``DecodeSteps``."""
@@ -192,14 +193,14 @@ class Oscar(Way):
         """See ``Way``."""
         config, policy = decoder.config, KVPolicy.of(self.policy)
         shape = (config.num_key_value_heads, config.head_dim)
-        sizes = {16: 2 * shape[0] * BLOCK_TOKENS * shape[1] * 2}
-        for bits in set(policy.bits) - {16}:
+        sizes = {PLAIN: 2 * shape[0] * shape[1] * 2}
+        for bits in policy.packed_bits:
             sizes[bits] = PageFormat.of(policy, bits, *shape).page_bytes
         row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
         return config.num_hidden_layers * row
 
-    def slots(self, tokens: int, steps: int) -> dict[int, int]:
-        """Bit width -> slots that a row needs for a prompt and an answer, found by a rehearsal."""
+    def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
+        """Bits -> slots that a row needs for a prompt and an answer, found by a rehearsal."""
         ledger = Ledger(PageStore(self.policy))
         prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
         starts = range(0, tokens, _ROUND)
@@ -238,6 +239,7 @@ WAYS: dict[str, Way] = {
     "bf16-graph": Oscar("bf16", graph=True),
     "compact-eager": Oscar("compact", graph=False),
     "compact-graph": Oscar("compact", graph=True),
+    "standard-graph": Oscar("standard", graph=True),
 }
 
 

@@ -1,7 +1,8 @@
-// append: rows of new keys and values -> places in 16-bit blocks. A thread block per written token.
+// append: rows of new keys and values -> slots of tokens in 16 bit. A thread block per written
+// token.
 //
-// Bytes are copied as they are, UNIT at a time, so any dtype and head_dim will do. Elements that are
-// NaN or infinite are told by their exponent, all ones.
+// Bytes are copied as they are, UNIT at a time, so any dtype and head_dim will do. Elements that
+// are NaN or infinite are told by their exponent, all ones.
 //
 // Compiled with: UNIT (bytes that a thread takes at a time: 16, 8 or 4), ELEMENT_BYTES (2 or 4),
 // EXPONENT (bits of an element's exponent, of 2-byte elements twice in 32 bits).
@@ -9,14 +10,13 @@
 #include "overlap.cuh"
 #include "types.cuh"
 
-constexpr int BLOCK_TOKENS = 32;
 constexpr int WORDS = UNIT / 4;
 
 struct Params {
   const uint8_t* keys;  // (batch, KV heads, tokens, row_bytes), strides in bytes
   const uint8_t* values;
-  uint8_t* blocks;      // (slots, 2, KV heads, 32, row_bytes)
-  const int4* writes;   // row, token, slot (-1: nothing to do), place
+  uint8_t* recent;      // (slots, 2, KV heads, row_bytes)
+  const int* writes;    // (n, 3): row, token, slot (-1: nothing to do)
   int* bad;             // set to 1 where a key or value is NaN or infinite
   int64_t key_stride[3];
   int64_t value_stride[3];
@@ -44,12 +44,12 @@ struct alignas(UNIT) Unit {
 extern "C" __global__ void append(const __grid_constant__ Params params) {
   let_next_begin();
   wait_for_previous();
-  const int4 write = params.writes[blockIdx.x];
-  const int row = write.x, token = write.y, slot = write.z, place = write.w;
+  const int* write = params.writes + blockIdx.x * 3;
+  const int row = write[0], token = write[1], slot = write[2];
   if (slot < 0) return;
   const int units = params.row_bytes / UNIT, all = 2 * params.kv_heads * units;
-  uint8_t* block = params.blocks + static_cast<int64_t>(slot) * 2 * params.kv_heads *
-                                       BLOCK_TOKENS * params.row_bytes;
+  uint8_t* target = params.recent + static_cast<int64_t>(slot) * 2 * params.kv_heads *
+                                        params.row_bytes;
   bool finite = true;
   for (int i = threadIdx.x; i < all; i += blockDim.x) {
     const int at = i % units * UNIT, side_head = i / units;
@@ -60,9 +60,7 @@ extern "C" __global__ void append(const __grid_constant__ Params params) {
                             head * stride[1] + token * stride[2] + at;
     const Unit unit = *reinterpret_cast<const Unit*>(source);
     finite = finite && unit.is_finite();
-    uint8_t* target =
-        block + (static_cast<int64_t>(side_head) * BLOCK_TOKENS + place) * params.row_bytes + at;
-    *reinterpret_cast<Unit*>(target) = unit;
+    *reinterpret_cast<Unit*>(target + i * UNIT) = unit;
   }
   if (!finite) *params.bad = 1;
 }

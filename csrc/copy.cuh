@@ -42,6 +42,34 @@ __device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, 
 #endif
 }
 
+// A row of BYTES for each lane that has one: that of lane l to the l-th place.
+template <int BYTES>
+__device__ __forceinline__ void copy_rows(uint8_t* target, const uint8_t* source, bool has_one,
+                                          uint64_t* barrier, int lane) {
+#if BULK
+  if (has_one)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(target) + lane * BYTES),
+        "l"(source), "r"(BYTES), "r"(shared_address(barrier))
+        : "memory");
+#else
+  constexpr int CHUNKS = BYTES / 16;
+  static_assert(32 % CHUNKS == 0, "lanes divide rows among them");
+  const uint32_t rows = __ballot_sync(~0u, has_one);
+#pragma unroll 4
+  for (int first = 0; first < 32; first += 32 / CHUNKS) {
+    const int row = first + lane / CHUNKS, at = lane % CHUNKS * 16;
+    const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), row);
+    if (rows >> row & 1)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) +
+                                                                     row * BYTES + at),
+                   "l"(from + at)
+                   : "memory");
+  }
+#endif
+}
+
 __device__ __forceinline__ void copy_end(uint64_t* barrier) {
 #if !BULK
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))

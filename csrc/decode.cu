@@ -1,23 +1,26 @@
-// decode: attention of a few queries per sequence over packed pages, 16-bit blocks and new tokens.
+// decode: attention of a few queries per sequence over packed pages, 16-bit tokens and new ones.
 //
 // Work is a line of items, segment after segment: a segment is one (sequence, KV head, tile of up
-// to 8 query columns), its items are first the new tokens, then halves of 16-bit blocks (16 tokens
+// to 8 query columns), its items are first the new tokens, then stored tokens in 16 bit (up to 16
 // each), then pages. Every thread block takes an equal part of the line; its warps take items in
 // turn. Keys are operand A (16 tokens x 16 channels), queries B (16 channels x 8 columns), then
 // values transposed A (16 channels x 16 tokens) and probabilities B, so that a column keeps its
 // lanes throughout. Codes are used as float16 subnormals (page.cuh): the power of two of their
-// place and a channel's scale go into the query, a token's scale into its probability.
+// place and a channel's scale go into the query, a token's scale of its key into its score, that of
+// its value into its probability.
 //
 // One float16 is too coarse for a query times a scale: at scores of 100 its rounding moves
 // probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits.
 //
-// Compiled with, besides page.cuh's: BITS_A, BITS_B (0: none), ELEMENT (__half, __nv_bfloat16),
-// WARPS (at least 8), BUFFERS (of fewer than WARPS some warps wait), BULK (copy.cuh), ROTATE,
-// NARROW (1: at most 4 columns are in use, and columns 4 to 7 take the low parts of 0 to 3, which
-// costs no product; 0: the low parts have products of their own).
+// Compiled with, besides page.cuh's: KEY_BITS_A, VALUE_BITS_A, KEY_BITS_B, VALUE_BITS_B (0: none)
+// of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at least 8), BUFFERS (of
+// fewer than WARPS some warps wait), BULK (copy.cuh), ROTATE, NARROW (1: at most 4 columns are in
+// use, and columns 4 to 7 take the low parts of 0 to 3, which costs no product; 0: the low parts
+// have products of their own).
 
-#include "attend_block.cuh"
 #include "attend_page.cuh"
+#include "attend_plain.cuh"
+#include "attend_stream.cuh"
 #include "hadamard.cuh"
 #include "merge.cuh"
 #include "overlap.cuh"
@@ -91,9 +94,11 @@ struct Query {
   }
 };
 
-// Take State::out from the units of one bit width to those of the other.
-template <int FROM, int TO>
+// Take State::out from the units of one format to those of the other.
+template <class From, class To>
 __device__ __forceinline__ void change_units(State& state) {
+  constexpr int FROM = From::Values::LOW, TO = To::Values::LOW;
+  if (FROM == TO) return;
 #pragma unroll
   for (int tile = 0; tile < CHANNEL_TILES; ++tile)
 #pragma unroll
@@ -108,16 +113,20 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
 #pragma unroll
   for (int c = 0; c < 2; ++c)
     unit[c] = shared.unit[2 * (lane & 3) + c] * params.scaling * LOG2E * SUBNORMAL;
-  bool second = false;  // whether the state is in units of the second bit width
+  bool second = false;  // whether the state is in units of the second format
+#if STREAM
+  StreamQuery keys;  // for the format of `second`
+  keys.prepare<PageA::Keys::LOW>(shared.query, lane);
+#endif
   const Run run = run_of(part);
   // Item run.first + i is the (taken + i)-th of this thread block. Entries are read an item ahead.
   int i = (warp + WARPS - taken % WARPS) % WARPS;
   int2 entry = {0, 0}, coming = {0, 0}, next = {0, 0};
-  if (run.first + i < run.last) entry = entry_of(params, part, run.first + i);
+  if (run.first + i < run.last) entry = entry_of(params, part, run.first + i, lane);
   for (; run.first + i < run.last; i += WARPS, entry = coming) {
     const int item = run.first + i, refill = item + BUFFERS;
-    if (item + WARPS < run.last) coming = entry_of(params, part, item + WARPS);
-    if (refill < run.last) next = entry_of(params, part, refill);
+    if (item + WARPS < run.last) coming = entry_of(params, part, item + WARPS, lane);
+    if (refill < run.last) next = entry_of(params, part, refill, lane);
     const uint32_t turn = taken + i;
     const int buffer = turn % BUFFERS;
     const uint8_t* rows = shared.buffers[buffer];
@@ -126,45 +135,60 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
     while (load_acquire(&shared.holds[buffer]) != turn) {
     }
     barrier_wait(&shared.full[buffer], turn / BUFFERS & 1);
-    if (item <= part.halves) {
+    if (item <= part.tiles) {
       int visible[2] = {TILE, TILE};
       if (item == 0)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
           visible[c] =
               (part.column_tile * COLUMNS + query_column(2 * (lane & 3) + c)) / params.group + 1;
-      attend_block(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
+      attend_plain(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
       // Unless the warp's next item is such a one too, its output goes over to the units of pages.
-      if (item + WARPS > part.halves || item + WARPS >= run.last)
-        settle_blocks<BITS_A>(state, lane);
+      if (item + WARPS > part.tiles || item + WARPS >= run.last)
+        settle_plain<PageA::Values::LOW>(state, lane);
     } else {
       if constexpr (HAS_B) {
         if (second != (entry.y >> 16 != 0)) {
           second = !second;
           if (second)
-            change_units<BITS_A, BITS_B>(state);
+            change_units<PageA, PageB>(state);
           else
-            change_units<BITS_B, BITS_A>(state);
+            change_units<PageB, PageA>(state);
+#if STREAM
+          if (PageA::Keys::LOW != PageB::Keys::LOW) {
+            if (second)
+              keys.prepare<PageB::Keys::LOW>(shared.query, lane);
+            else
+              keys.prepare<PageA::Keys::LOW>(shared.query, lane);
+          }
+#endif
         }
       }
+#if STREAM
+      if (!HAS_B || !second)
+        attend_stream<PageA>(state, rows, keys, shared.query, unit, start, stop, lane);
+      else if constexpr (HAS_B)
+        attend_stream<PageB>(state, rows, keys, shared.query, unit, start, stop, lane);
+#else
       const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
       if (!HAS_B || !second) {
-        attend_page<BITS_A>(state, rows, norms, shared.query, unit, start, stop, lane);
+        attend_page<PageA>(state, rows, norms, shared.query, unit, start, stop, lane);
       } else if constexpr (HAS_B) {
         if constexpr (SCALING == 1) norms = rows + PageB::norms;
-        attend_page<BITS_B>(state, rows, norms, shared.query, unit, start, stop, lane);
+        attend_page<PageB>(state, rows, norms, shared.query, unit, start, stop, lane);
       }
+#endif
     }
     __syncwarp();
     if (refill < run.last) request(params, shared, part, refill, next, turn + BUFFERS, lane);
   }
   if constexpr (HAS_B)
-    if (second) change_units<BITS_B, BITS_A>(state);
+    if (second) change_units<PageB, PageA>(state);
 #pragma unroll
   for (int tile = 0; tile < CHANNEL_TILES; ++tile)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      state.out[tile][c] *= out_unit<BITS_A>(tile, c >> 1);
+      state.out[tile][c] *= out_unit<PageA::Values::LOW>(tile, c >> 1);
       if (tile < VALUE_GROUP / TILE) state.out[tile][c] += state.sums[c & 1];
     }
 }

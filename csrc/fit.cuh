@@ -8,18 +8,11 @@
 // Compiled with: CODE_BITS, ROTATE, FIT (0 min-max, 1 least squares), LSQ_ROUNDS.
 #pragma once
 
+#include "code_numbers.cuh"
 #include "page.cuh"
 
 constexpr int STEPS = (1 << CODE_BITS) - 1;
 constexpr int LINES = 4;
-// Added to a number from 0 to 2^22 it rounds it to a whole one, to even at ties, in the low bits.
-constexpr float ROUND = 12582912.0f;
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // The line that a lane looks after: of each of its four, a pair of the eight lanes has one.
 __device__ __forceinline__ int own_line(int lane) { return lane >> 3; }
@@ -51,10 +44,7 @@ __device__ __forceinline__ void spread(float (&lines)[LINES], float own, int lan
     lines[line] = __shfl_sync(~0u, own, 8 * line + (lane & 3));
 }
 
-// As a page stores it.
-__device__ __forceinline__ float as_half(float x) { return __half2float(__float2half_rn(x)); }
-
-// The same. `bad` becomes NaN where that is no finite number.
+// As a page stores it. `bad` becomes NaN where that is no finite number.
 __device__ __forceinline__ float as_half(float x, float& bad) {
   x = as_half(x);
   bad = fmaf(x, 0.0f, bad);
@@ -72,8 +62,8 @@ struct Fit {
 };
 
 // How the values of a group become codes: by one multiplication and addition to [0, 1], then steps.
-// Values that are not rotated are few-digit numbers, which often lie half way between two codes: the
-// difference from the zero point, which is exact, decides then.
+// Values that are not rotated are few-digit numbers, which often lie half way between two codes:
+// the difference from the zero point, which is exact, decides then.
 struct Assign {
   static constexpr float TOP = ROTATE ? 1 : STEPS;  // position of the highest code; the lowest: 0
   float factor[LINES], offset[LINES];

@@ -12,7 +12,7 @@ constexpr int HEADS_AT_ONCE = 32 / LANES;
 // As pack.cu's, where the names are the same.
 struct Params {
   const ELEMENT* keys;
-  const ELEMENT* blocks;
+  const ELEMENT* recent;
   const int* source;
   const int* rows;
   const int* slots;
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norms(const __grid_constan
     const int which = params.source[job * PAGE_TOKENS + token];
     float sum = 0.0f;
     for (int head = first; head < params.kv_heads; head += HEADS_AT_ONCE) {
-      const Source source = Source::of(params.keys, params.key_stride, params.blocks, 0, row, head,
+      const Source source = Source::of(params.keys, params.key_stride, params.recent, 0, row, head,
                                        params.kv_heads);
       const uint4 eight = load16(source.row(which) + channel * 2);
       const ELEMENT* x = reinterpret_cast<const ELEMENT*>(&eight);

@@ -1,4 +1,5 @@
-// pack: 16-bit keys and values -> page bytes. A thread block per page and KV head.
+// pack: 16-bit keys and values -> pages with scales of keys by channel. A thread block per page and
+// KV head.
 //
 // Keys are balanced, rotated, divided by their norm and fitted per channel over a group of tokens;
 // values are rotated and fitted per token over a group of channels (oscar_mm/ops/pack.py says the
@@ -7,8 +8,8 @@
 // has 8 bits, quant/balance.py), and its accumulators are the lines of fit.cuh. Of keys a warp has
 // 16 channels of all tokens, of values all channels of 16 tokens.
 //
-// Compiled with, besides page.cuh's: CODE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE, FIT (0
-// min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0
+// Compiled with, besides page.cuh's: CODE_BITS (2, 4), ELEMENT (__half, __nv_bfloat16), ROTATE, FIT
+// (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0
 // plain, 1 refit, 2 unbiased), VALUE_SCALE (0 plain, 1 unbiased).
 
 #include "fit.cuh"
@@ -18,13 +19,14 @@
 constexpr int THREADS = HEAD_DIM * 2;
 static_assert(THREADS >= PAGE_TOKENS, "a thread for every token");
 constexpr int WARPS = THREADS / 32;  // one for every 16 channels
-using P = Page<CODE_BITS>;
+using P = Page<CODE_BITS, CODE_BITS>;
+constexpr int LANE_WORDS = P::Keys::WORDS;
 
 struct Params {
   const ELEMENT* keys;    // (batch, KV heads, tokens, HEAD_DIM), strides in elements
   const ELEMENT* values;
-  const ELEMENT* blocks;  // (slots, 2, KV heads, 32, HEAD_DIM)
-  const int* source;      // (jobs, 128): token of keys and values, or ~(32 * block + place)
+  const ELEMENT* recent;  // (slots, 2, KV heads, HEAD_DIM)
+  const int* source;      // (jobs, 128): token of keys and values, or ~slot of recent
   const int* rows;        // (jobs): row of the batch
   const int* slots;       // (jobs): where the page goes; below 0: nothing to do
   uint8_t* pages;         // (slots, page_bytes)
@@ -47,7 +49,7 @@ constexpr int PARITIES = CODE_BITS == 2 ? 2 : 1;
 
 // What is where a page's keys were, once they are in registers.
 struct KeyShared {
-  alignas(16) uint32_t codes[PARITIES][P::CODES / 4];
+  alignas(16) uint32_t codes[PARITIES][P::Keys::ALL / 4];
   float partial[WARPS][PAGE_TOKENS];  // sums over the channels of a warp
 };
 static_assert(sizeof(KeyShared) <= SIDE_BYTES);
@@ -85,7 +87,8 @@ __device__ __forceinline__ void leave_sums(KeyShared& shared, const float (&sums
   float half[TILES], quarter[TILES / 2];
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
-    const float kept = lane & 1 ? sums[i][1] : sums[i][0], given = lane & 1 ? sums[i][0] : sums[i][1];
+    const float kept = lane & 1 ? sums[i][1] : sums[i][0];
+    const float given = lane & 1 ? sums[i][0] : sums[i][1];
     half[i] = kept + __shfl_xor_sync(~0u, given, 1);
   }
 #pragma unroll
@@ -154,7 +157,7 @@ __device__ __forceinline__ float fitted_norm(float norm, float overlap, float sq
 __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, uint8_t* rows,
                                           uint8_t* page, int job, int warp, int lane,
                                           float& bad) {
-  constexpr int GROUP_TILES = KEY_GROUP / TILE, NEAR = P::LANE_WORDS < 4 ? P::LANE_WORDS : 4;
+  constexpr int GROUP_TILES = KEY_GROUP / TILE, NEAR = LANE_WORDS < 4 ? LANE_WORDS : 4;
   constexpr bool FITS_NORM = SCALING == 1 && NORM_FIT != 0;
   constexpr bool UNBIASED_KEYS = FIT == 1 && NORM_FIT == 2;
   const int quad = lane & 3;
@@ -194,7 +197,7 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
       }
 #pragma unroll
     for (int i = 0; i < GROUP_TILES; ++i)
-      codes[(first + i) * 32 * P::LANE_WORDS] = words[i] << (2 * CODE_BITS * step);
+      codes[(first + i) * 32 * LANE_WORDS] = words[i] << (2 * CODE_BITS * step);
     const Fit given = fit;
     if (UNBIASED_KEYS) fit = agreement.unbiased(fit, unit, lane);
     leave_fit(scales + part * HEAD_DIM, zeros + part * HEAD_DIM, fit, lane);
@@ -220,10 +223,10 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
   __syncthreads();
   const uint4* left = reinterpret_cast<const uint4*>(own.codes);
   uint4* target = reinterpret_cast<uint4*>(page + P::key_codes);
-  for (int i = threadIdx.x; i < P::CODES / 16; i += THREADS) {
+  for (int i = threadIdx.x; i < P::Keys::ALL / 16; i += THREADS) {
     uint4 four = left[i];
     if (PARITIES == 2) {
-      const uint4 other = left[i + P::CODES / 16];
+      const uint4 other = left[i + P::Keys::ALL / 16];
       four.x |= other.x, four.y |= other.y, four.z |= other.z, four.w |= other.w;
     }
     target[i] = four;
@@ -254,9 +257,9 @@ __device__ __forceinline__ void pack_values(const uint8_t* rows, uint8_t* page, 
   const int place = in_fragments(16 * tile + line / 2 * 8 + 2 * (lane & 3) + line % 2);
   __half* scales = reinterpret_cast<__half*>(page + P::value_scales) + place;
   __half* zeros = reinterpret_cast<__half*>(page + P::value_zeros) + place;
-  uint32_t words[P::LANE_WORDS];
+  uint32_t words[LANE_WORDS];
 #pragma unroll
-  for (int i = 0; i < P::LANE_WORDS; ++i) words[i] = first_word(false);
+  for (int i = 0; i < LANE_WORDS; ++i) words[i] = first_word(false);
 #pragma unroll
   for (int part = 0; part < VALUE_GROUPS; ++part) {
     const int first = part * GROUP_TILES;
@@ -279,10 +282,11 @@ __device__ __forceinline__ void pack_values(const uint8_t* rows, uint8_t* page, 
       }
     if (VALUE_SCALE == 1) leave_fit(scale, zero, agreement.unbiased(fit, UNIT, lane), lane);
   }
-  constexpr int NEAR = P::LANE_WORDS < 4 ? P::LANE_WORDS : 4;
-  uint32_t* codes = reinterpret_cast<uint32_t*>(page + P::value_codes + tile * P::TILE_CODES);
+  constexpr int NEAR = LANE_WORDS < 4 ? LANE_WORDS : 4;
+  uint32_t* codes =
+      reinterpret_cast<uint32_t*>(page + P::value_codes + tile * P::Values::TILE_BYTES);
 #pragma unroll
-  for (int i = 0; i < P::LANE_WORDS; ++i)
+  for (int i = 0; i < LANE_WORDS; ++i)
     codes[i / NEAR * 32 * NEAR + lane * NEAR + i % NEAR] = words[i];
 }
 
@@ -304,7 +308,7 @@ struct Item {
                                           const int* which) const {
     if (job >= 0)
       Source::of(side ? params.values : params.keys, side ? params.value_stride : params.key_stride,
-                 params.blocks, side, params.rows[job], head, params.kv_heads)
+                 params.recent, side, params.rows[job], head, params.kv_heads)
           .request<THREADS>(target, which);
     close_request();
   }

@@ -7,9 +7,9 @@
 constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int SLOTS = (WARPS + 1) / 2;
-constexpr int HAS_B = BITS_B != 0;
-using PageA = Page<BITS_A>;
-using PageB = Page<HAS_B ? BITS_B : BITS_A>;
+constexpr int HAS_B = KEY_BITS_B != 0;
+using PageA = Page<KEY_BITS_A, VALUE_BITS_A>;
+using PageB = Page<HAS_B ? KEY_BITS_B : KEY_BITS_A, HAS_B ? VALUE_BITS_B : VALUE_BITS_A>;
 constexpr int HEAD_BYTES = PageA::head_bytes > PageB::head_bytes ? PageA::head_bytes
                                                                  : PageB::head_bytes;
 constexpr int BUFFER_BYTES = HEAD_BYTES + PageA::shared_bytes;
@@ -27,10 +27,10 @@ struct alignas(16) Assignment {
   int length, workers;  // of the line; thread blocks that share it
   int sequence, head, column_tile, index;
   int start;            // of the segment on the line
-  int halves, pages;    // of the sequence
+  int tiles, pages;     // of the sequence: of up to 16 tokens in 16 bit, and of 128
   int first, parts;     // thread blocks of the segment, where each has but one segment; else parts 0
 
-  __device__ int items() const { return 1 + halves + pages; }
+  __device__ int items() const { return 1 + tiles + pages; }
 
   // Thread block that has a position of the line.
   __device__ int worker(uint32_t position) const {
@@ -48,11 +48,11 @@ struct Params {
   ELEMENT* output;         // (batch, tokens, query heads, HEAD_DIM) contiguous
   const uint8_t* pages_a;  // (slots, page_bytes)
   const uint8_t* pages_b;
-  const ELEMENT* blocks;   // (slots, 2, KV heads, 32, HEAD_DIM)
-  const int2* items;       // (batch, item_stride): halves {2 * block + half, tokens}, then pages
-                           // {slot, stop + (start << 8) + (second bit width ? 1 << 16 : 0)}: tokens
-                           // [start, stop) of a page are in use
-  const int2* counts;      // (batch): halves, pages
+  const ELEMENT* recent;   // (slots, 2, KV heads, HEAD_DIM)
+  const int* recents;      // (batch, recent_stride): slots of tokens in 16 bit
+  const int2* items;       // (batch, item_stride): pages {slot, stop + (start << 8) + (second format
+                           // ? 1 << 16 : 0)}: tokens [start, stop) of a page are in use
+  const int2* counts;      // (batch): tokens in 16 bit, pages
   const Assignment* assignments;  // (thread blocks)
   const float* sigma;      // (KV heads or 1, HEAD_DIM) or null
   float* partials;         // (segments + thread blocks, COLUMNS, RECORD)
@@ -60,7 +60,7 @@ struct Params {
   int64_t query_stride[3];
   int64_t key_stride[3];
   int64_t value_stride[3];
-  int batch, kv_heads, group, tokens, item_stride, sigma_rows;
+  int batch, kv_heads, group, tokens, recent_stride, item_stride, sigma_rows;
   float scaling;
 };
 
@@ -84,5 +84,5 @@ __device__ __forceinline__ void Assignment::advance(const Params& params) {
   head = 0;
   ++sequence;
   const int2 count = params.counts[sequence];
-  halves = count.x, pages = count.y;
+  tiles = (count.x + TILE - 1) / TILE, pages = count.y;
 }

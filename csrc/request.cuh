@@ -13,10 +13,21 @@ __device__ __forceinline__ Run run_of(const Assignment& part) {
   return {max(part.begin - part.start, 0), min(part.end - part.start, part.items())};
 }
 
-// The table's entry of an item; of item 0, the new tokens, there is none.
-__device__ __forceinline__ int2 entry_of(const Params& params, const Assignment& part, int item) {
+// The table's entry of a page. Of tokens in 16 bit {slot, tokens}: lane l and lane l + 16 have the
+// slot of the l-th. Of the new tokens {0, tokens}.
+__device__ __forceinline__ int2 entry_of(const Params& params, const Assignment& part, int item,
+                                         int lane) {
   if (item == 0) return {0, params.tokens};
-  return params.items[static_cast<int64_t>(part.sequence) * params.item_stride + item - 1];
+  if (item > part.tiles)
+    return params.items[static_cast<int64_t>(part.sequence) * params.item_stride + item - 1 -
+                        part.tiles];
+  const int first = (item - 1) * TILE;
+  const int tokens = min(params.counts[part.sequence].x - first, TILE), token = lane % TILE;
+  int2 entry = {0, tokens};
+  if (token < tokens)
+    entry.x = params.recents[static_cast<int64_t>(part.sequence) * params.recent_stride + first +
+                             token];
+  return entry;
 }
 
 constexpr int ROW_BYTES = HEAD_DIM * 2;
@@ -28,7 +39,7 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
   const int buffer = turn % BUFFERS;
   uint64_t* barrier = &shared.full[buffer];
   uint8_t* target = shared.buffers[buffer];
-  if (item > part.halves) {
+  if (item > part.tiles) {
     const bool second = HAS_B && entry.y >> 16;
     const int bytes = second ? PageB::head_bytes : PageA::head_bytes;
     const int64_t page_bytes =
@@ -39,30 +50,21 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
     if constexpr (SCALING == 2)
       copy_piece(target + HEAD_BYTES, page + static_cast<int64_t>(params.kv_heads) * bytes,
                  PageA::shared_bytes, barrier, lane);
-  } else if (item > 0) {
-    constexpr int BYTES = TILE * ROW_BYTES;
-    const int64_t block = static_cast<int64_t>(entry.x >> 1) * 2 * params.kv_heads + part.head;
-    const uint8_t* keys = reinterpret_cast<const uint8_t*>(params.blocks) +
-                          (block * BLOCK_TOKENS + (entry.x & 1) * TILE) * ROW_BYTES;
-    const uint8_t* values =
-        keys + static_cast<int64_t>(params.kv_heads) * BLOCK_TOKENS * ROW_BYTES;
-    copy_begin(barrier, 2 * BYTES, lane);
-    copy_piece(target, keys, BYTES, barrier, lane);
-    copy_piece(target + BYTES, values, BYTES, barrier, lane);
   } else {
-    const ELEMENT* keys =
-        params.keys + part.sequence * params.key_stride[0] + part.head * params.key_stride[1];
-    const ELEMENT* values = params.values + part.sequence * params.value_stride[0] +
-                            part.head * params.value_stride[1];
-    copy_begin(barrier, 2 * params.tokens * ROW_BYTES, lane);
-    for (int token = 0; token < params.tokens; ++token) {
-      uint8_t* row = target + token * ROW_BYTES;
-      copy_piece(row, reinterpret_cast<const uint8_t*>(keys + token * params.key_stride[2]),
-                 ROW_BYTES, barrier, lane);
-      copy_piece(row + TILE * ROW_BYTES,
-                 reinterpret_cast<const uint8_t*>(values + token * params.value_stride[2]),
-                 ROW_BYTES, barrier, lane);
+    // A lane has a token's keys, or values.
+    const int side = lane / TILE, token = lane % TILE;
+    const ELEMENT* row;
+    if (item > 0) {
+      const int64_t place = static_cast<int64_t>(entry.x) * 2 + side;
+      row = params.recent + (place * params.kv_heads + part.head) * HEAD_DIM;
+    } else {
+      const int64_t* stride = side ? params.value_stride : params.key_stride;
+      row = (side ? params.values : params.keys) + part.sequence * stride[0] +
+            part.head * stride[1] + token * stride[2];
     }
+    copy_begin(barrier, 2 * entry.y * ROW_BYTES, lane);
+    copy_rows<ROW_BYTES>(target, reinterpret_cast<const uint8_t*>(row), token < entry.y, barrier,
+                         lane);
   }
   copy_end(barrier);
   if (lane == 0) store_release(&shared.holds[buffer], turn);
@@ -74,6 +76,6 @@ __device__ __forceinline__ void request_first(const Params& params, Shared& shar
                                               int lane) {
   const Run run = run_of(part);
   for (int i = warp; i < min(BUFFERS, run.last - run.first); i += WARPS)
-    request(params, shared, part, run.first + i, entry_of(params, part, run.first + i), taken + i,
-            lane);
+    request(params, shared, part, run.first + i, entry_of(params, part, run.first + i, lane),
+            taken + i, lane);
 }

@@ -14,30 +14,27 @@ __device__ __forceinline__ int row_place(int token, int chunk) {
   return (token * CHUNKS + (chunk ^ token % 8)) * 16;
 }
 
-// Rows of one side and head: of new tokens, and of 16-bit blocks.
+// Rows of one side and head: of new tokens, and of those stored in 16 bit.
 struct Source {
   const uint8_t* tokens;
-  const uint8_t* blocks;
+  const uint8_t* recent;
   uint32_t stride;  // bytes from token to token
-  uint32_t block_bytes;
+  uint32_t slot_bytes;
 
-  // states: of one side, (batch, KV heads, tokens, HEAD_DIM), strides in elements.
+  // states: of one side, (batch, KV heads, tokens, HEAD_DIM), strides in elements. recent: (slots,
+  // 2, KV heads, HEAD_DIM).
   __device__ __forceinline__ static Source of(const ELEMENT* states, const int64_t (&stride)[3],
-                                              const ELEMENT* blocks, int side, int row, int head,
+                                              const ELEMENT* recent, int side, int row, int head,
                                               int kv_heads) {
-    const uint32_t side_elements = kv_heads * BLOCK_TOKENS * HEAD_DIM;
     return {reinterpret_cast<const uint8_t*>(states + row * stride[0] + head * stride[1]),
-            reinterpret_cast<const uint8_t*>(blocks + side * side_elements +
-                                             head * BLOCK_TOKENS * HEAD_DIM),
-            static_cast<uint32_t>(stride[2]) * 2, 4 * side_elements};
+            reinterpret_cast<const uint8_t*>(recent + (side * kv_heads + head) * HEAD_DIM),
+            static_cast<uint32_t>(stride[2]) * 2, 2u * kv_heads * ROW_BYTES};
   }
 
-  // A token, or ~(32 * block + place).
+  // Of a new token, or of ~slot.
   __device__ __forceinline__ const uint8_t* row(int token) const {
     if (token >= 0) return tokens + static_cast<uint64_t>(token) * stride;
-    const uint32_t stored = ~token;
-    return blocks + static_cast<uint64_t>(stored / BLOCK_TOKENS) * block_bytes +
-           stored % BLOCK_TOKENS * ROW_BYTES;
+    return recent + static_cast<uint64_t>(~token) * slot_bytes;
   }
 
   // Ask for the rows that `which` names. Eight lanes a row.

@@ -1,6 +1,7 @@
 // What a warp gathers of one segment, and its rescaling.
 #pragma once
 
+#include "codes.cuh"
 #include "mma.cuh"
 #include "page.cuh"
 
@@ -10,9 +11,10 @@ constexpr int KSTEPS = HEAD_DIM / TILE;
 // Queries as operand B: of a lane's two channels the high parts and the low parts, float16 pairs.
 using QueryParts = uint2[KSTEPS][2][32];
 
-// Largest value of a query's parts. As large as float16 allows, so that low parts are not lost below
-// its smallest numbers: normalized keys have scales of at most 4, others any.
-constexpr float QUERY_RANGE = SCALING ? 8192.0f : 1.0f;
+// Largest value of a query's parts. As large as float16 allows, so that low parts are not lost
+// below its smallest numbers: scales of keys by channel go into the query, and those of normalized
+// keys are at most 4, others any.
+constexpr float QUERY_RANGE = SCALING || STREAM ? 8192.0f : 1.0f;
 
 // Columns 2 quad and 2 quad + 1 of a fragment's eight; rows of `out` are channels (value_channel),
 // in units of out_unit: those of the codes that are added up there.
@@ -32,16 +34,10 @@ struct State {
   }
 };
 
-// Place, within its byte, of a code of step (k-step or channel tile) and half (of 8 channels).
-template <int BITS>
-__device__ __forceinline__ constexpr int place_of(int step, int half) {
-  return BITS == 2 ? 2 * (step & 1) + half : half;
-}
-
-// What State::out of a channel tile and half is to be multiplied by.
-template <int BITS>
+// What State::out of a channel tile and half is to be multiplied by; LOW: of the codes of values.
+template <int LOW>
 __device__ __forceinline__ constexpr float out_unit(int tile, int half) {
-  return SUBNORMAL / (1 << (BITS * place_of<BITS>(tile, half)));
+  return SUBNORMAL / (1 << (LOW * place_of<LOW>(tile, half)));
 }
 
 // Take `next`, each lane's largest score of its two columns, to the maximum over the warp and the

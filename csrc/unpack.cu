@@ -6,17 +6,16 @@
 // run over the elements of a lane and, by shuffles, over the lanes that share a token. Lanes then
 // trade elements, so that each has eight channels in a row and four of them write 64 bytes.
 //
-// Compiled with, besides page.cuh's: CODE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE.
+// Compiled with, besides page.cuh's: KEY_BITS, VALUE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE.
 
+#include "codes.cuh"
 #include "hadamard.cuh"
 #include "mma.cuh"
 #include "page.cuh"
 
-using P = Page<CODE_BITS>;
+using P = Page<KEY_BITS, VALUE_BITS>;
 constexpr int THREADS = TILES * 32;
 constexpr int STEPS = HEAD_DIM / TILE;
-constexpr int PARITIES = CODE_BITS == 2 ? 2 : 1;  // steps that share a word
-constexpr int WORDS = P::LANE_WORDS;
 constexpr int OF_KEY = HEAD_DIM / 4;    // channels that a lane has of a token
 constexpr int OF_VALUE = HEAD_DIM / 8;
 
@@ -30,27 +29,18 @@ struct Params {
   int kv_heads, sigma_rows;
 };
 
-__device__ __forceinline__ void load_words(uint32_t (&words)[WORDS], const uint8_t* codes, int tile,
-                                           int lane) {
-  const uint8_t* source = codes + tile * P::TILE_CODES;
-  if constexpr (WORDS == 2) {
-    const uint2 pair = *reinterpret_cast<const uint2*>(source + lane * 8);
-    words[0] = pair.x, words[1] = pair.y;
-  } else {
-#pragma unroll
-    for (int i = 0; i < WORDS / 4; ++i) {
-      const uint4 four = load16(source + i * 512 + lane * 16);
-      words[4 * i] = four.x, words[4 * i + 1] = four.y;
-      words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
-    }
+// The code of a step and half of its channels, in a byte of its word: half of 8 tokens + 2 * odd one
+// of a pair, of channels (keys) or of tokens (values).
+template <int BITS>
+__device__ __forceinline__ float code_of(const Codes<BITS>& codes, int step, int half, int byte) {
+  constexpr int LOW = Codes<BITS>::LOW, STEPS_OF_WORD = LOW == 2 ? 2 : 1;
+  const int place = place_of<LOW>(step, half);
+  uint32_t code = codes.words[step / STEPS_OF_WORD] >> (8 * byte + LOW * place);
+  code &= (1u << LOW) - 1;
+  if constexpr (BITS == 3) {
+    const uint32_t high = codes.high[step / 4] >> (8 * byte + 2 * place + step / 2 % 2);
+    code |= (high & 1u) << 2;
   }
-}
-
-// The code of a step, half of 8 channels, half of 8 tokens, and odd one of a pair.
-__device__ __forceinline__ float code_of(const uint32_t (&words)[WORDS], int step, int chalf,
-                                         int thalf, int odd) {
-  const int place = chalf + 2 * (step % PARITIES) + 2 * PARITIES * (thalf + 2 * odd);
-  const uint32_t code = words[step / PARITIES] >> (CODE_BITS * place) & ((1 << CODE_BITS) - 1);
   // 2^23 + code as a float, minus 2^23: cheaper than a conversion, and as exact.
   return __uint_as_float(0x4b000000u | code) - 8388608.0f;
 }
@@ -81,32 +71,62 @@ __device__ __forceinline__ uint4 runs_to_lanes(const uint32_t (&word)[4], int qu
   return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
+// Elements of a lane: step, half of 8 channels, odd. Of the token of group and half `thalf`.
+__device__ __forceinline__ void stream_key(float (&x)[OF_KEY], const Codes<KEY_BITS>& codes,
+                                           const uint8_t* page, int tile, int thalf, int lane) {
+  const int place = tile / 4 * 64 + (lane >> 2) * 8 + tile % 4 * 2 + thalf;
+  float scale = __half2float(reinterpret_cast<const __half*>(page + P::key_scales)[place]);
+  const float zero = __half2float(reinterpret_cast<const __half*>(page + P::key_zeros)[place]);
+  const bool centered = CENTER && signbit(scale);
+  if (CENTER) scale = fabsf(scale);
+#pragma unroll
+  for (int run = 0; run < STEPS / 2; ++run) {
+    uint4 center = {};
+    if (centered) center = load16(page + P::center + (run * 4 + (lane & 3)) * 16);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float code = code_of(codes, 2 * run + i / 4, i / 2 % 2, thalf + 2 * (i % 2));
+      x[8 * run + i] = fmaf(code, scale, zero);
+      if (CENTER) x[8 * run + i] += half_at(center, i);
+    }
+  }
+}
+
+// The same where scales are by channel.
+__device__ __forceinline__ void channel_key(float (&x)[OF_KEY], const Codes<KEY_BITS>& codes,
+                                            const uint8_t* page, float norm, int tile, int thalf,
+                                            int lane) {
+  const int scales_at = tile * TILE / KEY_GROUP * HEAD_DIM * 2;
+#pragma unroll
+  for (int run = 0; run < STEPS / 2; ++run) {
+    const int at = scales_at + (run * 4 + (lane & 3)) * 16;
+    const uint4 scales = load16(page + P::key_scales + at);
+    const uint4 zeros = load16(page + P::key_zeros + at);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float code = code_of(codes, 2 * run + i / 4, i / 2 % 2, thalf + 2 * (i % 2));
+      x[8 * run + i] = fmaf(code, half_at(scales, i), half_at(zeros, i));
+      if constexpr (SCALING) x[8 * run + i] *= norm;
+    }
+  }
+}
+
 __device__ __forceinline__ void unpack_keys(const uint8_t* page, const uint8_t* norms, int tile,
                                             const float* sigma, ELEMENT* target, int lane) {
   const int group = lane >> 2, quad = lane & 3;
-  const int scales_at = tile * TILE / KEY_GROUP * HEAD_DIM * 2;
-  uint32_t words[WORDS];
-  load_words(words, page + P::key_codes, tile, lane);
+  Codes<KEY_BITS> codes;
+  codes.load(page + P::key_codes, tile, lane);
   float2 norm = {1.0f, 1.0f};
   if constexpr (SCALING)
     norm = __half22float2(reinterpret_cast<const __half2*>(norms)[tile / 4 * 32 + group * 4 +
                                                                   tile % 4]);
 #pragma unroll
   for (int thalf = 0; thalf < 2; ++thalf) {
-    // Elements of a lane: step, half of 8 channels, odd.
     float x[OF_KEY];
-#pragma unroll
-    for (int run = 0; run < STEPS / 2; ++run) {
-      const int at = scales_at + (run * 4 + quad) * 16;
-      const uint4 scales = load16(page + P::key_scales + at);
-      const uint4 zeros = load16(page + P::key_zeros + at);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float code = code_of(words, 2 * run + i / 4, i / 2 % 2, thalf, i % 2);
-        x[8 * run + i] = fmaf(code, half_at(scales, i), half_at(zeros, i));
-        if constexpr (SCALING) x[8 * run + i] *= thalf ? norm.y : norm.x;
-      }
-    }
+    if (STREAM)
+      stream_key(x, codes, page, tile, thalf, lane);
+    else
+      channel_key(x, codes, page, thalf ? norm.y : norm.x, tile, thalf, lane);
 #if ROTATE
     hadamard<OF_KEY, 1, 4>(x, lane);
 #endif
@@ -131,8 +151,8 @@ __device__ __forceinline__ void unpack_keys(const uint8_t* page, const uint8_t* 
 __device__ __forceinline__ void unpack_values(const uint8_t* page, int tile, ELEMENT* target,
                                               int lane) {
   const int group = lane >> 2, quad = lane & 3, odd_lane = group & 1;
-  uint32_t words[WORDS];
-  load_words(words, page + P::value_codes, tile, lane);
+  Codes<VALUE_BITS> codes;
+  codes.load(page + P::value_codes, tile, lane);
 #pragma unroll
   for (int thalf = 0; thalf < 2; ++thalf) {
     // Elements of a lane, of two tokens: step, half of the channels.
@@ -148,7 +168,8 @@ __device__ __forceinline__ void unpack_values(const uint8_t* page, int tile, ELE
         const float zero = __half2float(reinterpret_cast<const __half*>(page + P::value_zeros)[at]);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          x[odd][2 * step + half] = fmaf(code_of(words, step, half, thalf, odd), scale, zero);
+          x[odd][2 * step + half] =
+              fmaf(code_of(codes, step, half, thalf + 2 * odd), scale, zero);
       }
 #if ROTATE
       hadamard<OF_VALUE, 4, 32>(x[odd], lane);

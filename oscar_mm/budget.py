@@ -15,6 +15,7 @@ from uuid import uuid4
 import numpy as np
 
 from oscar_mm.errors import Busy, InputError
+from oscar_mm.policy import PLAIN, Bits
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
@@ -50,7 +51,7 @@ class Reservation:
 class KVBudget:
     """Makes room in stores before and after each turn; used under their lock.
 
-    What counts are pages and 16-bit blocks in use, each once, of all chats, kept prefixes and
+    What counts are pages and tokens in 16 bit, each once, of all chats, kept prefixes and
     requests without a chat. To make room, prefixes go first, then the chats that were used least
     recently and are not answering are written to files; they come back with their next use. What
     a turn takes is foreseen slot by slot (``oscar_mm.cache.foresight``), up to its longest answer,
@@ -149,29 +150,13 @@ class KVBudget:
             raise Busy(self._refusal(used, needed))
         self._give_way(needed, chat)
 
-    def exchange(self, old: OscarCache, new: OscarCache, chat: Holding) -> None:
-        """Before a chat closes one cache and goes on with another, which was forked from it.
-
-        Without tokens in their middle, blocks that others hold too are there twice.
-
-        Raises:
-            Busy: the new one takes more than the old one gives back, and there is no room for
-                that, whatever else could go; nothing has gone then.
-        """
-        used, added = self.taken_bytes, self._freed([new])
-        more = added - self._freed([old])
-        if more > 0 and used - self.limit > self._could_go(chat, old):
-            raise Busy(self._refusal(used - added, more))
-        self._give_way(0, chat, old)
-
     def settle(self, chat: Holding) -> None:
         """After a turn: others go until the budget holds; the chat itself stays, if need be."""
         self._give_way(0, chat)
 
-    def _give_way(self, needed: int, chat: Holding | None, *leaving: OscarCache) -> None:
-        """Prefixes and other chats go until that much is free, or nothing more can go; free is also
-        what caches hold that are leaving."""
-        while self.taken_bytes - self._freed(leaving) + needed > self.limit:
+    def _give_way(self, needed: int, chat: Holding | None) -> None:
+        """Prefixes and other chats go until that much is free, or nothing more can go."""
+        while self.taken_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
                 continue
@@ -185,20 +170,20 @@ class KVBudget:
             return []
         return [one for one in self._last_use if one is not chat and one.can_be_spilled]
 
-    def _could_go(self, chat: Holding | None, *leaving: OscarCache) -> int:
-        """Bytes of the slots that nobody but prefixes, other chats and these caches holds."""
+    def _could_go(self, chat: Holding | None) -> int:
+        """Bytes of the slots that nobody but prefixes and other chats holds."""
         others = [one.conversation.cache for one in self._others(chat)]
         kept = [] if self.prefixes is None else self.prefixes.caches
-        return self._freed([*others, *kept, *leaving])
+        return self._freed([*others, *kept])
 
     def _freed(self, caches: Sequence[OscarCache]) -> int:
         """Bytes of the slots that nobody but these caches holds."""
         total = 0
         for store in self.stores:
-            owners: dict[int, Counter[int]] = {bits: Counter() for bits in store.allocators}
+            owners: dict[Bits, Counter[int]] = {bits: Counter() for bits in store.allocators}
             for cache in caches:
                 for stream in cache.ledger.streams() if cache.store is store else ():
-                    owners[16].update(stream.blocks)
+                    owners[PLAIN].update(stream.slots)
                     owners[stream.bits].update(stream.pages)
             for bits, slots in owners.items():
                 size = sum(pools.by_bits[bits].slot_bytes for pools in store.layers.values())

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.cache.ledger import packed_of
 from oscar_mm.modality import Modality
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 RESERVED = 0.1
 """Share of a GPU's memory that is left for activations and the allocator."""
@@ -42,15 +43,15 @@ class ModelShape:
             parameters=parameters,
         )
 
-    def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[int, int]:
-        """Of one layer: bytes of a page of each bit width, and under 16 those of a block.
+    def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
+        """Of one layer: bytes of a page by bits, and under ``PLAIN`` those of a token in 16 bit.
 
         Args:
             policy: how keys and values are stored.
             itemsize: bytes of a number in the model's dtype.
         """
-        sizes = {16: 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * itemsize}
-        for bits in set(policy.bits) - {16}:
+        sizes = {PLAIN: 2 * self.kv_heads * self.head_dim * itemsize}
+        for bits in policy.packed_bits:
             sizes[bits] = PageFormat.of(policy, bits, self.kv_heads, self.head_dim).page_bytes
         return sizes
 
@@ -60,7 +61,7 @@ class ModelShape:
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Pages and 16-bit blocks of one conversation whose latest tokens are text.
+        """Pages and tokens in 16 bit of one conversation whose latest tokens are text.
 
         Tables and free slots are not in it: the first are below 1% of any long conversation, the
         second depend on what else the store holds.
@@ -72,15 +73,9 @@ class ModelShape:
         sizes, total = self.slot_bytes(policy), 0
         for modality in Modality:
             count, bits = tokens.get(modality.label, 0), policy.bits_for(modality)
-            pages = 0
-            if bits < 16:
-                is_text = modality is Modality.TEXT
-                sinks = min(count, policy.sinks) if is_text else 0
-                total += -(-sinks // BLOCK_TOKENS) * sizes[16]
-                count -= sinks
-                pages = max(0, count - (policy.window if is_text else 0)) // PAGE_TOKENS
-            left = count - pages * PAGE_TOKENS
-            total += pages * sizes[bits] + -(-left // BLOCK_TOKENS) * sizes[16]
+            recent = policy.sinks + policy.window if modality is Modality.TEXT else 0
+            packed = packed_of(policy, bits, max(0, count - recent), begun=False)
+            total += -(-packed // PAGE_TOKENS) * sizes[bits] + (count - packed) * sizes[PLAIN]
         return self.layers * total
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:

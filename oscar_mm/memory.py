@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.modality import Modality
+from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
 _SHARED = "shared"
-_TAILS = "tails: tokens outside of full pages of 128, in the model's dtype"
+_TAILS = "tails: tokens outside of pages, in the model's dtype"
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class MemoryReport:
         by_modality: bytes of "text", "image", "video", "audio", and "shared" (tables, balancing
             vectors, states and free slots).
         by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (tokens in the model's
-            dtype: recent ones, sinks, incomplete pages), "states" (of linear attention), "tables"
-            (page tables, token map, balancing vectors), "unused" (free slots of the pools).
+            dtype: recent ones, sinks, those that wait for a page), "states" (of linear attention),
+            "tables" (page tables, token map, balancing vectors), "unused" (free slots of the
+            pools, and slots that the next tokens of an answer will take).
         tokens: stored tokens by modality, summed over the batch; of shared slots counted once
             for each sequence.
         shared_bytes: those of kv_bytes that other caches hold too.
@@ -166,7 +168,7 @@ def measure_store(store: PageStore) -> StoreReport:
 
 
 def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:
-    """Bytes that tokens ``start`` to ``stop - 1`` of a row take: their part of pages and blocks.
+    """Bytes that tokens ``start`` to ``stop - 1`` of a row take: their part of pages and slots.
 
     Tables and what is not in use of a page are in the whole report only; padding takes nothing.
     """
@@ -182,10 +184,10 @@ def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0
         # Of the stream's tokens those before a span, and those before its end.
         both = np.searchsorted(sequence.positions(code), ends)
         packed = np.diff(np.minimum(both, stream.packed))[:, 0]
-        in_blocks = np.diff(both)[:, 0] - packed
+        in_16_bit = np.diff(both)[:, 0] - packed
         for bits, tokens, whole in (
             (stream.bits, packed, PAGE_TOKENS),
-            (16, in_blocks, BLOCK_TOKENS),
+            (PLAIN, in_16_bit, 1),
         ):
             total += sum(by_bits[bits].slot_bytes for by_bits in pools) * tokens / whole
     return np.rint(total).astype(np.int64).tolist()
@@ -194,10 +196,11 @@ def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0
 @dataclass
 class _Slots:
     """Slots of one kind that a cache holds: how many by modality, how many of them others hold
-    too, and whether nobody else holds any of this kind."""
+    too, how many it has to spare, and whether nobody else holds any of this kind."""
 
     by_modality: Counter[str]
     shared: int
+    spare: int
     alone: bool
 
 
@@ -244,22 +247,24 @@ def measure(cache: OscarCache) -> MemoryReport:
     )
 
 
-def _slots(ledger: Ledger, bits: int) -> _Slots:
+def _slots(ledger: Ledger, bits: Bits) -> _Slots:
     """Slots that sequences of a cache, or entries of a stream, have in common are held once."""
     labels: dict[int, str] = {}
     own: Counter[int] = Counter()
     for stream in ledger.streams():
-        held = stream.blocks if bits == 16 else stream.pages if stream.bits == bits else []
+        held = stream.slots if bits == PLAIN else stream.pages if stream.bits == bits else []
         labels.update(dict.fromkeys(held, stream.modality.label))
         own.update(held)
     allocator = ledger.allocators[bits]
     shared = sum(allocator.owners(slot) > count for slot, count in own.items())
-    return _Slots(Counter(labels.values()), shared, allocator.used == len(own))
+    spare = sum(len(row.spare) for row in ledger.sequences) if bits == PLAIN else 0
+    alone = allocator.used == len(own) + spare
+    return _Slots(Counter(labels.values()), shared, spare, alone)
 
 
 def _add_pools(
     pools: LayerPools,
-    slots: dict[int, _Slots],
+    slots: dict[Bits, _Slots],
     alone: bool,
     by_kind: dict[str, int],
     by_modality: dict[str, int],
@@ -272,11 +277,11 @@ def _add_pools(
             held = min(count * pool.slot_bytes, free)
             free -= held
             by_modality[label] += held
-            if bits == 16:
+            if bits == PLAIN:
                 by_kind["tails"] += held
                 continue
             for kind, size in pools.formats[bits].bytes_by_kind.items():
                 by_kind[kind] += size * (held // max(1, pool.slot_bytes))
-        if alone:
-            by_kind["unused"] += free
-            by_modality[_SHARED] += free
+        unused = free if alone else min(slots[bits].spare * pool.slot_bytes, free)
+        by_kind["unused"] += unused
+        by_modality[_SHARED] += unused

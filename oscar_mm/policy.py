@@ -10,13 +10,36 @@ from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 
 
+class Bits(NamedTuple):
+    """Bits per stored value of keys and of values."""
+
+    keys: int
+    values: int
+
+    def __str__(self) -> str:
+        """One number for both, or two: "2", "3/2"."""
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
+    @property
+    def packed(self) -> bool:
+        """Whether these are fewer than 16."""
+        return self.keys < 16
+
+
+PLAIN = Bits(16, 16)
+"""Not packed: in the model's dtype."""
+_NARROWEST = Bits(2, 2)
+Width = int | tuple[int, int] | list[int]
+"""Bits of keys and values: one number for both, or two."""
+
+
 class ModalityBits(NamedTuple):
     """Bits per stored value, by modality; the order is that of ``Modality``."""
 
-    text: int
-    image: int
-    video: int
-    audio: int
+    text: Bits
+    image: Bits
+    video: Bits
+    audio: Bits
 
 
 _ALLOWED: dict[str, tuple] = {
@@ -29,8 +52,10 @@ _ALLOWED: dict[str, tuple] = {
     "rotate": (True, False),
     "balance": (None, "weights", "prompt", "auto"),
     "token_scaling": (None, "shared", "per_head"),
+    "center": (True, False),
 }
-_ALLOWED_BITS = (2, 4, 16)
+_ALLOWED_BITS = (2, 3, 4)
+_MOST_WIDTHS = 2
 _MAX_RECENT = 4096
 
 
@@ -38,9 +63,9 @@ class _Bits:
     """The field ``bits``: given in any of three ways, read by modality."""
 
     def __get__(self, policy: KVPolicy | None, owner: type) -> ModalityBits:
-        return ModalityBits(2, 2, 2, 2) if policy is None else policy.__dict__["bits"]
+        return ModalityBits(*[_NARROWEST] * 4) if policy is None else policy.__dict__["bits"]
 
-    def __set__(self, policy: KVPolicy, bits: int | Mapping[str, int] | ModalityBits) -> None:
+    def __set__(self, policy: KVPolicy, bits: Width | Mapping[str, Width] | ModalityBits) -> None:
         policy.__dict__["bits"] = _checked_bits(bits)
 
 
@@ -49,10 +74,13 @@ class KVPolicy:
     """How the cache stores keys and values. Immutable, hashable, checked when made.
 
     Attributes:
-        bits: bits per value: 2, 4 or 16, one number for all modalities or a mapping such as
-            ``{"image": 2, "text": 4}`` (modalities not named get 2). 16 means the model's dtype.
-        key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR),
-            "token" each token over a group of channels (QuaRot).
+        bits: bits per value: 2, 3, 4 or 16, one number for keys and values or a pair such as
+            ``(3, 2)``, for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
+            (modalities not named get 2). 16, of keys and values alike, means the model's dtype. At
+            most two different ones below 16.
+        key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR): whole
+            pages of 128 tokens at a time. "token" quantizes each token over a group of channels
+            (QuaRot): a token takes a slot of its page as soon as it leaves the window.
         key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
         value_group: channels of a value group: 32, 64 or 128. A head that the group does not
             divide uses the largest divisor of head_dim below it.
@@ -71,7 +99,11 @@ class KVPolicy:
             prompt) or None. Attention is unchanged in exact arithmetic. Balancing by the prompt
             takes attention "oscar"; without it "auto" warns and does not balance.
         token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
-            "per_head", or None.
+            "per_head", or None. Only with ``key_axis="channel"``; otherwise a token's scale is
+            its own already.
+        center: with ``key_axis="token"``, each token and head stores its key or what the key
+            differs from its page's center, whichever has the smaller error. The center is the mean
+            of the page's first keys.
         window: most recent tokens of a sequence that are always kept in 16 bit.
         sinks: first tokens of a sequence that are always kept in 16 bit.
 
@@ -89,6 +121,7 @@ class KVPolicy:
     rotate: bool = True
     balance: str | None = "auto"
     token_scaling: str | None = "per_head"
+    center: bool = False
     window: int = 32
     sinks: int = 4
 
@@ -103,6 +136,11 @@ class KVPolicy:
                 f"KVPolicy value_scale='unbiased' with fit={self.fit!r}: must be 'plain', as only "
                 "a least-squares fit ('lsq') shrinks values"
             )
+        if self.key_axis == "token":
+            self._check("token_scaling", (None,), "a token's scale is its own already")
+            self._check("norm", ("plain", "unbiased"), "keys have a scale and no norm")
+        else:
+            self._check("center", (False,), "a channel's zero point is its center")
         for field in ("window", "sinks"):
             value = getattr(self, field)
             if type(value) is not int or not 0 <= value <= _MAX_RECENT:
@@ -110,14 +148,28 @@ class KVPolicy:
                     f"KVPolicy {field}={value!r}: must be a number of tokens, 0 to {_MAX_RECENT}"
                 )
 
-    def bits_for(self, modality: Modality) -> int:
-        """Bits per stored value of a modality: 2, 4 or 16."""
+    def _check(self, field: str, allowed: tuple, why: str) -> None:
+        value = getattr(self, field)
+        if value not in allowed:
+            options = " or ".join(map(repr, allowed))
+            raise InputError(
+                f"KVPolicy {field}={value!r} with key_axis={self.key_axis!r}: must be {options}, "
+                f"as {why}"
+            )
+
+    def bits_for(self, modality: Modality) -> Bits:
+        """Bits per stored value of a modality; ``PLAIN`` where it is not packed."""
         return self.bits[int(modality)]
+
+    @property
+    def packed_bits(self) -> tuple[Bits, ...]:
+        """The different bits that modalities are packed in, ascending."""
+        return tuple(sorted({bits for bits in self.bits if bits.packed}))
 
     @property
     def packs(self) -> bool:
         """Whether any modality is stored in fewer than 16 bits."""
-        return min(self.bits) < 16
+        return bool(self.packed_bits)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
@@ -155,17 +207,43 @@ def _checked_bits(bits: Any) -> ModalityBits:
                 f"KVPolicy bits: unknown modality {', '.join(unknown)}; "
                 f"modalities are {', '.join(names)}"
             )
-        bits = ModalityBits(**{name: bits.get(name, 2) for name in names})
-    elif not isinstance(bits, ModalityBits):
-        bits = ModalityBits(bits, bits, bits, bits)
-    for name, value in zip(names, bits, strict=True):
-        if type(value) is not int or value not in _ALLOWED_BITS:
-            raise InputError(f"KVPolicy bits of {name} = {value!r}: must be 2, 4 or 16")
-    return ModalityBits(*bits)
+        given = [bits.get(name, _NARROWEST) for name in names]
+    else:
+        given = list(bits) if isinstance(bits, ModalityBits) else [bits] * len(names)
+    checked = ModalityBits(*map(_checked_width, names, given))
+    packed = sorted({str(one) for one in checked if one.packed})
+    if len(packed) > _MOST_WIDTHS:
+        raise InputError(
+            f"KVPolicy bits: {', '.join(packed)}: must be at most {_MOST_WIDTHS} different ones "
+            "below 16"
+        )
+    return checked
 
 
+def _checked_width(name: str, width: Any) -> Bits:
+    both = list(width) if isinstance(width, (tuple, list)) else [width, width]
+    if len(both) == 2 and all(type(one) is int for one in both):
+        bits = Bits(*both)
+        if bits == PLAIN or (bits.keys in _ALLOWED_BITS and bits.values in _ALLOWED_BITS):
+            return bits
+    raise InputError(
+        f"KVPolicy bits of {name} = {width!r}: must be 2, 3, 4 or 16, or 2, 3 or 4 of keys and of "
+        "values, like (3, 2)"
+    )
+
+
+DEFAULT = "standard"
+"""Preset of whoever does not choose."""
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Least-squares fit, unbiased per-head norm and values, balancing; groups of 128: 2.31 bits.
+    # Keys deserve more bits than values, and a token is packed at once: stream pages of 2.8 bits.
+    "standard": {
+        "bits": (3, 2),
+        "key_axis": "token",
+        "token_scaling": None,
+        "center": True,
+    },
+    # The smallest, 2.31 bits: least-squares fit, unbiased per-head norm and values, balancing;
+    # groups of 128.
     "compact": {},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {

@@ -13,6 +13,7 @@ import torch
 from oscar_mm.asked import Asked
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.foresight import Growth, bytes_over_time, foreseen, pool_bytes
+from oscar_mm.cache.ledger import first_page_tokens
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.prompt import Prompt
@@ -21,6 +22,7 @@ from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.counting import medium_tokens, text_tokens
 from oscar_mm.pipelines.media import Media, outlined_media
+from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -155,9 +157,12 @@ class Bounded:
             asked = Asked(tokens, answer, named, held, frees, at_least=True)
             doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
             self._check_context(asked, doubt)
-            # Text at the end, so that media are in full pages as far as can be.
+            # Text at the end, so that media are in full pages as far as can be. In another order
+            # other tokens may be in the window, and fewer wait for a page.
             row = [np.full(tokens[one.label], int(one), np.int8) for one in reversed(Modality)]
-            self._check_bytes(asked, np.concatenate(row)[doubt:], past)
+            waiting = sum(first_page_tokens(self.policy.bits_for(one)) for one in Modality)
+            order = self.policy.window + self.policy.sinks + waiting
+            self._check_bytes(asked, np.concatenate(row)[doubt:], past, order)
 
     def check_media(self, media: Media) -> None:
         """Refuse decoded media that are over the context by themselves, before processing.
@@ -261,20 +266,26 @@ class Bounded:
         if asked.total - doubt > self.max_context:
             raise asked.refusal(self.max_context, "the context")
 
-    def _check_bytes(self, asked: Asked, new: np.ndarray, past: OscarCache | None) -> None:
+    def _check_bytes(
+        self, asked: Asked, new: np.ndarray, past: OscarCache | None, doubt: int = 0
+    ) -> None:
         """Refuse what no budget and no device could hold; waits for nobody else to give way.
+
+        Args:
+            doubt: tokens that may be packed where ``new`` has them in 16 bit.
 
         Raises:
             Busy: other chats hold the memory of a device.
             NoRoom: what they hold would not be enough.
         """
         whole = self._growth(new, asked.answer, past)
+        doubtful = doubt * self._slot_bytes()[PLAIN]
         if self.budget is not None:
             sizes, limit = self._slot_bytes(), self.budget.limit
             before = 0 if past is None else self._bytes_held(past)
 
             def in_budget(growth: Growth, _: int) -> float:
-                return before + bytes_over_time(growth.added, sizes).max()
+                return before + max(0, bytes_over_time(growth.added, sizes).max() - doubtful)
 
             if (needed := in_budget(whole, 0)) > limit:
                 fits = self._fitting(asked, new, past, in_budget, limit)
@@ -344,19 +355,19 @@ class Bounded:
         dtype = self.model.get_input_embeddings().weight.dtype
         return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
 
-    def _slot_bytes(self) -> dict[int, int]:
-        """Of one slot of each bit width, in all layers."""
-        found: dict[int, int] = {}
+    def _slot_bytes(self) -> dict[Bits, int]:
+        """Of one slot of each kind, in all layers."""
+        found: dict[Bits, int] = {}
         for sizes in self._slot_bytes_by_device().values():
             for bits, size in sizes.items():
                 found[bits] = found.get(bits, 0) + size
         return found
 
-    def _slot_bytes_by_device(self) -> dict[torch.device, dict[int, int]]:
+    def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
         shape = ModelShape.of(self.model.config, 0)
         own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
         foretold = own.slot_bytes(self.policy, self.layer_shapes[0].dtype.itemsize)
-        found: dict[torch.device, dict[int, int]] = {}
+        found: dict[torch.device, dict[Bits, int]] = {}
         for index, device in self.layer_devices.items():
             pools = self.store.layers.get(index)
             sums = found.setdefault(device, dict.fromkeys(foretold, 0))
@@ -370,11 +381,11 @@ class Bounded:
         sizes = self._slot_bytes()
         return sum(len(slots) * sizes[bits] for bits, slots in self._slots_held(cache).items())
 
-    def _slots_held(self, cache: OscarCache) -> dict[int, set[int]]:
-        """Slots of each bit width that a cache holds."""
-        held: dict[int, set[int]] = {16: set()}
+    def _slots_held(self, cache: OscarCache) -> dict[Bits, set[int]]:
+        """Slots of each kind that a cache holds."""
+        held: dict[Bits, set[int]] = {PLAIN: set()}
         for stream in cache.ledger.streams():
-            held[16].update(stream.blocks)
+            held[PLAIN].update(stream.slots)
             held.setdefault(stream.bits, set()).update(stream.pages)
         return held
 
@@ -389,8 +400,8 @@ class Bounded:
             used[bits] -= len(slots)
         return self._slots_on(device, used)
 
-    def _slots_on(self, device: torch.device, counts: Mapping[int, int]) -> int:
-        """Bytes of so many slots of each bit width, in the layers of a device."""
+    def _slots_on(self, device: torch.device, counts: Mapping[Bits, int]) -> int:
+        """Bytes of so many slots of each kind, in the layers of a device."""
         return sum(
             counts[bits] * pool.slot_bytes
             for pools in self.store.layers.values()

@@ -30,7 +30,7 @@ from oscar_mm.pipelines.bounded import Bounded
 from oscar_mm.pipelines.loading import load
 from oscar_mm.pipelines.media import Media, read_media
 from oscar_mm.pipelines.placement import Placement
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
 
@@ -84,7 +84,7 @@ class Pipeline(Batched, Bounded):
         model: str | Path | PreTrainedModel,
         *,
         processor: Any = None,
-        policy: str | KVPolicy = "compact",
+        policy: str | KVPolicy = DEFAULT,
         device: str | torch.device | None = None,
         device_map: str | Mapping[str, Any] | None = None,
         tp_plan: str | Mapping[str, str] | None = None,

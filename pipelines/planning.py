@@ -16,7 +16,7 @@ from oscar_mm.pipelines.counting import count_tokens
 from oscar_mm.pipelines.loading import outline
 from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 
 _LIMITS = MediaLimits()
 
@@ -134,7 +134,7 @@ _PLAIN = KVPolicy.preset("bf16")
 def plan(
     model: str | Path,
     session: Session,
-    policy: str | KVPolicy = "compact",
+    policy: str | KVPolicy = DEFAULT,
     *,
     limits: MediaLimits = _LIMITS,
     video_fps: float = 2.0,

@@ -189,7 +189,7 @@ def test_memory_of_a_later_turn_does_not_grow_with_the_past(
     for tokens in (2048, 4096):
         cache, _ = filled(policy, torch.zeros(1, tokens, dtype=torch.int64), kv_heads=1, group=1)
         layer = cache.layers[0]
-        pools = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
+        pools = [layer.recent.storage, *(pool.storage for pool in layer.pages.values())]
         step = Step(past=cache.ledger.sequences)
         with Largest(*pools) as counted:
             attend_stored(layer, *chunk(1, 20, kv_heads=1, group=1), 0.125, step)

@@ -6,6 +6,7 @@ import torch
 from benchmarks.feed import filled
 from oscar_mm.capacity import RESERVED, ModelShape
 from oscar_mm.policy import KVPolicy
+from tests.cache.invariants import STREAM
 from tests.checkpoints import build_decoder
 
 GB = 10**9
@@ -14,6 +15,8 @@ POLICIES = [
     *KVPolicy.preset_names(),
     KVPolicy(bits={"image": 4, "text": 16}),
     KVPolicy(window=200, sinks=40),
+    KVPolicy(bits=(3, 2), **STREAM),
+    KVPolicy(bits={"text": (4, 2), "image": 2}, window=0, sinks=0, **STREAM),
 ]
 
 
@@ -24,8 +27,8 @@ def test_bytes_are_those_that_a_cache_holds(policy, tokens: int) -> None:
     # So many of them come one by one that the window holds text only, as after an answer.
     cache = filled(policy, (1, 2, tokens, 64), 4, generator, answer=min(tokens // 2, 220))
     report = cache.memory()
-    held = report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
     shape = ModelShape(layers=1, kv_heads=2, head_dim=64, parameters=0)
+    held = report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
     assert shape.kv_bytes(KVPolicy.of(policy), report.tokens) == held
 
 

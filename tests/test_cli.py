@@ -155,7 +155,7 @@ def a_text_file_named_png(tmp_path: Path) -> str:
         (["."], ".: is a folder"),
         ([a_text_file_named_png], "notes.png: is not an image that can be read"),
         (["PICTURE", "--video", "gone.mp4"], "gone.mp4: no such file"),
-        (["PICTURE", "--policy", "tiny"], "unknown policy 'tiny': choose one of compact, oscar"),
+        (["PICTURE", "--policy", "tiny"], "policy 'tiny': choose one of standard, compact"),
         (["PICTURE", "--prompt", "  "], "--prompt is empty"),
         ([], "pass an image, a video or a recording"),
         (["gone.WAV"], "gone.WAV: no such file"),
@@ -291,4 +291,4 @@ def test_help_and_version() -> None:
         assert "ask" in shown.stdout and "doctor" in shown.stdout
     shown = runner.invoke(app, ["ask", "--help"])
     assert "--max-new-tokens" in shown.stdout
-    assert ", ".join(KVPolicy.preset_names()) in shown.stdout
+    assert ", ".join(KVPolicy.preset_names()) in " ".join(shown.stdout.split())

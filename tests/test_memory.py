@@ -9,9 +9,10 @@ import torch
 
 from oscar_mm import OscarCache
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.memory import KINDS, token_bytes
 from oscar_mm.modality import Modality
+from oscar_mm.policy import Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, left_padded, random_ids
 from tests.checkpoints import build_decoder
 
@@ -101,16 +102,21 @@ def test_numbers_of_a_report() -> None:
     assert json.loads(json.dumps(report.to_dict()))["kv_bytes"] == report.kv_bytes
 
 
-@pytest.mark.parametrize("policy", ["compact", "mixed", "bf16"])
+@pytest.mark.parametrize("policy", ["compact", "mixed", "bf16", "stream", "stream_mixed"])
 def test_bytes_of_tokens(policy: str) -> None:
     cache, _ = filled(POLICIES[policy], IDS)
     report = cache.memory()
     ends = [0, 100, 101, 350, 512, 700, 890]
     parts = [token_bytes(cache, *ends[at : at + 2], row=row) for row in (0, 1) for at in range(6)]
-    # All but the unused part of the last block of each stream.
+    # All but the places of pages that are not in use.
     held = sum(report.by_kind[kind] for kind in ("codes", "scales", "norms", "tails"))
-    idle = sum(-stream.tail % BLOCK_TOKENS for stream in cache.ledger.streams())
-    assert abs(held - idle * 2 * 2 * 64 * 4 - sum(parts)) <= len(parts)
+    idle = sum(
+        (128 * len(stream.pages) - stream.packed) * cache.layers[0].pages[stream.bits].slot_bytes
+        for stream in cache.ledger.streams()
+        if stream.pages
+    )
+    assert (idle > 0) == (policy in ("stream", "stream_mixed"))
+    assert abs(held - idle / 128 - sum(parts)) <= len(parts)
     assert token_bytes(cache, 0, 190, row=1) == 0  # padding
     cache.forget(200, 700)
     assert token_bytes(cache, 190, 710) == token_bytes(cache, 190, 200) + token_bytes(
@@ -156,7 +162,7 @@ def test_ratio(policy: str, heads: int, tokens: int, least: float) -> None:
     """KV heads of 128 in bfloat16; text and images; ``least``: of the ratio of full pages. Fewer
     heads are quicker, and what all heads share weighs more."""
     cache = OscarCache(policy)
-    of_pages = 16 / PageFormat.of(cache.policy, 2, heads, 128).bits_per_value
+    of_pages = 16 / PageFormat.of(cache.policy, Bits(2, 2), heads, 128).bits_per_value
     generator = torch.Generator().manual_seed(0)
     images = [1] * (tokens // 4 - 20)
     ids = ([0] * 30 + images + [0] * 25 + images + [0] * (tokens - 55 - 2 * len(images)))[:tokens]

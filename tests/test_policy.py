@@ -6,6 +6,7 @@ import pytest
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.modality import Modality
+from oscar_mm.policy import DEFAULT, PLAIN, Bits
 
 CHOICES = {
     "key_axis": ("channel", "token"),
@@ -17,6 +18,13 @@ CHOICES = {
     "rotate": (True, False),
     "balance": (None, "weights", "prompt", "auto"),
     "token_scaling": (None, "shared", "per_head"),
+    "center": (True, False),
+}
+BY_TOKEN = {"key_axis": "token", "token_scaling": None}
+NEEDS = {
+    # What a choice needs of other fields.
+    ("key_axis", "token"): BY_TOKEN,
+    ("center", True): BY_TOKEN,
 }
 BAD = [
     ("key_axis", "head"),
@@ -39,6 +47,9 @@ BAD = [
     ("balance", True),
     ("token_scaling", "per_token"),
     ("token_scaling", False),
+    ("center", 1),
+    ("center", None),
+    ("center", "mean"),
 ]
 
 
@@ -59,11 +70,63 @@ def test_bad_token_count(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "bits", [3, 0, 8, 2.0, "2", None, True, [2, 2, 2, 2], {"image": 3}, {"text": None}]
+    ("bits", "modality", "width"),
+    [
+        *((bits, "text", bits) for bits in (0, 1, 5, 8, 2.0, "2", None, True, (), [2, 2, 2, 2])),
+        # 16 is for keys and values alike.
+        *((bits, "text", bits) for bits in ((2, 16), (16, 2), (3, 8), (3,), (3, 2, 2), ("3", 2))),
+        *((bits, "text", bits) for bits in ((2.0, 2), (True, 2), (None, 2), ((2, 2), 2))),
+        ({"image": 5}, "image", 5),
+        ({"text": None}, "text", None),
+        ({"text": 2, "video": (4, 16)}, "video", (4, 16)),
+    ],
 )
-def test_bad_bits(bits: object) -> None:
-    with pytest.raises(InputError, match=r"bits of (text|image) = .*2, 4 or 16"):
+def test_bad_bits(bits: object, modality: str, width: object) -> None:
+    """The message names the modality, what was given and what is allowed."""
+    with pytest.raises(InputError) as error:
         KVPolicy(bits=bits)
+    assert str(error.value) == (
+        f"KVPolicy bits of {modality} = {width!r}: must be 2, 3, 4 or 16, or 2, 3 or 4 of keys and "
+        "of values, like (3, 2)"
+    )
+
+
+def test_bits_of_keys_and_values() -> None:
+    for width in ((3, 2), [3, 2], Bits(3, 2)):
+        policy = KVPolicy(bits=width)
+        assert [policy.bits_for(modality) for modality in Modality] == [Bits(3, 2)] * 4
+        assert policy == KVPolicy(bits=(3, 2)) and hash(policy) == hash(KVPolicy(bits=(3, 2)))
+        assert policy.packed_bits == (Bits(3, 2),)
+    for both in (2, 3, 4, 16):
+        assert KVPolicy(bits=both) == KVPolicy(bits=(both, both))
+    for keys in (2, 3, 4):
+        for values in (2, 3, 4):
+            assert KVPolicy(bits=(keys, values)).bits.audio == Bits(keys, values)
+    assert KVPolicy(bits=(3, 2)) != KVPolicy(bits=(2, 3))
+
+
+def test_mapping_of_pairs() -> None:
+    policy = KVPolicy(bits={"text": (4, 2), "image": [3, 2], "audio": (16, 16), "video": (4, 2)})
+    assert [str(policy.bits_for(modality)) for modality in Modality] == ["4/2", "3/2", "4/2", "16"]
+
+
+def test_bits_in_words() -> None:
+    assert [str(bits) for bits in (Bits(2, 2), Bits(3, 2), Bits(2, 4), PLAIN)] == [
+        *("2", "3/2", "2/4", "16")
+    ]
+    assert Bits(4, 2).packed and not PLAIN.packed
+    assert Bits(16, 16) == PLAIN
+
+
+def test_packed_bits_are_ascending_and_at_most_two() -> None:
+    policy = KVPolicy(bits={"text": (4, 2), "image": (3, 4), "video": 16, "audio": (4, 2)})
+    assert policy.packed_bits == (Bits(3, 4), Bits(4, 2)) and policy.packs
+    assert KVPolicy(bits=16).packed_bits == ()
+    # A modality that is not named counts with its 2.
+    with pytest.raises(InputError, match=r"bits: 2, 3/2, 4: must be at most 2 different ones bel"):
+        KVPolicy(bits={"text": (3, 2), "image": 4})
+    with pytest.raises(InputError, match=r"bits: 2/3, 3/2, 4/2: must be at most 2"):
+        KVPolicy(bits={"text": (3, 2), "image": (2, 3), "video": (4, 2), "audio": 16})
 
 
 def test_bits_of_an_unknown_modality() -> None:
@@ -76,7 +139,34 @@ def test_bits_of_an_unknown_modality() -> None:
 @pytest.mark.parametrize("field", sorted(CHOICES))
 def test_every_documented_choice_is_taken(field: str) -> None:
     for value in CHOICES[field]:
-        assert getattr(KVPolicy(**{"value_scale": "plain", field: value}), field) is value
+        needed = NEEDS.get((field, value), {})
+        policy = KVPolicy(**{"value_scale": "plain", **needed, field: value})
+        assert getattr(policy, field) is value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"key_axis": "token"},
+            "token_scaling='per_head' with key_axis='token': must be None, as a token's scale",
+        ),
+        (
+            {"key_axis": "token", "token_scaling": "shared"},
+            "token_scaling='shared' with key_axis='token': must be None",
+        ),
+        (
+            BY_TOKEN | {"norm": "refit"},
+            "norm='refit' with key_axis='token': must be 'plain' or 'unbiased', as keys have",
+        ),
+        ({"center": True}, "center=True with key_axis='channel': must be False"),
+    ],
+)
+def test_fields_that_exclude_each_other(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=f"^KVPolicy {message}"):
+        KVPolicy(**fields)
+    with pytest.raises(InputError, match=f"^KVPolicy {message}"):
+        KVPolicy.preset("compact", **fields)
 
 
 def test_only_a_least_squares_fit_shrinks_values() -> None:
@@ -89,9 +179,10 @@ def test_only_a_least_squares_fit_shrinks_values() -> None:
 
 def test_bits_by_modality() -> None:
     policy = KVPolicy(bits={"image": 4, "audio": 16})
-    assert [policy.bits_for(modality) for modality in Modality] == [2, 4, 2, 16]
+    two, four = Bits(2, 2), Bits(4, 4)
+    assert [policy.bits_for(modality) for modality in Modality] == [two, four, two, PLAIN]
     assert policy.packs
-    assert [KVPolicy(bits=4).bits_for(modality) for modality in Modality] == [4] * 4
+    assert [KVPolicy(bits=4).bits_for(modality) for modality in Modality] == [four] * 4
     assert not KVPolicy(bits=16).packs
     assert not KVPolicy(bits=dict.fromkeys(("text", "image", "video", "audio"), 16)).packs
 
@@ -104,7 +195,7 @@ def test_equality_and_hash() -> None:
     policy = KVPolicy(bits=bits)
     before = hash(policy)
     bits["video"] = 2
-    assert hash(policy) == before and policy.bits_for(Modality.VIDEO) == 4
+    assert hash(policy) == before and policy.bits_for(Modality.VIDEO) == Bits(4, 4)
     assert KVPolicy(bits=policy.bits) == policy
 
 
@@ -117,8 +208,8 @@ def test_immutable() -> None:
 
 def test_presets() -> None:
     presets = {name: KVPolicy.preset(name) for name in KVPolicy.preset_names()}
-    assert set(presets) == {"compact", "oscar", "kivi", "quarot", "bf16"}
-    assert len(set(presets.values())) == 5
+    assert set(presets) == {"standard", "compact", "oscar", "kivi", "quarot", "bf16"}
+    assert len(set(presets.values())) == 6 and DEFAULT == "standard"
     assert presets["compact"] == KVPolicy()
     oscar = presets["oscar"]
     assert (oscar.key_group, oscar.value_group, oscar.fit, oscar.norm) == (
@@ -130,18 +221,23 @@ def test_presets() -> None:
     assert (oscar.rotate, oscar.token_scaling, oscar.balance) == (True, "shared", None)
     assert not presets["kivi"].rotate and presets["kivi"].token_scaling is None
     quarot = presets["quarot"]
-    assert quarot.key_axis == "token" and quarot.rotate
+    assert quarot.key_axis == "token" and quarot.rotate and not quarot.center
+    assert quarot.token_scaling is None
     assert (quarot.key_group, quarot.value_group) == (128, 128)
     assert {name for name, p in presets.items() if p.value_scale == "plain"} == {
         *("oscar", "kivi", "quarot")
     }
     assert not presets["bf16"].packs
-    assert all(set(p.bits) == {2} for name, p in presets.items() if name != "bf16")
+    standard = presets.pop("standard")
+    assert set(standard.bits) == {Bits(3, 2)}
+    assert standard.key_axis == "token" and standard.center and standard.token_scaling is None
+    assert all(set(p.bits) == {Bits(2, 2)} for name, p in presets.items() if name != "bf16")
 
 
 def test_preset_with_changes() -> None:
     changed = KVPolicy.preset("oscar", window=128, bits={"text": 4})
-    assert (changed.window, changed.bits.text, changed.bits.image) == (128, 4, 2)
+    assert changed.window == 128
+    assert (changed.bits.text, changed.bits.image) == (Bits(4, 4), Bits(2, 2))
     assert dataclasses.replace(changed, window=32, bits=2) == KVPolicy.preset("oscar")
     with pytest.raises(InputError, match="no field groups"):
         KVPolicy.preset("oscar", groups=3)

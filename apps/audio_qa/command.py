@@ -8,7 +8,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.audio_qa.rows import read_rows
 from oscar_mm.apps.terminal import warnings_as_lines
 from oscar_mm.media import MediaLimits
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 
 
 def audio_qa_command(
@@ -22,7 +22,7 @@ def audio_qa_command(
     ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="JSONL of the answers.")],
     model: options.Model = None,
-    policy: options.Policy = "compact",
+    policy: options.Policy = DEFAULT,
     question: Annotated[
         str | None,
         typer.Option("--question", "-q", metavar="TEXT", help="Question of rows that have none."),

@@ -13,7 +13,6 @@ from oscar_mm.apps.audio_qa.results import Result, answered, chosen, failed, tol
 from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.apps.audio_qa.settings import Settings
 from oscar_mm.cache.join import can_join
-from oscar_mm.cache.layout import BLOCK_TOKENS
 from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines.batch import answers
@@ -140,12 +139,11 @@ class Engine:
         return _Asked(row, reading, prepared, choices, needed, share + time.perf_counter() - start)
 
     def _needed(self, prepared: Prepared, choices: list[list[int]]) -> int:
-        """Bytes that a row adds to its reading; 16-bit blocks that it shares are copied."""
+        """Bytes that a row adds to its reading."""
         if self.pipe.budget is None:
             return 0
-        new = BLOCK_TOKENS + (0 if choices else self.settings.max_new_tokens)
-        scored = [BLOCK_TOKENS + len(choice) for choice in choices]
-        growth = self.pipe.growth(prepared.prompt, new + sum(scored), prepared.past)
+        new = 0 if choices else self.settings.max_new_tokens
+        growth = self.pipe.growth(prepared.prompt, new + sum(map(len, choices)), prepared.past)
         return self.pipe.growth_bytes(growth)
 
     def _bytes(self, reading: Reading) -> int:

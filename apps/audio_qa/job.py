@@ -19,7 +19,7 @@ from oscar_mm.apps.audio_qa.worker import Plan, Worker
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.source import is_address
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 from oscar_mm.whole_file import whole_file, writing
 
@@ -32,7 +32,7 @@ def audio_qa(
     out: str | Path,
     model: str | Path,
     *,
-    policy: str | KVPolicy = "compact",
+    policy: str | KVPolicy = DEFAULT,
     question: str | None = None,
     system: str | None = None,
     max_new_tokens: int = 64,

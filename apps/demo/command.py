@@ -8,7 +8,7 @@ import typer
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
 from oscar_mm.models import BUNDLED
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 DEFAULT_MODEL = "pocket-omni"
@@ -24,7 +24,7 @@ def demo(
             help=f"A bundled model ({', '.join(BUNDLED)}), a model folder or a hub id.",
         ),
     ] = DEFAULT_MODEL,
-    policy: options.Policy = "compact",
+    policy: options.Policy = DEFAULT,
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer over a 16-bit cache too, side by side.")
     ] = False,

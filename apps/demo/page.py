@@ -13,7 +13,7 @@ from oscar_mm.apps.demo.fits import LENGTHS, MODELS
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.local import LocalBlocks
 from oscar_mm.apps.demo.segments import SCRIPT as FORGETTING
-from oscar_mm.apps.demo.settings import AS_PRESET
+from oscar_mm.apps.demo.settings import AS_PRESET, WIDTHS
 from oscar_mm.apps.demo.transcript import SCRIPT as SCROLLING
 from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
 from oscar_mm.gpus import GPUS
@@ -165,7 +165,7 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     with gr.Row():
         for one in Modality:
             parts[one.label] = gr.Dropdown(
-                [AS_PRESET, 2, 4, 16], value=AS_PRESET, label=f"Bits of {one.label}", min_width=90
+                [AS_PRESET, *WIDTHS], value=AS_PRESET, label=f"Bits of {one.label}", min_width=90
             )
     window = policy.policy.window
     parts["window"] = gr.Slider(0, 512, value=window, step=1, label="Latest tokens kept in 16 bit")

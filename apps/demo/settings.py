@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from oscar_mm.apps.demo.uploads import checked_text
+from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 
 AS_PRESET = "preset"
 """Of bits: what the preset says."""
+WIDTHS = ("2", "3/2", "4/2", "4", "16")
+"""Bits of keys and of values that can be chosen, one number where they are the same."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,13 @@ class Settings:
 
 
 def chosen(
-    preset: str, bits: Mapping[str, int | str], window: float, system: str | None, compare: bool
+    preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
 ) -> Settings:
     """Settings from what the fields of the page hold.
 
     Args:
         preset: a preset's name.
-        bits: by modality: 2, 4, 16 or AS_PRESET.
+        bits: by modality: like "2", "3/2", "16", or AS_PRESET.
         window: latest tokens that stay in 16 bit.
         system: system prompt; empty for none.
 
@@ -52,7 +55,7 @@ def chosen(
     """
     base = KVPolicy.preset(preset)
     given = {
-        one.label: base.bits_for(one) if bits[one.label] == AS_PRESET else bits[one.label]
+        one.label: base.bits_for(one) if bits[one.label] == AS_PRESET else _bits(bits[one.label])
         for one in Modality
     }
     policy = KVPolicy.preset(preset, bits=given, window=whole(window))
@@ -63,3 +66,10 @@ def chosen(
 def whole(value: Any) -> Any:
     """A slider's 32.0 as 32; anything else as it is, for others to refuse."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _bits(text: str) -> tuple[int, int]:
+    if text not in WIDTHS:
+        raise InputError(f"bits {text!r}: must be one of {', '.join(WIDTHS)} or {AS_PRESET!r}")
+    first, *second = map(int, text.split("/"))
+    return first, second[0] if second else first

@@ -12,7 +12,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.listening import bound, listen, url
 from oscar_mm.apps.signals import sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
@@ -26,7 +26,7 @@ _LETS_GO_S = 2.0
 
 def serve(
     model: options.Model = None,
-    policy: options.Policy = "compact",
+    policy: options.Policy = DEFAULT,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
     ] = "127.0.0.1",

@@ -82,9 +82,9 @@ class _Chunk:
     def decoded(self) -> torch.Tensor:
         """By the decode kernel, or the operation ``decode`` where there is none."""
         layer, plan = self.layer, self._plan()
-        tables = (plan.tables.items, plan.tables.counts, plan.tables.assignments)
+        tables = plan.tables.of_past
         pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
-        states = (self.queries, self.keys, self.values, pages, layer.blocks.storage, layer.sigma)
+        states = (self.queries, self.keys, self.values, pages, layer.recent.storage, layer.sigma)
         if plan.kernel is not None:
             # The operation would check these arguments, which takes longer than the launch.
             output = empty_output(self.queries)
@@ -107,14 +107,14 @@ class _Chunk:
         columns = self.keys.shape[2] * (self.queries.shape[1] // self.keys.shape[1])
 
         def make() -> _Plan:
-            formats = tuple(layer.formats[bits] for bits in sorted(layer.formats))
-            narrow, wide, *_ = (*(page_format.bits for page_format in formats), None, None)
+            formats = tuple(layer.formats.values())
+            first, second, *_ = *layer.formats, None, None
             workers, heads = multiprocessors(layer.device), layer.kv_heads
             make_tables = tables_of if self.step.fixed is None else self.step.fixed.tables
-            widths = narrow, wide
+            bits = first, second
             return _Plan(
                 formats,
-                make_tables(self.step.past, widths, heads, columns, workers, layer.device),
+                make_tables(self.step.past, bits, heads, columns, workers, layer.device),
                 packed_attention(
                     formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
                 ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -12,14 +13,14 @@ from transformers import Cache
 
 from oscar_mm.cache.chunk import Chunk, KeyLength
 from oscar_mm.cache.expected import Expected
-from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.layer import OscarLayer, pack_together
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.linear import LinearLayer
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.memory import MemoryReport, measure
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
 
 _INCOMPLETE = (
@@ -75,7 +76,7 @@ class OscarCache(Cache):
 
     def __init__(
         self,
-        policy: str | KVPolicy = "compact",
+        policy: str | KVPolicy = DEFAULT,
         *,
         model: torch.nn.Module | None = None,
         store: PageStore | None = None,
@@ -206,6 +207,16 @@ class OscarCache(Cache):
         self.check_complete()
         return self.ledger.advance(modalities)
 
+    def end_step(self, indices: Iterable[int] | None = None) -> None:
+        """Pack what a step on fixed tables leaves for its end, of some layers at once.
+
+        Args:
+            indices: of layers that have taken in the step's tokens; by default all.
+        """
+        if self.ledger.last.packs_at_end:
+            some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
+            pack_together(some, self.ledger.last)
+
     def check_complete(self) -> None:
         """Raise if a forward pass did not reach all layers, or brought what cannot be stored.
 
@@ -304,13 +315,7 @@ class OscarCache(Cache):
         if self.linear_layers:
             raise NotImplementedError(f"OscarCache.forget: {_ONE_STATE}")
         self.check_complete()
-        moves = self.ledger.forget(row, start, stop)
-        layers = self.packed_layers
-        for layer in layers:
-            layer.waits = True  # Interrupted, the cache would be incomplete.
-        for layer in layers:
-            layer.move(moves)
-            layer.waits = False
+        self.ledger.forget(row, start, stop)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of a row, padding included."""

@@ -11,32 +11,38 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.sequence import Sequence
-from oscar_mm.cache.tables import Tables, arrays_of, laid_out
+from oscar_mm.cache.step import Slots, Step
+from oscar_mm.cache.tables import Tables, arrays_of, laid_out, lengths_of
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
+from oscar_mm.policy import Bits, KVPolicy
 
-_LEAST_ITEMS = 64
+_LEAST = 64
+"""Items, and tokens in 16 bit, that there is room for."""
+_WRITES = "writes"
 
 
 @dataclass
 class _Kind:
     """Tables of all layers that attend in the same way."""
 
-    make: Callable[[SequenceOf[Sequence], int], tuple[np.ndarray, ...]]
-    longest: int
+    make: Callable[[SequenceOf[Sequence], tuple[int, int]], tuple[np.ndarray, ...]]
+    longest: tuple[int, int]
     whole: torch.Tensor
     tables: Tables
 
     @classmethod
     def with_room(
         cls,
-        make: Callable[[SequenceOf[Sequence], int], tuple[np.ndarray, ...]],
+        make: Callable[[SequenceOf[Sequence], tuple[int, int]], tuple[np.ndarray, ...]],
         past: SequenceOf[Sequence],
         device: torch.device,
     ) -> _Kind:
-        """In new tensors with room for twice the items."""
-        needed = make(past, 1)[1].shape[1]
-        arrays = make(past, max(_LEAST_ITEMS, 2 * needed))
+        """In new tensors with room for twice the items, and tokens in 16 bit."""
+        items, recents = lengths_of(make(past, (1, 1)))
+        longest = max(_LEAST, 2 * items), max(_LEAST, 2 * recents)
+        arrays = make(past, longest)
         whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
-        return cls(make, arrays[1].shape[1], whole, Tables.within(whole, arrays))
+        return cls(make, longest, whole, Tables.within(whole, arrays))
 
 
 class FixedTables:
@@ -47,17 +53,22 @@ class FixedTables:
 
     Args:
         rows: of the batch.
+        policy: of the cache.
 
     Attributes:
         version: grows whenever a tensor had to be replaced, after which a graph that was captured
             before reads stale tables.
+        packs_at_end: whether what is packed is in 16 bit at the end of the step, the new token too:
+            in no window it is not.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows, self.version = rows, 0
+    def __init__(self, rows: int, policy: KVPolicy) -> None:
+        self.rows, self.version, self._policy = rows, 0, policy
+        self.packs_at_end = policy.key_axis == "token" and policy.window > 0
         self._kinds: dict[Any, _Kind] = {}
-        self._writes: dict[torch.device, torch.Tensor] = {}
-        self._table: np.ndarray | None = None
+        # Of a step's own tokens, by kind; and by kind and device what layers have asked for.
+        self._tokens: dict[str, np.ndarray] = {}
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @property
     def known(self) -> bool:
@@ -68,24 +79,48 @@ class FixedTables:
         """Write the tables of attention of a step that is to come: of sequences before it."""
         for key, kind in self._kinds.items():
             arrays = kind.make(past, kind.longest)
-            if arrays[1].shape[1] > kind.longest:
+            if lengths_of(arrays) != kind.longest:
                 self._kinds[key] = _Kind.with_room(kind.make, past, kind.whole.device)
                 self.version += 1
             else:
                 _write(kind.whole, laid_out(arrays))
 
-    def refill_writes(self, writes: np.ndarray | None) -> None:
-        """Write where its tokens go: (4, n) of ``Step``; None for nowhere."""
-        self._table = np.full((self.rows, 4), -1, dtype=np.int32)
-        if writes is not None:
-            self._table[: writes.shape[1]] = writes.T
-        for tensor in self._writes.values():
-            _write(tensor, self._table)
+    def refill_tokens(self, step: Step) -> None:
+        """Write where a step puts its tokens and what it packs, which must be what ``takes`` says;
+        of a policy that packs whole pages, nothing. With ``packs_at_end`` a new token is named by
+        its slot."""
+        writes = np.full((self.rows, 3), -1, dtype=np.int32)
+        if step.writes is not None:
+            writes[: step.writes.shape[1]] = step.writes.T
+        self._tokens[_WRITES] = writes
+        written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
+        fillings = [
+            one.after_write(written[one.row]) if one.row in written else one
+            for one in step.fillings
+        ]
+        for bits in self._policy.packed_bits if self._policy.key_axis == "token" else ():
+            jobs = np.full((self.rows, HEAD + TILE), -1, dtype=np.int32)
+            begins = np.full((self.rows, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
+            for filling in fillings:
+                if filling.bits == bits:
+                    jobs[filling.row] = filling.jobs()
+                    if filling.begins:
+                        begins[filling.row] = filling.beginnings()
+            self._tokens[f"{bits} jobs"] = jobs
+            self._tokens[f"{bits} begins"] = begins[: self.rows * self._policy.center]
+        for (key, _), tensor in self._on_device.items():
+            _write(tensor, self._tokens[key])
+
+    @staticmethod
+    def takes(step: Step) -> bool:
+        """Whether there is room for what a step packs: a token of each row."""
+        rows = [filling.row for filling in step.fillings]
+        return len(set(rows)) == len(rows) and all(len(one.source) == 1 for one in step.fillings)
 
     def tables(
         self,
         past: SequenceOf[Sequence],
-        bits: tuple[int, int | None],
+        bits: tuple[Bits | None, Bits | None],
         kv_heads: int,
         columns: int,
         workers: int,
@@ -95,7 +130,9 @@ class FixedTables:
         key = (bits, kv_heads, columns, workers, device)
         if key not in self._kinds:
 
-            def make(past: SequenceOf[Sequence], longest: int) -> tuple[np.ndarray, ...]:
+            def make(
+                past: SequenceOf[Sequence], longest: tuple[int, int]
+            ) -> tuple[np.ndarray, ...]:
                 return arrays_of(past, bits, kv_heads, columns, workers, longest)
 
             self._kinds[key] = _Kind.with_room(make, past, device)
@@ -103,10 +140,20 @@ class FixedTables:
         return self._kinds[key].tables
 
     def writes(self, device: torch.device) -> torch.Tensor:
-        """(rows, 4) int32 as ``oscar_mm.ops.append`` takes them, slot -1 for rows without."""
-        if device not in self._writes:
-            self._writes[device] = torch.from_numpy(self._table).to(device, copy=True)
-        return self._writes[device]
+        """(rows, 3) int32 as ``oscar_mm.ops.append`` takes them, slot -1 for rows without."""
+        return self._upload(_WRITES, device)
+
+    def slots(self, device: torch.device) -> dict[Bits, Slots]:
+        """``Step.slots_on``, with a line for each row and page -1 for rows without."""
+        return {
+            bits: Slots(*(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins")))
+            for bits in self._policy.packed_bits
+        }
+
+    def _upload(self, key: str, device: torch.device) -> torch.Tensor:
+        if (key, device) not in self._on_device:
+            self._on_device[key, device] = torch.from_numpy(self._tokens[key]).to(device, copy=True)
+        return self._on_device[key, device]
 
 
 def _write(target: torch.Tensor, table: np.ndarray) -> None:

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.layout import PAGE_TOKENS
+from oscar_mm.cache.ledger import most_spare, packed_of
 from oscar_mm.cache.sequence import SINK, Sequence
 from oscar_mm.cache.stream import Stream
 from oscar_mm.modality import PADDING, Modality
-from oscar_mm.policy import KVPolicy
-
-_BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """Slots by bit width (16: blocks) after 0, 1, 2, ... tokens of the answer.
+    """Slots by bits (``PLAIN``: tokens in 16 bit) after 0, 1, 2, ... tokens of the answer.
 
     Attributes:
         held: all that the sequence has then.
@@ -30,8 +29,8 @@ class Growth:
             back meanwhile, as a turn goes on from a fork.
     """
 
-    held: dict[int, np.ndarray]
-    added: dict[int, np.ndarray]
+    held: dict[Bits, np.ndarray]
+    added: dict[Bits, np.ndarray]
 
     @staticmethod
     def together(rows: Iterable[Growth]) -> Growth:
@@ -39,8 +38,8 @@ class Growth:
         rows = list(rows)
         steps = max(len(next(iter(row.held.values()))) for row in rows)
 
-        def total(slots: Iterable[dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
-            found: dict[int, np.ndarray] = {}
+        def total(slots: Iterable[dict[Bits, np.ndarray]]) -> dict[Bits, np.ndarray]:
+            found: dict[Bits, np.ndarray] = {}
             for row in slots:
                 for bits, counts in row.items():
                     longer = np.pad(counts, (0, steps - len(counts)), mode="edge")
@@ -50,18 +49,18 @@ class Growth:
         return Growth(total(row.held for row in rows), total(row.added for row in rows))
 
 
-def bytes_over_time(slots: Mapping[int, np.ndarray], slot_bytes: Mapping[int, int]) -> np.ndarray:
+def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:
     """Bytes after 0, 1, 2, ... tokens of the answer.
 
     Args:
-        slots: by bit width, as of ``Growth``.
-        slot_bytes: of one slot, by bit width.
+        slots: by bits, as of ``Growth``.
+        slot_bytes: of one slot, by bits.
     """
     sizes = [counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items()]
     return np.sum(sizes, axis=0)
 
 
-def pool_bytes(slots: Mapping[int, np.ndarray], slot_bytes: Mapping[int, int]) -> int:
+def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
     """Bytes by which pools without free slots grow; unlike slots they do not shrink meanwhile.
 
     Arguments as of ``bytes_over_time``.
@@ -88,7 +87,7 @@ def foreseen(
     past = Sequence() if past is None else past
     codes = new[new != PADDING].astype(np.uint8)
     sinks = max(0, policy.sinks - past.stored)
-    packs = np.array([policy.bits_for(modality) < 16 for modality in Modality])
+    packs = np.array([policy.bits_for(modality).packed for modality in Modality])
     codes[:sinks] += (SINK * packs[codes[:sinks]]).astype(np.uint8)
     # Of the answer, in the 16-bit stream of the sinks and in the usual one.
     time = np.arange(answer + 1)
@@ -97,29 +96,61 @@ def foreseen(
     said[Modality.TEXT + SINK] = np.minimum(time, left)
     recent = np.concatenate([past.recent(policy.window), codes])
     recent = recent[len(recent) - min(policy.window, len(recent)) :]
-    held = {bits: np.zeros(answer + 1, np.int64) for bits in {*policy.bits, 16}}
+    held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
+    # All that are packed, and those of them whose slots no past has.
+    all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
+    pages: dict[int, np.ndarray] = {}
     for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
         modality = Modality(code % SINK)
-        bits = 16 if code >= SINK else policy.bits_for(modality)
+        bits = PLAIN if code >= SINK else policy.bits_for(modality)
         stream = past.streams.get(code) or Stream(modality, bits)
         grown = int((codes == code).sum()) + said.get(code, np.zeros_like(time))
-        total = stream.tail + grown
-        pages = np.zeros_like(time)
-        if bits < 16:
+        total, packed = len(stream.slots) + grown, np.zeros_like(time)
+        if bits.packed:
             in_window = _in_window(recent, code, time, policy.window)
             if code == Modality.TEXT:
                 in_window = in_window + np.minimum(said[code], np.minimum(time, policy.window))
-            pages = np.maximum(total - in_window, 0) // PAGE_TOKENS
-            held[bits] += len(set(stream.pages)) + pages
-            added[bits] += pages
-        blocks = -(-(total - pages * PAGE_TOKENS) // BLOCK_TOKENS)
-        # Blocks of the past that are still in use; one that is not full is copied when it grows.
-        kept = np.maximum(len(stream.blocks) - _BLOCKS_PER_PAGE * pages, 0)
-        kept -= (kept > 0) & (stream.tail % BLOCK_TOKENS > 0) & (grown > 0)
-        held[16] += blocks
-        added[16] += blocks - kept
+            packed = _packed(policy, stream, np.maximum(total - in_window, 0))
+            room = stream.room if policy.key_axis == "token" else 0
+            begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
+            held[bits] += len(set(stream.pages)) + begun
+            pages[code] = len(stream.pages) + begun
+            # The page whose room is filled is copied first.
+            added[bits] += begun + ((packed > 0) & (room > 0))
+        all_packed += packed
+        own_packed += np.maximum(packed - len(stream.slots), 0)
+        held[PLAIN] += total - packed
+        added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
+    # Those to spare; a prompt of one token comes as the tokens of the answer do.
+    steps = [(int(codes[0]), 0)] if len(new) == len(codes) == 1 else []
+    steps += [(int(Modality.TEXT), step) for step in range(1, answer + 1)]
+    before, packed, own = (
+        np.concatenate([[first], counts])
+        for first, counts in ((past.in_16_bit, held[PLAIN]), (0, all_packed), (0, own_packed))
+    )
+    spare, found = 0, np.zeros_like(time)
+    for code, step in steps:
+        begun = bool(pages[code][step]) if code in pages else False
+        bits = PLAIN if code >= SINK else policy.bits_for(Modality(code))
+        most = most_spare(policy, bits, int(before[step]), begun=begun)
+        # Without a window the new token is among those that are packed.
+        is_packed = policy.window == 0 and packed[step + 1] > packed[step]
+        if not is_packed:
+            spare = (spare or most) - 1
+        emptied = max(0, int(own[step + 1] - own[step]) - is_packed)
+        found[step] = spare = min(spare + emptied, most)
+    for slots in (held[PLAIN], added[PLAIN]):
+        slots += found
     return Growth(held, added)
+
+
+def _packed(policy: KVPolicy, stream: Stream, waiting: np.ndarray) -> np.ndarray:
+    """Tokens that are packed by then, of the numbers of those that have left the window."""
+    begun = bool(stream.pages)
+    return np.array(
+        [packed_of(policy, stream.bits, int(count), begun=begun) for count in waiting], np.int64
+    )
 
 
 def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:

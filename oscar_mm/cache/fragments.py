@@ -13,8 +13,13 @@ A 32-bit word has the codes of one lane and tile for one step (4 bits) or two (2
 from the lowest bit, chalf (of values: half), then step % 2 (2 bits only), then half (thalf), then
 odd. Words of a lane follow each other, at most four (16 bytes), then those of the next lane. The
 bit place of a code so depends only on what a kernel can fold into the query or take out of the
-result. Scales and zeros are in runs of 32 channels (keys) or tokens (values): quad, step % 2,
-half, odd; norms in runs of 64 tokens: group, tile % 4, half.
+result. A word of high bits (of codes of 3) is for four steps: within a byte step / 2 % 2 comes
+first, then chalf (half) and step % 2, so that a shift of the word takes each high bit next to the
+other two of its code.
+
+Scales and zeros are in runs of 32 channels (keys by channel, a page's center) or tokens (values):
+quad, step % 2, half, odd; norms, and scales and zeros of keys by token, in runs of 64 tokens:
+group, tile % 4, half.
 """
 
 from __future__ import annotations
@@ -56,60 +61,100 @@ class Order:
 
 
 def plain_orders(
-    tokens: int, head_dim: int, key_scales: tuple[int, ...], value_groups: int
+    tokens: int,
+    head_dim: int,
+    key_scales: tuple[int, ...],
+    value_groups: int,
+    *,
+    by_token: bool,
 ) -> dict[str, Order]:
-    """Arrays as their shapes say."""
+    """Arrays as their shapes say, but scales and zeros of tokens group by group."""
     codes = _as_is(tokens, head_dim)
+    keys = Order(key_scales, key_scales, (1, 0)) if by_token else _as_is(*key_scales)
     values = Order((tokens, value_groups), (tokens, value_groups), (1, 0))
     return {
+        "center": _as_is(head_dim),
         "key_codes": codes,
-        "key_scales": _as_is(*key_scales),
-        "key_zeros": _as_is(*key_scales),
+        "key_codes_high": codes,
+        "key_scales": keys,
+        "key_zeros": keys,
         "norms": _as_is(tokens),
         "value_codes": codes,
+        "value_codes_high": codes,
         "value_scales": values,
         "value_zeros": values,
     }
 
 
-def fragment_orders(bits: int, head_dim: int, key_group: int, value_group: int) -> dict[str, Order]:
-    """Arrays as the kernels take them."""
-    tiles, steps = _TOKENS // 16, head_dim // 16
-    parity = 2 if bits == 2 else 1  # steps that share a word
-    words = steps // parity
-    near = min(4, words)  # words of a lane that follow each other
-    # tile, half, group, far, near, parity, chalf, quad, odd
-    keys = Order(
-        (_TOKENS, head_dim),
-        (tiles, 2, 8, words // near, near, parity, 2, 4, 2),
-        (0, 3, 2, 7, 4, 8, 1, 5, 6),
-    )
-    pairs = head_dim // 32
-    near_pairs = near if bits == 2 else near // 2
-    # tile, thalf, quad, odd, far, near, group / 2, step % 2, half, group % 2
-    value_split = (tiles, 2, 4, 2, pairs // near_pairs, near_pairs, 4, 2, 2, 2)
-    value_axes = (0, 4, 6, 9, 2, 5, 3, 1, 7, 8) if bits == 2 else (0, 4, 6, 9, 2, 5, 7, 3, 1, 8)
-    values = Order((_TOKENS, head_dim), value_split, value_axes)
-    key_groups = _TOKENS // key_group
-    # group, run, step % 2, half, quad, odd
-    key_scales = Order(
-        (key_groups, head_dim), (key_groups, head_dim // 32, 2, 2, 4, 2), (0, 1, 4, 2, 3, 5)
-    )
+def fragment_orders(
+    head_dim: int,
+    key_planes: tuple[int, ...],
+    value_planes: tuple[int, ...],
+    key_group: int | None,
+    value_group: int,
+) -> dict[str, Order]:
+    """Arrays as the kernels take them.
+
+    Args:
+        key_planes: bits of the arrays that key codes are in; ``value_planes`` likewise.
+        key_group: tokens of a key group; None where each token has its own scale.
+    """
+    # run, step % 2, half, quad, odd of channels
+    channels = (head_dim // 32, 2, 2, 4, 2)
+    # run, tile % 4, half, group
+    by_token = (2, 4, 2, 8), (0, 3, 1, 2)
+    norms = Order((_TOKENS,), *by_token)
+    if key_group is None:
+        key_scales = Order((_TOKENS, 1), *by_token)
+    else:
+        groups = _TOKENS // key_group
+        key_scales = Order((groups, head_dim), (groups, *channels), (0, 1, 4, 2, 3, 5))
     value_groups = head_dim // value_group
     # run, step % 2, half, quad, odd, group
     value_scales = Order(
         (_TOKENS, value_groups), (_TOKENS // 32, 2, 2, 4, 2, value_groups), (5, 0, 3, 1, 2, 4)
     )
     return {
-        "key_codes": keys,
+        "center": Order((head_dim,), channels, (0, 3, 1, 2, 4)),
+        "key_codes": _key_codes(key_planes[0], head_dim),
+        "key_codes_high": _key_codes(1, head_dim),
         "key_scales": key_scales,
         "key_zeros": key_scales,
-        # run, tile % 4, half, group
-        "norms": Order((_TOKENS,), (2, 4, 2, 8), (0, 3, 1, 2)),
-        "value_codes": values,
+        "norms": norms,
+        "value_codes": _value_codes(value_planes[0], head_dim),
+        "value_codes_high": _value_codes(1, head_dim),
         "value_scales": value_scales,
         "value_zeros": value_scales,
     }
+
+
+_OF_WORD = {1: (2, 2), 2: (1, 2), 4: (1, 1)}
+"""Steps of a word by bits: step / 2 % 2 of them, times step % 2."""
+
+
+def _key_codes(bits: int, head_dim: int) -> Order:
+    pairs, parities = _OF_WORD[bits]
+    words = head_dim // 16 // (pairs * parities)
+    near = min(4, words)  # words of a lane that follow each other
+    # tile, half, group, far, near, pair, parity, chalf, quad, odd
+    return Order(
+        (_TOKENS, head_dim),
+        (_TOKENS // 16, 2, 8, words // near, near, pairs, parities, 2, 4, 2),
+        (0, 3, 2, 8, 4, 9, 1, 6, 7, 5),
+    )
+
+
+def _value_codes(bits: int, head_dim: int) -> Order:
+    pairs, parities = _OF_WORD[bits]
+    words = head_dim // 16 // (pairs * parities)
+    near = min(4, words)
+    # Where a word has one step, two words that follow each other have those of a pair.
+    after = 2 // parities
+    # tile, thalf, quad, odd, far, near, pair, group / 2, step % 2, half, group % 2
+    split = (_TOKENS // 16, 2, 4, 2, words // near, near // after, pairs, 4, 2, 2, 2)
+    in_bytes = (0, 4, 7, 10, 2, 5, 3, 1, 8, 9, 6)
+    in_words = (0, 4, 7, 10, 2, 5, 8, 3, 1, 9, 6)
+    return Order((_TOKENS, head_dim), split, in_bytes if parities == 2 else in_words)
 
 
 def _as_is(*shape: int) -> Order:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS
-from oscar_mm.cache.stream import Stream, in_blocks
+from oscar_mm.cache.stream import Stream
+from oscar_mm.policy import Bits
 
 WHOLE = (0, PAGE_TOKENS)
 
 
 class Pages(NamedTuple):
-    """Packed pages of one bit width.
+    """Packed pages of one format.
 
     Attributes:
         slots: (n,) int32.
@@ -30,25 +30,25 @@ class Held(NamedTuple):
     """What a layer reads to have all tokens of some streams: one after the other, in pages first.
 
     Attributes:
-        pages: bit width -> pages.
-        tail: (2, n) int64, of the tokens in 16 bit the blocks and the places in them.
+        pages: bits -> pages.
+        slots: (n,) int64, of the tokens in 16 bit.
     """
 
-    pages: dict[int, Pages]
-    tail: torch.Tensor
+    pages: dict[Bits, Pages]
+    slots: torch.Tensor
 
     @classmethod
     def of(cls, streams: Iterable[Stream], device: torch.device) -> Held:
         """That of streams, for layers on a device."""
-        packed: dict[int, list[Stream]] = {}
-        tail = [np.empty((2, 0), dtype=np.int64)]
+        packed: dict[Bits, list[Stream]] = {}
+        slots: list[int] = []
         for stream in streams:
             if stream.pages:
                 packed.setdefault(stream.bits, []).append(stream)
-            tail.append(in_blocks(stream.blocks, np.arange(stream.tail)))
+            slots += stream.slots
         return cls(
             {bits: _pages(found, device) for bits, found in packed.items()},
-            torch.from_numpy(np.concatenate(tail, axis=1)).to(device),
+            torch.tensor(slots, dtype=torch.int64, device=device),
         )
 
 

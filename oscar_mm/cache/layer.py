@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -19,7 +19,9 @@ from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
+from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.policy import PLAIN
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 from oscar_mm.quant.basis import Basis
 from oscar_mm.ranks import Ranks
@@ -31,8 +33,6 @@ _GPU_PAGES = 256
 """Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16 bit."""
 _CPU_PAGES = 16
 """Likewise on a CPU, where parts that stay in its caches are quicker."""
-_MOVED_TOKENS = 2048
-"""Tokens in 16 bit that move up at a time when others before them are forgotten."""
 
 
 class OscarLayer(CacheLayerMixin):
@@ -94,7 +94,7 @@ class OscarLayer(CacheLayerMixin):
         """Find or make the pools of this layer in the cache's store."""
         pools = self.cache.store.layer(self.index, kv_heads, head_dim, dtype, device)
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
-        self.blocks, self.pages = pools.blocks, pools.pages
+        self.recent, self.pages = pools.recent, pools.pages
         self.formats = pools.formats
         # Set by whatever finds that it cannot be stored; read where waiting costs nothing.
         with torch.inference_mode(False):
@@ -155,14 +155,15 @@ class OscarLayer(CacheLayerMixin):
             FloatingPointError: on a CPU, as ``check_stored``.
         """
         self.reserve()
-        blocks = self.blocks.storage
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-        self.pack(keys, values, step)
-        for source, target in step.copies:
-            blocks[target] = blocks[source]
+        for bits, source, target in step.copies:
+            pages = self.pages[bits].storage
+            pages[target] = pages[source]
+        if not step.packs_at_end:
+            self.pack(keys, values, step)
         writes = step.writes_on(self.device)
         if writes is not None:
-            append(keys, values, blocks, writes, self.bad)
+            append(keys, values, self.recent.storage, writes, self.bad)
         if self.device.type == "cpu":
             self.check_stored()
         elif keys.shape[2] > 1:
@@ -173,16 +174,18 @@ class OscarLayer(CacheLayerMixin):
     def reserve(self) -> None:
         """Let the pools hold all slots that the ledger has given out."""
         slots = self.cache.ledger.allocators
-        self.blocks.reserve(slots[16].capacity)
+        self.recent.reserve(slots[PLAIN].capacity)
         for bits, pool in self.pages.items():
             pool.reserve(slots[bits].capacity)
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
-        """Pack a step's pages from blocks and new tokens, which may be any where it needs none."""
-        policy = self.cache.policy
-        for bits, tables in step.packs_on(self.device).items():
-            pack_jobs(
-                *(keys, values, self.blocks.storage, *tables, self.pages[bits].storage),
+        """Pack what a step says, tokens in 16 bit and new ones, which may be any where it needs
+        none."""
+        policy, by_token = self.cache.policy, self.cache.policy.key_axis == "token"
+        tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
+        for bits, of_bits in tables.items():
+            (store if by_token else pack_jobs)(
+                *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
                 *(self.bad, self.sigma, text_of(self.formats[bits])),
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
@@ -195,15 +198,6 @@ class OscarLayer(CacheLayerMixin):
         """
         if bool(self.bad):
             raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
-
-    @torch.no_grad()
-    def move(self, moves: np.ndarray) -> None:
-        """Move tokens in 16 bit, (4, n): from block and place to block and place, in order."""
-        self.blocks.reserve(self.cache.ledger.allocators[16].capacity)
-        storage = self.blocks.storage
-        for start in range(0, moves.shape[1], _MOVED_TOKENS):
-            part = torch.from_numpy(moves[:, start : start + _MOVED_TOKENS]).to(self.device)
-            storage[part[2], :, :, part[3]] = storage[part[0], :, :, part[1]]
 
     def parts(self, held: Held, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, (KV heads, n, head_dim) each, a part at a time.
@@ -220,10 +214,8 @@ class OscarLayer(CacheLayerMixin):
                 )
                 keys, values = (_joined(side, used and used[run]) for side in sides)
                 yield keys, values
-        for start in range(0, held.tail.shape[1], most * PAGE_TOKENS):
-            blocks, places = held.tail[:, start : start + most * PAGE_TOKENS]
-            stored = self.blocks.storage[blocks, :, :, places]
-            keys, values = stored.permute(1, 2, 0, 3).to(dtype)
+        for slots in held.slots.split(most * PAGE_TOKENS) if len(held.slots) else ():
+            keys, values = self.recent.storage[slots].permute(1, 2, 0, 3).to(dtype)
             yield keys, values
 
     def unpacked(
@@ -263,6 +255,31 @@ class OscarLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """-1: unbounded."""
         return -1
+
+
+@torch.no_grad()
+def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
+    """Pack the tokens of a step that packs at its end, for all these layers, which have carried out
+    the rest of it: a launch for all that are alike.
+
+    Raises:
+        FloatingPointError: on a CPU, as ``check_stored``.
+    """
+    kinds = defaultdict[tuple[Any, ...], list[OscarLayer]](list)
+    for layer in layers:
+        kinds[layer.device, layer.dtype, layer.kv_heads, layer.head_dim].append(layer)
+    for (device, *_), alike in kinds.items():
+        policy = alike[0].cache.policy
+        for bits, tables in step.slots_on(device).items():
+            store_layers(
+                *([layer.recent.storage for layer in alike], *tables),
+                *([layer.pages[bits].storage for layer in alike], [one.bad for one in alike]),
+                *([layer.sigma for layer in alike], text_of(alike[0].formats[bits])),
+                *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
+            )
+        if device.type == "cpu":
+            for layer in alike:
+                layer.check_stored()
 
 
 def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:

@@ -1,47 +1,58 @@
 """The bytes of a page, written down once.
 
-A page holds 128 tokens of one modality stream in one layer, keys and values of all KV heads, in
-2- or 4-bit codes. It is one row of uint8:
+A page holds up to 128 tokens of one modality stream in one layer, keys and values of all KV heads,
+in codes of 2, 3 or 4 bits. It is one row of uint8:
 
     head 0 | head 1 | ... | shared norms (only with token_scaling "shared") | pad to 16 bytes
 
 and a head is, each field starting at a multiple of 16 bytes (g: key group, c: value group, d:
-head_dim, b: bits; little-endian; codes lowest bits first):
+head_dim, b: bits of keys or of values; little-endian; codes lowest bits first):
 
     field         shape                        dtype    key_axis "channel" / "token"
+    center        (d,)                         float16  only with center
     key_codes     (128, d * b / 8)             uint8
     key_scales    (128 / g, d) / (128, d / g)  float16
     key_zeros     as key_scales                float16
     norms         (128,)                       float16  only with token_scaling "per_head"
     value_codes   (128, d * b / 8)             uint8
-    value_scales  (d / c, 128)                 float16
-    value_zeros   (d / c, 128)                 float16
+    value_scales  (128, d / c)                 float16
+    value_zeros   (128, d / c)                 float16
+
+Codes of 3 bits are in two arrays, one after the other: one of the low two bits, one of the high bit
+(``key_codes_high``, ``value_codes_high``).
 
 A stored key is (scale * code + zero) * norm, a stored value scale * code + zero, both in the
-coordinates of ``oscar_mm.quant.basis``. Where the kernels run (head_dim 64 and 128, key_axis
-"channel") the elements of an array are in the order in which a warp's lanes take them
-(``oscar_mm.cache.fragments``), elsewhere as the shapes say. ``csrc/page.cuh`` is the only twin of
-this file.
+coordinates of ``oscar_mm.quant.basis``. With center the sign bit of a key's scale tells whether the
+center is to be added; the scale is its absolute value.
 
-Tokens that are not (yet) packed are in blocks of 32 in the model's dtype: (2, KV heads, 32, d),
-keys then values, as the attention layer made them. Four blocks make a page.
+Pages of key_axis "channel" are written once, as a whole. In those of key_axis "token" (stream
+pages) each byte but the center's belongs to one token, and tokens are written one by one.
+
+Where the kernels run (``PageFormat.in_fragments``) the elements of an array are in the order in
+which a warp's lanes take them (``oscar_mm.cache.fragments``), elsewhere token by token (scales and
+zeros of values, and of keys by token: group by group). ``csrc/page.cuh`` is the only twin of this
+file.
+
+Tokens that are not (yet) packed have a slot each in the model's dtype: (2, KV heads, d), keys then
+values, as the attention layer made them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
 from oscar_mm.cache.fragments import KERNEL_HEAD_DIMS, Order, fragment_orders, plain_orders
 from oscar_mm.errors import InputError
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.bits import pack_bits, unpack_bits
 
 PAGE_TOKENS = 128
-BLOCK_TOKENS = 32
 ALIGNMENT = 16
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
+"""Bits of the arrays that codes are stored in, lowest bits first."""
 
 
 def divided_group(group: int, channels: int) -> int:
@@ -71,29 +82,31 @@ class Field:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Byte layout of the pages of one layer for one bit width.
+    """Byte layout of the pages of one layer for one pair of bit widths.
 
     Raises:
-        InputError: head_dim is no multiple of 8 / bits, so that codes would not fill bytes.
+        InputError: head_dim is no multiple of what fills bytes with codes.
     """
 
-    bits: int
+    bits: Bits
     kv_heads: int
     head_dim: int
     key_axis: str
     key_group: int
     value_group: int
     token_scaling: str | None
+    center: bool = False
 
     def __post_init__(self) -> None:
-        if self.head_dim % (8 // self.bits):
+        unit = max(8 // plane for bits in self.bits for plane in _PLANES[bits])
+        if self.head_dim % unit:
             raise InputError(
-                f"head_dim={self.head_dim}: {self.bits}-bit pages need a multiple of "
-                f"{8 // self.bits}; use policy 'bf16' for this model"
+                f"head_dim={self.head_dim}: pages of {self.bits} bits need a multiple of {unit}; "
+                "use policy 'bf16' for this model"
             )
 
     @classmethod
-    def of(cls, policy: KVPolicy, bits: int, kv_heads: int, head_dim: int) -> PageFormat:
+    def of(cls, policy: KVPolicy, bits: Bits, kv_heads: int, head_dim: int) -> PageFormat:
         """The layout that a policy gives a layer."""
         return cls(
             bits=bits,
@@ -107,37 +120,50 @@ class PageFormat:
             ),
             value_group=divided_group(policy.value_group, head_dim),
             token_scaling=policy.token_scaling,
+            center=policy.center,
         )
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens are written one by one; else whole pages."""
+        return self.key_axis == "token"
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         """All arrays of a page by name, in the order of their bytes."""
         tokens, d = PAGE_TOKENS, self.head_dim
-        if self.key_axis == "channel":
-            key_groups = (tokens // self.key_group, d)
-        else:
-            key_groups = (tokens, d // self.key_group)
-        value_groups = (d // self.value_group, tokens)
-        codes = (tokens, d * self.bits // 8)
-        arrays = [
-            ("key_codes", codes, torch.uint8, "codes"),
+        groups = (tokens, d // self.key_group) if self.by_token else (tokens // self.key_group, d)
+        key_groups, value_groups = groups, (tokens, d // self.value_group)
+        arrays: list[tuple[str, tuple[int, ...], torch.dtype, str]] = []
+        if self.center:
+            arrays.append(("center", (d,), torch.float16, "scales"))
+        arrays += self._codes("key_codes")
+        arrays += [
             ("key_scales", key_groups, torch.float16, "scales"),
             ("key_zeros", key_groups, torch.float16, "scales"),
-            ("norms", (tokens,), torch.float16, "norms"),
-            ("value_codes", codes, torch.uint8, "codes"),
+        ]
+        if self.token_scaling == "per_head":
+            arrays.append(("norms", (tokens,), torch.float16, "norms"))
+        arrays += self._codes("value_codes")
+        arrays += [
             ("value_scales", value_groups, torch.float16, "scales"),
             ("value_zeros", value_groups, torch.float16, "scales"),
         ]
         fields, offset = {}, 0
         for name, shape, dtype, kind in arrays:
-            if name == "norms" and self.token_scaling != "per_head":
-                continue
             fields[name] = Field(offset, shape, dtype, per_head=True, kind=kind)
             offset = _aligned(offset + fields[name].nbytes)
         if self.token_scaling == "shared":
             start = offset * self.kv_heads
             fields["norms"] = Field(start, (tokens,), torch.float16, per_head=False, kind="norms")
         return fields
+
+    def _codes(self, name: str) -> list[tuple[str, tuple[int, ...], torch.dtype, str]]:
+        """Arrays that codes are stored in."""
+        return [
+            (plane, (PAGE_TOKENS, self.head_dim * bits // 8), torch.uint8, "codes")
+            for plane, _, bits in self._planes(name)
+        ]
 
     @cached_property
     def head_bytes(self) -> int:
@@ -168,38 +194,67 @@ class PageFormat:
     @property
     def in_fragments(self) -> bool:
         """Whether the arrays are in the kernels' order."""
-        return self.key_axis == "channel" and self.head_dim in KERNEL_HEAD_DIMS
+        if self.head_dim not in KERNEL_HEAD_DIMS:
+            return False
+        if self.by_token:
+            return self.key_group == self.head_dim
+        return self.bits in (Bits(2, 2), Bits(4, 4))
 
     @cached_property
-    def _orders(self) -> dict[str, Order]:
+    def orders(self) -> dict[str, Order]:
+        """Of every field; of codes that of the array of their lowest bits and of that above."""
         tokens, d = PAGE_TOKENS, self.head_dim
         if self.in_fragments:
-            return fragment_orders(self.bits, d, self.key_group, self.value_group)
-        keys = self.fields["key_scales"].shape
-        return plain_orders(tokens, d, keys, d // self.value_group)
+            return fragment_orders(
+                d,
+                _PLANES[self.bits.keys],
+                _PLANES[self.bits.values],
+                None if self.by_token else self.key_group,
+                self.value_group,
+            )
+        key_scales = self.fields["key_scales"].shape
+        return plain_orders(tokens, d, key_scales, d // self.value_group, by_token=self.by_token)
+
+    def _planes(self, name: str) -> list[tuple[str, int, int]]:
+        """Arrays of codes: name, first bit of a code that it has, and how many."""
+        bits = self.bits.keys if name.startswith("key") else self.bits.values
+        low, *high = _PLANES[bits]
+        return [(name, 0, low), *((f"{name}_high", low, plane) for plane in high)]
 
     def write(self, pages: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Write one array of every page.
 
         Args:
             pages: (n, page_bytes) uint8 with contiguous rows.
-            name: of the field.
+            name: of the field; of codes "key_codes" or "value_codes".
             values: codes (n, KV heads, 128, d) in 0 .. 2^bits - 1; key scales and zeros
                 (n, KV heads, *field shape); value scales and zeros (n, KV heads, 128, d / c);
-                norms (n, KV heads, 128), shared ones (n, 128). Any dtype.
+                norms (n, KV heads, 128), shared ones (n, 128); center (n, KV heads, d). Any dtype.
         """
-        field, view = self.fields[name], self._view(pages, name)
-        ordered = self._orders[name].stored(values)
-        if field.kind == "codes":
-            ordered = pack_bits(ordered, self.bits)
-        view.copy_(ordered)
+        if self.fields[name].kind != "codes":
+            self._view(pages, name).copy_(self.orders[name].stored(values))
+            return
+        codes = values.to(torch.uint8)
+        for plane, first, bits in self._planes(name):
+            part = codes >> first & (1 << bits) - 1
+            stored = self.orders[plane].stored(part)
+            self._view(pages, plane).copy_(pack_bits(stored, bits))
 
     def read(self, pages: torch.Tensor, name: str) -> torch.Tensor:
         """One array of every page, as ``write`` takes it: codes uint8, others float32."""
-        view = self._view(pages, name)
-        if self.fields[name].kind == "codes":
-            return self._orders[name].natural(unpack_bits(view, self.bits))
-        return self._orders[name].natural(view.float())
+        if self.fields[name].kind != "codes":
+            return self.orders[name].natural(self._view(pages, name).float())
+        codes: torch.Tensor | None = None
+        for plane, first, bits in self._planes(name):
+            stored = unpack_bits(self._view(pages, plane), bits)
+            part = self.orders[plane].natural(stored) << first
+            codes = part if codes is None else codes | part
+        assert codes is not None
+        return codes
+
+    def token_bytes(self, device: torch.device) -> torch.Tensor:
+        """(page_bytes,) int16: the place whose token a byte of a stream page is of, else -1."""
+        return _token_bytes(self).to(device)
 
     def all_finite(self, pages: torch.Tensor) -> bool:
         """Whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or infinite."""
@@ -223,3 +278,20 @@ def all_finite(values: torch.Tensor) -> bool:
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=64)
+def _token_bytes(page_format: PageFormat) -> torch.Tensor:
+    owners = torch.full((1, page_format.page_bytes), -1, dtype=torch.int16)
+    heads = owners[:, : page_format.head_bytes * page_format.kv_heads]
+    heads = heads.unflatten(1, (page_format.kv_heads, -1))
+    for name, field in page_format.fields.items():
+        if name == "center":
+            continue
+        order = page_format.orders[name]
+        places = torch.arange(PAGE_TOKENS, dtype=torch.int16)[:, None].expand(order.shape)
+        owner = order.stored(places)
+        per_byte = owner.numel() // field.nbytes
+        owner = owner[::per_byte] if per_byte else owner.repeat_interleave(field.dtype.itemsize)
+        heads[..., field.offset : field.offset + field.nbytes] = owner
+    return owners[0]

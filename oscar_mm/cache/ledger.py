@@ -1,27 +1,73 @@
 """Ledger: which token is where. Host-side, once for all layers; layers only move bytes.
 
 A forward pass brings every layer the keys and values of the same new tokens. The ledger decides
-once what is to happen to them (a ``Step``: pages to pack, blocks to write) and every layer carries
-it out on its own pools. Crop, fork, beam reordering and reset are changes of the ledger alone, and
-so is forgetting tokens, but for 16-bit ones behind them, which move up.
+once what is to happen to them (a ``Step``: slots to fill, slots to write) and every layer carries
+it out on its own pools. New tokens are in 16 bit. A token that has left the window is packed: it
+takes the next slot of its stream's last page or, where pages are packed as a whole, waits until a
+page is full.
+Crop, fork, beam reordering, forgetting tokens and reset are changes of the ledger alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.layout import PAGE_TOKENS
+from oscar_mm.cache.pool import SlotAllocator
 from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
-from oscar_mm.cache.step import PackJob, Step
+from oscar_mm.cache.step import Filling, Step
 from oscar_mm.cache.store import PageStore
-from oscar_mm.cache.stream import Stream, in_blocks
+from oscar_mm.cache.stream import Stream
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
+from oscar_mm.ops.store_torch import CENTER_TOKENS
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
-_BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
+
+def packed_of(policy: KVPolicy, bits: Bits, waiting: int, *, begun: bool) -> int:
+    """How many of a stream's tokens that have left the window are packed.
+
+    A stream page takes any number. The first one begins when so many wait that it takes no more
+    bytes than they: a short prompt is never larger than in 16 bit.
+
+    Args:
+        waiting: tokens of the stream that are in 16 bit and not in the window.
+        begun: whether the stream has a page.
+    """
+    if bits == PLAIN:
+        return 0
+    if policy.key_axis == "channel":
+        return waiting // PAGE_TOKENS * PAGE_TOKENS
+    return waiting if begun or waiting >= first_page_tokens(bits) else 0
+
+
+def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> int:
+    """Slots of 16 bit that a sequence may have to spare when a decode step brings it a token.
+
+    One, where a token leaves its slot to the next. Else so many are asked for at once, as nobody
+    else can take them from a step that was launched ahead, and pools grow seldom; few next to the
+    tokens that the sequence has in 16 bit.
+
+    Args:
+        bits: of the token's stream.
+        in_16_bit: tokens that the sequence has there.
+        begun: whether the stream has a page.
+    """
+    if begun and bits.packed and policy.key_axis == "token":
+        return 1
+    return min(max(1, in_16_bit // 4), _MOST_SPARE)
+
+
+def first_page_tokens(bits: Bits) -> int:
+    """Tokens that in 16 bit take as much as a page of 128: 4 for each bit of keys and of values,
+    and 8 for scales, zeros and center (of head_dim 64, less of larger ones)."""
+    return PAGE_TOKENS * (bits.keys + bits.values + 2) // 32
+
+
+_MOST_SPARE = 32
 
 
 class Ledger:
@@ -66,144 +112,30 @@ class Ledger:
         self.changes += 1
         if not self.sequences:
             self.sequences += [Sequence() for _ in range(len(modalities))]
-        step = Step(past=[sequence.before() for sequence in self.sequences])
-        if (modalities == PADDING).any():
-            step.real = [np.flatnonzero(row != PADDING) for row in modalities]
-        writes: list[np.ndarray] = []
-        for row, (sequence, ids) in enumerate(zip(self.sequences, modalities, strict=True)):
-            if len(ids) == 1 and self._take_token(writes, row, sequence, int(ids[0])):
-                continue
-            codes = self._stream_codes(sequence, ids)
-            sequence.codes += codes.tobytes()
-            for code in np.unique(codes[codes != NOWHERE]).tolist():
-                if code not in sequence.streams:
-                    modality = Modality(code % SINK)
-                    bits = 16 if code >= SINK else self.policy.bits_for(modality)
-                    sequence.streams[code] = Stream(modality, bits)
-            for code, stream in sequence.streams.items():
-                new = np.flatnonzero(codes == code)
-                pages = self._pages_to_pack(sequence, code, stream, len(new))
-                if pages or len(new):
-                    self._plan(step, writes, row, stream, new, pages)
-        step.writes = np.concatenate(writes, axis=1) if writes else None
+        self.last = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
         self.steps += 1
-        self.last = step
-        return step
+        return self.last
 
-    def foretold(self, modalities: np.ndarray) -> np.ndarray | None:
-        """``Step.writes`` of ``advance`` for (batch, 1) tokens, if it would do nothing but append.
+    def foretold(self, modalities: np.ndarray) -> Step | None:
+        """The ``Step`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
 
-        No sequence changes. What is written there is seen by nobody before ``advance``, but blocks
-        that are free may be foretold to others too, see ``SlotAllocator.promises``. None where a
-        page would be packed, a block copied, a stream begun or a pool grown, or no token stored.
+        No sequence changes. What is written by it is seen by nobody before ``advance``, but where
+        ``Step.promised`` slots may be foretold to others too, see ``SlotAllocator.promises``. None
+        where a page would be copied or a pool grown, or no token stored.
         """
         self.store.collect()
-        writes: list[tuple[int, int, int, int]] = []
-        taken, blocks = 0, self.allocators[16]
-        for row, code in enumerate(modalities[:, 0].tolist()):
-            if code == PADDING:
-                continue
-            stream = self._stream_to_append_to(self.sequences[row], code)
-            if stream is None:
-                return None
-            place = stream.tail % BLOCK_TOKENS
-            block = stream.blocks[-1] if place else blocks.foretell(taken)
-            if block is None:
-                return None
-            taken += place == 0
-            writes.append((row, 0, block, place))
-        return np.array(writes).T if writes else None
-
-    def _take_token(
-        self, writes: list[np.ndarray], row: int, sequence: Sequence, code: int
-    ) -> bool:
-        """What ``advance`` does, for one token that only goes to the end of its stream.
-
-        A decode step of many rows brings little else. False, and nothing is done, for others.
-        """
-        stream = self._stream_to_append_to(sequence, code)
-        if stream is None:
-            return False
-        place = stream.tail % BLOCK_TOKENS
-        if place == 0:
-            stream.blocks += self.allocators[16].allocate(1)
-        sequence.codes.append(code)
-        sequence.stored += 1
-        stream.tail += 1
-        writes.append(np.array([[row], [0], [stream.blocks[-1]], [place]]))
-        return True
-
-    def _stream_to_append_to(self, sequence: Sequence, code: int) -> Stream | None:
-        """The stream to whose end a token goes and does nothing else; None where it may begin a
-        stream, fill a page or meet another owner's block."""
-        stream = sequence.streams.get(code)
-        if stream is None or sequence.stored < self.policy.sinks:
+        free = {bits: _Foretold(slots) for bits, slots in self.allocators.items()}
+        copies = [sequence.copy() for sequence in self.sequences]
+        for copy, sequence in zip(copies, self.sequences, strict=True):
+            copy.spare = sequence.spare.copy()
+        try:
+            step = _Advance(self.policy, free).of(copies, modalities)
+        except _NoRoomError:
             return None
-        window = self.policy.window
-        for other, one in sequence.streams.items():
-            total = one.tail + (one is stream)
-            if one.bits < 16 and total >= PAGE_TOKENS:
-                in_window = int((sequence.recent(max(0, window - 1)) == other).sum())
-                if total - in_window - (one is stream and window > 0) >= PAGE_TOKENS:
-                    return None
-        if stream.tail % BLOCK_TOKENS and self.allocators[16].is_shared(stream.blocks[-1]):
-            return None
-        return stream
-
-    def _stream_codes(self, sequence: Sequence, ids: np.ndarray) -> np.ndarray:
-        """Stream code of each new token; counts them as stored."""
-        codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
-        real = np.flatnonzero(ids != PADDING)
-        for index in real[: max(0, self.policy.sinks - sequence.stored)].tolist():
-            if self.policy.bits_for(Modality(int(ids[index]))) < 16:
-                codes[index] += SINK
-        sequence.stored += len(real)
-        return codes
-
-    def _pages_to_pack(self, sequence: Sequence, code: int, stream: Stream, new: int) -> int:
-        """Full pages among the tokens of a tail that have left the window."""
-        total = stream.tail + new
-        if stream.bits == 16 or total < PAGE_TOKENS:
-            return 0
-        in_window = int((sequence.recent(self.policy.window) == code).sum())
-        return max(0, total - in_window) // PAGE_TOKENS
-
-    def _plan(
-        self,
-        step: Step,
-        writes: list[np.ndarray],
-        row: int,
-        stream: Stream,
-        new: np.ndarray,
-        pages: int,
-    ) -> None:
-        """Add one stream's part to a step and bring the stream to its state after it."""
-        blocks = self.allocators[16]
-        taken = pages * PAGE_TOKENS
-        from_tail = min(stream.tail, taken)
-        if pages:
-            read = stream.blocks[: pages * _BLOCKS_PER_PAGE]
-            ids = self.allocators[stream.bits].allocate(pages)
-            source = new[: taken - from_tail]
-            step.packs.append(PackJob(row, stream.bits, ids, read, from_tail, source))
-            stream.add_pages(ids)
-            stream.blocks = stream.blocks[len(read) :]
-            stream.tail -= from_tail
-            new = new[len(source) :]
-            blocks.release(read)
-        if not len(new):
-            return
-        if stream.tail % BLOCK_TOKENS and blocks.is_shared(stream.blocks[-1]):
-            [own] = blocks.allocate(1)
-            step.copies.append((stream.blocks[-1], own))
-            blocks.release(stream.blocks[-1:])
-            stream.blocks[-1] = own
-        places = stream.tail + np.arange(len(new))
-        stream.tail += len(new)
-        stream.blocks += blocks.allocate(-(-stream.tail // BLOCK_TOKENS) - len(stream.blocks))
-        first = int(places[0]) // BLOCK_TOKENS
-        targets = in_blocks(stream.blocks[first:], places - first * BLOCK_TOKENS)
-        writes.append(np.stack([np.full(len(new), row), new, *targets]))
+        step.past = self.sequences
+        step.promised = any(slots.taken for slots in free.values())
+        stores = step.writes is not None or step.fillings
+        return step if stores and not step.copies else None
 
     def crop(self, count: int) -> None:
         """Remove the last ``count`` tokens of every row."""
@@ -213,8 +145,8 @@ class Ledger:
         for sequence in self.sequences if count else ():
             removed = np.frombuffer(bytes(sequence.codes[-count:]), dtype=np.uint8)
             for code, stream in sequence.streams.items():
-                pages, blocks = stream.drop_last(int((removed == code).sum()))
-                self.allocators[16].release(blocks)
+                pages, slots = stream.drop_last(int((removed == code).sum()))
+                self.allocators[PLAIN].release(slots)
                 if pages:
                     self.allocators[stream.bits].release(pages)
             sequence.stored -= int((removed != NOWHERE).sum())
@@ -227,13 +159,8 @@ class Ledger:
                 raise IndexError(f"row {row} of a cache of {len(self.sequences)} sequences")
         self.hold([self.sequences[row].copy() for row in rows])
 
-    def forget(self, row: int, start: int, stop: int) -> np.ndarray:
-        """Take the tokens start to stop - 1 of a row out; its length and positions stay.
-
-        Returns:
-            (4, n) int64: blocks and places of 16-bit tokens that move up, and where to, for every
-            layer to carry out in this order before anything else.
-        """
+    def forget(self, row: int, start: int, stop: int) -> None:
+        """Take the tokens start to stop - 1 of a row out; its length and positions stay."""
         if not 0 <= row < len(self.sequences):
             raise InputError(f"forget: row {row} of a cache of {len(self.sequences)} sequences")
         if not 0 <= start <= stop <= self.length:
@@ -245,7 +172,6 @@ class Ledger:
         sequence = self.sequences[row]
         codes = np.frombuffer(bytes(sequence.codes[:stop]), dtype=np.uint8)
         before, gone = codes[:start], codes[start:]
-        moves = []
         for code in np.unique(gone[gone != NOWHERE]).tolist():
             stream = sequence.streams[code]
             first = int((before == code).sum())
@@ -257,29 +183,10 @@ class Ledger:
                 self.allocators[stream.bits].share(left)
                 self.allocators[stream.bits].release(cut)
             if last > packed:
-                moves.append(self._close_gap(stream, max(first - packed, 0), last - packed))
+                out = slice(max(first - packed, 0), last - packed)
+                self.allocators[PLAIN].release(stream.slots[out])
+                del stream.slots[out]
         sequence.codes[start:stop] = bytes([NOWHERE]) * (stop - start)
-        return np.concatenate([np.empty((4, 0), np.int64), *moves], axis=1)
-
-    def _close_gap(self, stream: Stream, start: int, stop: int) -> np.ndarray:
-        """Take the tokens start to stop - 1 out of a tail: those behind them move up."""
-        slots, old = self.allocators[16], stream.blocks[:]
-        if stop == stream.tail:
-            slots.release(stream.drop_last(stop - start)[1])
-            return np.empty((4, 0), np.int64)
-        first = start // BLOCK_TOKENS
-        # Tokens before the gap stay in place, unless their block is another owner's too.
-        copied = first * BLOCK_TOKENS if slots.is_shared(old[first]) else start
-        kept = np.concatenate([np.arange(copied, start), np.arange(stop, stream.tail)])
-        targets = copied + np.arange(len(kept))
-        stream.tail -= stop - start
-        del stream.blocks[-(-stream.tail // BLOCK_TOKENS) :]
-        for index in range(first, len(stream.blocks)):
-            if slots.is_shared(old[index]):
-                stream.blocks[index : index + 1] = slots.allocate(1)
-        staying = set(stream.blocks)
-        slots.release([block for block in old if block not in staying])
-        return np.concatenate([in_blocks(old, kept), in_blocks(stream.blocks, targets)])
 
     def clear(self) -> None:
         """Forget all sequences."""
@@ -292,6 +199,188 @@ class Ledger:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables: one per token, four per block, eight per entry of a page."""
-        ids = sum(2 * len(stream.pages) + len(stream.blocks) for stream in self.streams())
+        """Bytes of the tables: one per token, four per slot of 16 bit, eight per page's entry."""
+        ids = sum(2 * len(stream.pages) + len(stream.slots) for stream in self.streams())
         return sum(len(sequence.codes) for sequence in self.sequences) + 4 * ids
+
+
+class _NoRoomError(Exception):
+    """A pool would have to grow."""
+
+
+class _Foretold:
+    """A ``SlotAllocator`` that only tells what it would give, and takes nothing back."""
+
+    def __init__(self, slots: SlotAllocator) -> None:
+        self._slots, self.taken = slots, 0
+
+    def allocate(self, count: int) -> list[int]:
+        found = [self._slots.foretell(self.taken + index) for index in range(count)]
+        self.taken += count
+        if None in found:
+            raise _NoRoomError
+        return [slot for slot in found if slot is not None]
+
+    def release(self, slots: SequenceOf[int]) -> None:
+        pass
+
+    def is_shared(self, slot: int) -> bool:
+        return self._slots.is_shared(slot)
+
+
+class _Advance:
+    """How new tokens change sequences, and what every layer is to do."""
+
+    def __init__(
+        self, policy: KVPolicy, allocators: Mapping[Bits, SlotAllocator | _Foretold]
+    ) -> None:
+        self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
+        self._step = Step()
+        self._writes: list[np.ndarray] = []
+        self._freed: list[int] = []
+
+    def of(self, sequences: list[Sequence], modalities: np.ndarray) -> Step:
+        """Take (batch, tokens) modality ids into the sequences."""
+        step = self._step
+        step.past = [sequence.before() for sequence in sequences]
+        if (modalities == PADDING).any():
+            step.real = [np.flatnonzero(row != PADDING) for row in modalities]
+        for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
+            codes = self._stream_codes(sequence, ids)
+            sequence.codes += codes.tobytes()
+            if len(ids) > 1:
+                self._take_many(row, sequence, codes)
+            elif codes[0] != NOWHERE:
+                self._take_one(row, sequence, int(codes[0]))
+        self._recent.release(self._freed)
+        step.writes = np.concatenate(self._writes, axis=1) if self._writes else None
+        return step
+
+    def _stream_codes(self, sequence: Sequence, ids: np.ndarray) -> np.ndarray:
+        """Stream code of each new token; counts them as stored."""
+        codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
+        real = np.flatnonzero(ids != PADDING)
+        for index in real[: max(0, self._policy.sinks - sequence.stored)].tolist():
+            if self._policy.bits_for(Modality(int(ids[index]))).packed:
+                codes[index] += SINK
+        sequence.stored += len(real)
+        return codes
+
+    def _take_one(self, row: int, sequence: Sequence, code: int) -> None:
+        """A token of a decode step. It gets a spare slot, and the token that leaves the window
+        leaves its own: nothing is allocated at most steps."""
+        stream, spare = self._stream(sequence, code), sequence.spare
+        new, emptied = np.zeros(1, np.int64), list[int]()
+        window = self._policy.window
+        recent = sequence.recent(window + 1)
+        if len(recent) > window and (leaving := int(recent[0])) in sequence.streams:
+            in_window = int((recent[1:] == leaving).sum())
+            emptied, left = self._pack(
+                row, sequence, leaving, new if leaving == code else new[:0], in_window
+            )
+            new = left if leaving == code else new
+        before = sequence.in_16_bit + len(emptied)
+        most = most_spare(self._policy, stream.bits, before, begun=bool(stream.pages))
+        if len(new):
+            if not spare:
+                spare += self._recent.allocate(most)
+            self._write(row, stream, new, [spare.pop()])
+        own = [slot for slot in emptied if not self._recent.is_shared(slot)]
+        kept = own[: max(0, most - len(spare))]
+        # Given back when all rows have theirs, so that none depends on what another one packs.
+        self._freed += [slot for slot in emptied if slot not in kept] + spare[most:]
+        spare[most:] = []
+        spare += kept
+
+    def _take_many(self, row: int, sequence: Sequence, codes: np.ndarray) -> None:
+        self._recent.release(sequence.spare)
+        sequence.spare = []
+        for code in np.unique(codes[codes != NOWHERE]).tolist():
+            self._stream(sequence, code)
+        recent = sequence.recent(self._policy.window)
+        left = []
+        for code, stream in sequence.streams.items():
+            new, in_window = np.flatnonzero(codes == code), int((recent == code).sum())
+            emptied, unpacked = self._pack(row, sequence, code, new, in_window)
+            self._recent.release(emptied)
+            if len(unpacked):
+                left.append((stream, unpacked))
+        # At once, so that the pool grows to what is needed and no further.
+        slots = self._recent.allocate(sum(len(new) for _, new in left)) if left else []
+        for stream, new in left:
+            self._write(row, stream, new, slots[: len(new)])
+            slots = slots[len(new) :]
+
+    def _stream(self, sequence: Sequence, code: int) -> Stream:
+        """That of a code, made if it was not there."""
+        if code not in sequence.streams:
+            modality = Modality(code % SINK)
+            bits = PLAIN if code >= SINK else self._policy.bits_for(modality)
+            sequence.streams[code] = Stream(modality, bits)
+        return sequence.streams[code]
+
+    def _write(self, row: int, stream: Stream, new: np.ndarray, slots: list[int]) -> None:
+        """Put new tokens into slots of 16 bit."""
+        self._writes.append(np.stack([np.full(len(new), row), new, np.array(slots)]))
+        stream.slots += slots
+
+    def _pack(
+        self, row: int, sequence: Sequence, code: int, new: np.ndarray, in_window: int
+    ) -> tuple[list[int], np.ndarray]:
+        """Pack what is to be packed of a stream, old and new tokens together.
+
+        Returns:
+            slots of 16 bit that are free then, and the new tokens that are left.
+        """
+        stream, policy = sequence.streams[code], self._policy
+        waiting = max(0, len(stream.slots) + len(new) - in_window)
+        count = packed_of(policy, stream.bits, waiting, begun=bool(stream.pages))
+        if not count:
+            return [], new
+        slots = self._allocators[stream.bits]
+        room = stream.room if policy.key_axis == "token" else 0
+        in_last = min(room, count)
+        pages = [self._own_last_page(stream, slots)] if in_last else []
+        begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))
+        source = np.concatenate([~np.array(stream.slots, np.int64), new])
+        begins = {}
+        if policy.center and begun:
+            begins = self._beginnings(sequence, code, source, in_last, begun)
+        first = PAGE_TOKENS - room if in_last else 0
+        self._step.fillings.append(
+            Filling(row, stream.bits, pages + begun, first, source[:count], begins)
+        )
+        stream.fill(in_last, begun, count - in_last)
+        emptied, stream.slots = stream.slots[:count], stream.slots[count:]
+        return emptied, new[count - len(emptied) :]
+
+    def _own_last_page(self, stream: Stream, slots: SlotAllocator | _Foretold) -> int:
+        """The last page, or its copy if others have it too."""
+        page = stream.pages[-1]
+        if slots.is_shared(page):
+            [own] = slots.allocate(1)
+            self._step.copies.append((stream.bits, page, own))
+            slots.release([page])
+            stream.move_last_page(own)
+        return stream.pages[-1]
+
+    def _beginnings(
+        self, sequence: Sequence, code: int, source: np.ndarray, first: int, pages: list[int]
+    ) -> dict[int, np.ndarray]:
+        """Sources of the tokens whose mean is a page's center.
+
+        Its first one, and those of its stream that are in the window when that one leaves it: the
+        same ones whether tokens come one by one or together.
+
+        Args:
+            source: of the stream's tokens, those in 16 bit and new ones.
+            first: of them the first that goes to the first of the pages.
+        """
+        places = sequence.stored_positions(code)[-len(source) :]
+        starts = first + PAGE_TOKENS * np.arange(len(pages))
+        stops = np.searchsorted(places, places[starts] + self._policy.window, side="right")
+        stops = np.minimum(stops, starts + CENTER_TOKENS)
+        return {
+            page: source[start:stop]
+            for page, start, stop in zip(pages, starts.tolist(), stops.tolist(), strict=True)
+        }

@@ -3,22 +3,23 @@
 Tensors of the file (slots are renumbered from 0; a slot that sequences share is written once):
 
     codes                (rows, tokens) uint8       stream code of every token
-    streams              (n, 4) int64               row, stream code, entries, tokens of the tail
+    streams              (n, 4) int64               row, stream code, entries, tokens in 16 bit
     entries              (entries, 3) int32         page, first token in use, the one after the last
-    blocks               (blocks,) int32            of the tails, stream by stream
+    recent               (tokens,) int32            slots of 16 bit, stream by stream
     layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.cache.layout``
-    layer.<i>.blocks     (blocks, 2, KV heads, 32, head_dim)
+    layer.<i>.recent     (slots, 2, KV heads, head_dim)
     layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with balancing
     given.<name>         tensors of the caller
 
 and one text, JSON: format version, the model's fingerprint, policy, layers, what the caller gave.
+Files of version 1 (``oscar_mm.cache.first_version``) are read too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +28,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from oscar_mm.cache import first_version
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat, all_finite
+from oscar_mm.cache.layout import PageFormat, all_finite
 from oscar_mm.cache.saved_tables import SavedTables, renumbered
 from oscar_mm.cache.store import LayerShape, PageStore
 from oscar_mm.errors import InputError
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes up with any change of this file's tensors or of the bytes of a page."""
-_ADDED: dict[str, Any] = {"value_scale": "plain"}
+_ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
 """Fields of the policy that older files do not name, as their pages were made."""
 _TEXT = "oscar_mm.cache"
 _DTYPES = {
@@ -49,7 +51,7 @@ _DTYPES = {
 }
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
-"""Of pages or blocks that are looked at in one go."""
+"""Of pages or tokens that are looked at in one go."""
 _SHOWN = 200
 """Characters of what a file says."""
 
@@ -65,8 +67,8 @@ def save_cache(
 ) -> None:
     """Write a cache to one safetensors file, as a whole or not at all.
 
-    Only slots in use are written. What has been forgotten of a page that is still in use is in its
-    codes.
+    Only slots in use are written; of stream pages (``PageFormat.by_token``) only places in use.
+    What has been forgotten of another page that is still in use is in its codes.
 
     Args:
         path: is replaced if it exists.
@@ -90,17 +92,20 @@ def save_cache(
             tensors[f"given.{name}"] = value.detach().cpu().contiguous().clone()
         else:
             plain[name] = value
-    layers = []
+    layers, in_use = [], tables.places_in_use()
     for layer in cache.layers:
         for bits, pool in layer.pages.items():
-            tensors[f"layer.{layer.index}.pages.{bits}"] = pool.storage[slots[bits]].cpu()
-        blocks = layer.blocks.storage[slots[16]].cpu()
-        for index, used in tables.partial_blocks().items():
-            blocks[index, :, :, used:] = 0  # Never written, or another's before.
-        tensors[f"layer.{layer.index}.blocks"] = blocks
+            pages = pool.storage[slots[bits]].cpu()
+            if layer.formats[bits].by_token:
+                _clear(pages, layer.formats[bits], in_use[bits])
+            tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
+        recent = layer.recent.storage[slots[PLAIN]].cpu()
+        tensors[f"layer.{layer.index}.{_name(PLAIN)}"] = recent
         if layer.sigma is not None:
             tensors[f"layer.{layer.index}.sigma"] = layer.sigma.cpu().contiguous().clone()
-        layers.append({"balanced": layer.sigma_is_final, "page_order": _page_order(layer)})
+        layers.append(
+            {"balanced": layer.sigma_is_final, "page_order": _page_order(layer.formats.values())}
+        )
     text = {
         "version": FORMAT_VERSION,
         "fingerprint": fingerprint,
@@ -163,11 +168,16 @@ class SavedCache:
             _check_text(text, path, fingerprint, wanted)
             found = _policy_of(text, path)
             with _as_damaged(path):
+                if text["version"] == 1:
+                    first_version.check_policy(found)
+                    kinds = first_version.kinds_now(kinds)
                 accepted.append((text, found, _checked_shapes(kinds, text, found, layers)))
 
         tensors, _ = read_checked(path, accept)
         [(text, found, shapes)] = accepted
         with _as_damaged(path):
+            if text["version"] == 1:
+                tensors = _of_first_version(tensors, found, shapes)
             tables = SavedTables.of(tensors, found)
             _check_content(tensors, found, tables, shapes)
         return cls(
@@ -182,7 +192,7 @@ class SavedCache:
 
     @property
     def bytes(self) -> int:
-        """Of pages and blocks."""
+        """Of pages and tokens in 16 bit."""
         return sum(x.nbytes for name, x in self.tensors.items() if not name.endswith("sigma"))
 
     def placed(
@@ -224,7 +234,7 @@ class SavedCache:
         for bits, slots in ids.items():
             cache.store.allocators[bits].release(slots)
         for layer in cache.layers:
-            pools = {**layer.pages, 16: layer.blocks}
+            pools = {**layer.pages, PLAIN: layer.recent}
             for bits, pool in pools.items():
                 saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
                 pool.reserve(cache.store.allocators[bits].capacity)
@@ -259,9 +269,19 @@ def load_cache(
         raise InputError(f"{path}: {error}") from None
 
 
-def _name(bits: int) -> str:
-    """Of a layer's slots in the file."""
-    return "blocks" if bits == 16 else f"pages.{bits}"
+def _name(bits: Bits) -> str:
+    return "recent" if bits == PLAIN else f"pages.{'.'.join(str(bits).split('/'))}"
+
+
+def _clear(pages: torch.Tensor, page_format: PageFormat, in_use: np.ndarray) -> None:
+    """Zero what no stream has of (n, page_bytes) pages: never written, or forgotten."""
+    owners = page_format.token_bytes(pages.device).long()
+    # The bytes of no token, of owner -1, are in use.
+    kept = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
+    step = max(1, _CHECKED_BYTES // page_format.page_bytes)
+    for start in range(0, len(pages), step):
+        part = slice(start, start + step)
+        pages[part] *= kept[part][:, owners]
 
 
 @contextmanager
@@ -277,8 +297,7 @@ def _exact(device: Device) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def _page_order(layer: OscarLayer) -> str:
-    formats = layer.formats.values()
+def _page_order(formats: Iterable[PageFormat]) -> str:
     return "fragments" if any(page.in_fragments for page in formats) else "plain"
 
 
@@ -295,10 +314,10 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
 def _check_text(
     text: dict[str, Any], path: str | Path, fingerprint: str, policy: KVPolicy | None
 ) -> None:
-    if text["version"] != FORMAT_VERSION:
+    if text["version"] not in (1, FORMAT_VERSION):
         raise InputError(
             f"{path}: has format version {str(text['version'])[:20]}; this version of oscar_mm "
-            f"reads {FORMAT_VERSION}"
+            f"reads 1 and {FORMAT_VERSION}"
         )
     if text.get("fingerprint") != fingerprint:
         raise InputError(
@@ -341,26 +360,25 @@ def _checked_shapes(
     if len(kinds) - len(rest) > _MAX_GIVEN:
         raise ValueError(f"{len(kinds) - len(rest)} tensors of the caller")
     SavedTables.check_kinds(rest)
-    slots: dict[int, int] = {}
+    slots: dict[Bits, int] = {}
     shapes = []
     for index, about in enumerate(layers):
-        blocks = rest[f"layer.{index}.blocks"]
-        _, _, heads, _, width = blocks.shape
-        if blocks.dtype not in _DTYPES:
-            raise ValueError(f"layer {index}: blocks are {blocks.dtype}")
+        recent = rest[f"layer.{index}.{_name(PLAIN)}"]
+        _, _, heads, width = recent.shape
+        if recent.dtype not in _DTYPES:
+            raise ValueError(f"layer {index}: tokens in 16 bit are {recent.dtype}")
         if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
             raise ValueError(f"layer {index}: {heads} KV heads of {width} channels")
-        shape = LayerShape(heads, width, _DTYPES[blocks.dtype])
+        shape = LayerShape(heads, width, _DTYPES[recent.dtype])
         if model is not None and shape != model[index]:
             raise ValueError(f"layer {index}: {shape}, where the model has {model[index]}")
-        wanted: dict[int, tuple[tuple[int, ...], str]] = {
-            16: ((2, heads, BLOCK_TOKENS, width), blocks.dtype)
-        }
-        for bits in set(policy.bits) - {16}:
-            page = PageFormat.of(policy, bits, heads, width)
-            wanted[bits] = ((page.page_bytes,), "U8")
-            if about["page_order"] != ("fragments" if page.in_fragments else "plain"):
-                raise ValueError(f"layer {index}: its pages are in another order")
+        wanted: dict[Bits, tuple[tuple[int, ...], str]] = {PLAIN: ((2, heads, width), recent.dtype)}
+        formats = [PageFormat.of(policy, bits, heads, width) for bits in policy.packed_bits]
+        for page in formats:
+            wanted[page.bits] = ((page.page_bytes,), "U8")
+        reordered = text["version"] == 1 and policy.key_axis == "token"
+        if formats and about["page_order"] != ("plain" if reordered else _page_order(formats)):
+            raise ValueError(f"layer {index}: its pages are in another order")
         for bits, (slot, dtype) in wanted.items():
             found = rest.pop(f"layer.{index}.{_name(bits)}")
             count = slots.setdefault(bits, found.shape[0])
@@ -377,6 +395,19 @@ def _checked_shapes(
     return shapes
 
 
+def _of_first_version(
+    tensors: dict[str, torch.Tensor], policy: KVPolicy, shapes: list[LayerShape]
+) -> dict[str, torch.Tensor]:
+    """Tensors of a file of version 1 as those of now."""
+    found = first_version.tensors_now(tensors)
+    for index, shape in enumerate(shapes):
+        for bits in policy.packed_bits:
+            page, name = PageFormat.of(policy, bits, *shape[:2]), f"layer.{index}.{_name(bits)}"
+            if page.by_token:
+                found[name] = first_version.pages_now(found[name], page)
+    return found
+
+
 def _check_content(
     tensors: dict[str, torch.Tensor],
     policy: KVPolicy,
@@ -384,14 +415,14 @@ def _check_content(
     shapes: list[LayerShape],
 ) -> None:
     """Raise ValueError if layers have other slots than the tables, or hold what is no number."""
-    if tables.counts[16] and not shapes:
+    if tables.counts[PLAIN] and not shapes:
         raise ValueError("0 layers")
     for index, shape in enumerate(shapes):
         for bits, count in tables.counts.items():
             slots = tensors[f"layer.{index}.{_name(bits)}"]
             if len(slots) != count:
                 raise ValueError(f"layer {index}: {_name(bits)} is {tuple(slots.shape)}")
-            page = None if bits == 16 else PageFormat.of(policy, bits, *shape[:2])
+            page = None if bits == PLAIN else PageFormat.of(policy, bits, *shape[:2])
             for part in slots.split(max(1, _CHECKED_BYTES * count // max(1, slots.nbytes))):
                 if not (all_finite(part) if page is None else page.all_finite(part.clone())):
                     raise ValueError(f"layer {index}: {_name(bits)} holds what is no number")

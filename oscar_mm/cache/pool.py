@@ -45,6 +45,8 @@ class SlotAllocator:
         A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
         nothing and a long answer seldom moves the pool.
         """
+        if not count:
+            return []
         self.promises += 1
         missing = count - len(self._free)
         if missing > 0:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.checked_file import Kind
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
 from oscar_mm.cache.stream import Stream
 from oscar_mm.modality import Modality
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 _MAX_ROWS, _MAX_TOKENS = 4096, 1 << 25
 
@@ -25,14 +25,14 @@ class SavedTables:
     """Sequences over slots that are numbered from 0; arrays as ``oscar_mm.cache.persist`` says.
 
     Attributes:
-        counts: bit width -> slots of that kind; 16 for blocks.
+        counts: bits -> slots of that kind.
     """
 
     KINDS: ClassVar = {
         "codes": ("U8", None),
         "streams": ("I64", 4),
         "entries": ("I32", 3),
-        "blocks": ("I32", None),
+        "recent": ("I32", None),
     }
     """Dtype and columns of each."""
 
@@ -40,8 +40,8 @@ class SavedTables:
     codes: np.ndarray
     streams: np.ndarray
     entries: np.ndarray
-    blocks: np.ndarray
-    counts: dict[int, int]
+    recent: np.ndarray
+    counts: dict[Bits, int]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, as they are saved."""
@@ -56,14 +56,14 @@ class SavedTables:
         """
         for name, (dtype, width) in cls.KINDS.items():
             found = kinds[name]
-            if found.dtype != dtype or len(found.shape) != 2 - (name == "blocks"):
+            if found.dtype != dtype or len(found.shape) != 2 - (name == "recent"):
                 raise ValueError(f"{name} is {found.shape} {found.dtype}")
             if width and found.shape[1] != width:
                 raise ValueError(f"{name} is {found.shape} {found.dtype}")
         rows, length = kinds["codes"].shape
         if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
             raise ValueError(f"{rows} rows of {length} tokens")
-        most = {"streams": 2 * SINK * rows, "entries": rows * length, "blocks": rows * length}
+        most = {"streams": 2 * SINK * rows, "entries": rows * length, "recent": rows * length}
         for name, count in most.items():
             if kinds[name].shape[0] > count:
                 raise ValueError(f"{kinds[name].shape[0]} {name} of {rows} rows of {length} tokens")
@@ -83,15 +83,14 @@ class SavedTables:
 
     def _parts(self) -> list[tuple[int, Stream]]:
         """Row and stream, with its code's modality, of every line of ``streams``."""
-        parts, entry, block = [], 0, 0
-        for row, code, entries, tail in self.streams.tolist():
-            blocks = -(-tail // BLOCK_TOKENS)
+        parts, entry, slot = [], 0, 0
+        for row, code, entries, count in self.streams.tolist():
             modality = Modality(code % SINK)
-            bits = 16 if code >= SINK else self.policy.bits_for(modality)
+            bits = PLAIN if code >= SINK else self.policy.bits_for(modality)
             pages, starts, stops = map(tuple, self.entries[entry : entry + entries].T.tolist())
-            held = self.blocks[block : block + blocks].tolist()
-            parts.append((row, Stream(modality, bits, pages, starts, stops, held, tail)))
-            entry, block = entry + entries, block + blocks
+            slots = self.recent[slot : slot + count].tolist()
+            parts.append((row, Stream(modality, bits, pages, starts, stops, slots)))
+            entry, slot = entry + entries, slot + count
         return parts
 
     def _check_streams(self) -> None:
@@ -99,16 +98,14 @@ class SavedTables:
         rows, length = self.codes.shape
         if not np.isin(self.codes, [*range(2 * SINK), NOWHERE]).all():
             raise ValueError("unknown stream codes")
-        row, code, entries, tail = self.streams.T
-        limits = ((row, rows), (code, 2 * SINK), (entries, length + 1), (tail, length + 1))
+        row, code, entries, recent = self.streams.T
+        limits = ((row, rows), (code, 2 * SINK), (entries, length + 1), (recent, length + 1))
         if any(((column < 0) | (column >= limit)).any() for column, limit in limits):
             raise ValueError("a stream is out of range")
         keys = row * 2 * SINK + code
         if len(np.unique(keys)) < len(keys):
             raise ValueError("a stream is there twice")
-        if entries.sum() != len(self.entries) or (-(-tail // BLOCK_TOKENS)).sum() != len(
-            self.blocks
-        ):
+        if entries.sum() != len(self.entries) or recent.sum() != len(self.recent):
             raise ValueError("streams and their slots differ in number")
         page, start, stop = self.entries.T
         if ((start < 0) | (start >= stop) | (stop > PAGE_TOKENS)).any():
@@ -122,69 +119,72 @@ class SavedTables:
         used = np.concatenate([[0], np.cumsum(stop - start, dtype=np.int64)])
         last = np.cumsum(entries)
         held = np.zeros((rows, 256), dtype=np.int64)
-        held[row, code] = used[last] - used[last - entries] + tail
+        held[row, code] = used[last] - used[last - entries] + recent
         for index, codes in enumerate(self.codes):
             held[index, NOWHERE] = (codes == NOWHERE).sum()
             if (np.bincount(codes, minlength=256) != held[index]).any():
                 raise ValueError(f"row {index} has other tokens than its streams")
 
-    def _checked_counts(self) -> dict[int, int]:
+    def _checked_counts(self) -> dict[Bits, int]:
         """Slots by bit width: all that are named, from 0 without gaps."""
-        named: dict[int, set[int]] = {bits: set() for bits in {*self.policy.bits, 16}}
+        named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
         for _, stream in self._parts():
-            if stream.pages and stream.bits == 16:
+            if stream.pages and stream.bits == PLAIN:
                 raise ValueError("a stream of 16 bit has pages")
-            if len(set(stream.blocks)) < len(stream.blocks):
-                raise ValueError("a stream has a block twice")
+            if len(set(stream.slots)) < len(stream.slots):
+                raise ValueError("a stream has a slot twice")
             named[stream.bits].update(stream.pages)
-            named[16].update(stream.blocks)
+            named[PLAIN].update(stream.slots)
         for bits, slots in named.items():
             if slots and (min(slots), max(slots)) != (0, len(slots) - 1):
                 raise ValueError(f"slots of {bits} bit are not numbered from 0")
         return {bits: len(slots) for bits, slots in named.items()}
 
-    def partial_blocks(self) -> dict[int, int]:
-        """Blocks that are not full, and how many of their places are in use."""
-        used: dict[int, int] = {}
+    def places_in_use(self) -> dict[Bits, np.ndarray]:
+        """Bits -> (pages, 128) bool: which tokens of each page some stream has."""
+        used = {
+            bits: np.zeros((count, PAGE_TOKENS), dtype=bool)
+            for bits, count in self.counts.items()
+            if bits.packed
+        }
         for _, stream in self._parts():
-            for index, block in enumerate(stream.blocks):
-                places = min(BLOCK_TOKENS, stream.tail - index * BLOCK_TOKENS)
-                used[block] = max(used.get(block, 0), places)
-        return {block: places for block, places in used.items() if places < BLOCK_TOKENS}
+            for page, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True):
+                used[stream.bits][page, start:stop] = True
+        return used
 
-    def sequences(self, slots: dict[int, list[int]]) -> list[Sequence]:
+    def sequences(self, slots: dict[Bits, list[int]]) -> list[Sequence]:
         """The sequences over these slots: number i is the i-th of its kind."""
         made = [Sequence(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
             stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
-            stream.blocks = [slots[16][block] for block in stream.blocks]
+            stream.slots = [slots[PLAIN][slot] for slot in stream.slots]
             made[row].streams[code] = stream
             made[row].stored += stream.tokens
         return made
 
 
-def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[int, list[int]]]:
+def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[Bits, list[int]]]:
     """Tables of a ledger with slots numbered from 0, and the slots under these numbers."""
-    numbers: dict[int, dict[int, int]] = {bits: {} for bits in ledger.allocators}
+    numbers: dict[Bits, dict[int, int]] = {bits: {} for bits in ledger.allocators}
 
-    def number(bits: int, slots: Iterable[int]) -> list[int]:
+    def number(bits: Bits, slots: Iterable[int]) -> list[int]:
         return [numbers[bits].setdefault(slot, len(numbers[bits])) for slot in slots]
 
-    streams, entries, blocks = [], [np.empty((0, 3), np.int32)], []
+    streams, entries, recent = [], [np.empty((0, 3), np.int32)], []
     rows = ledger.sequences if ledger.length else []
     for row, sequence in enumerate(rows):
         for code, stream in sequence.streams.items():
-            streams.append((row, code, len(stream.pages), stream.tail))
+            streams.append((row, code, len(stream.pages), len(stream.slots)))
             columns = number(stream.bits, stream.pages), stream.starts, stream.stops
             entries.append(np.array(columns, dtype=np.int32).T)
-            blocks += number(16, stream.blocks)
+            recent += number(PLAIN, stream.slots)
     codes = b"".join(bytes(sequence.codes) for sequence in rows)
     tables = SavedTables(
         ledger.policy,
         np.frombuffer(bytearray(codes), np.uint8).reshape(len(rows), ledger.length),
         np.array(streams, dtype=np.int64).reshape(-1, 4),
         np.ascontiguousarray(np.concatenate(entries)),
-        np.array(blocks, dtype=np.int32),
+        np.array(recent, dtype=np.int32),
         {bits: len(found) for bits, found in numbers.items()},
     )
     return tables, {bits: list(found) for bits, found in numbers.items()}

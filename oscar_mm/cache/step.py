@@ -3,45 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.cache.sequence import Sequence
-from oscar_mm.cache.stream import in_blocks
 from oscar_mm.cache.tables import upload
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from oscar_mm.policy import Bits
 
 if TYPE_CHECKING:
     from oscar_mm.cache.fixed import FixedTables
 
 
-@dataclass
-class PackJob:
-    """Tokens of one stream that become pages: first those of its tail, then new ones."""
+@dataclass(eq=False)
+class Filling:
+    """Tokens of one stream that are packed.
+
+    Attributes:
+        row: of the batch.
+        bits: of the pages.
+        pages: that they go to, one after the other.
+        first: place of the first token in the first page.
+        source: (n,) int64 of each token, the index of a new one or ~slot of 16 bit.
+        begins: for each page that begins, the sources of the tokens whose mean is its center.
+    """
 
     row: int
-    bits: int
+    bits: Bits
     pages: list[int]
-    blocks: list[int]
-    tail: int
+    first: int
     source: np.ndarray
+    begins: dict[int, np.ndarray]
 
-    def sources(self) -> np.ndarray:
+    def is_same(self, other: Filling | None) -> bool:
+        """Whether it packs the same tokens to the same places."""
+        return (
+            other is not None
+            and (self.bits, self.pages, self.first) == (other.bits, other.pages, other.first)
+            and np.array_equal(self.source, other.source)
+        )
+
+    def after_write(self, slot: int) -> Filling:
+        """The same once its only new token is in a slot of 16 bit."""
+
+        def stored(source: np.ndarray) -> np.ndarray:
+            return np.where(source >= 0, ~slot, source)
+
+        begins = {page: stored(source) for page, source in self.begins.items()}
+        return replace(self, source=stored(self.source), begins=begins)
+
+    def whole_pages(self) -> np.ndarray:
         """(pages, 128) int32 as ``oscar_mm.ops.pack`` takes them."""
-        blocks, places = in_blocks(self.blocks, np.arange(self.tail))
-        stored = ~(blocks * BLOCK_TOKENS + places)
-        return np.concatenate([stored, self.source]).astype(np.int32).reshape(-1, PAGE_TOKENS)
+        return self.source.astype(np.int32).reshape(-1, PAGE_TOKENS)
+
+    def jobs(self) -> np.ndarray:
+        """(jobs, 20) int32 as ``oscar_mm.ops.store`` takes them."""
+        before = self.first % TILE
+        tiles = np.arange(self.first // TILE, -(-(self.first + len(self.source)) // TILE))
+        jobs = np.zeros((len(tiles), HEAD + TILE), np.int32)
+        jobs[:, 0] = np.asarray(self.pages)[tiles * TILE // PAGE_TOKENS]
+        jobs[:, 1] = tiles % (PAGE_TOKENS // TILE)
+        jobs[:, 2] = self.row
+        places = np.full(len(tiles) * TILE, NOTHING, np.int32)
+        places[before : before + len(self.source)] = self.source
+        jobs[:, HEAD:] = places.reshape(-1, TILE)
+        return jobs
+
+    def beginnings(self) -> np.ndarray:
+        """(pages that begin, 36) int32, likewise."""
+        begins = np.zeros((len(self.begins), HEAD + CENTER_TOKENS), np.int32)
+        for line, (page, source) in zip(begins, self.begins.items(), strict=True):
+            line[:3] = page, self.row, len(source)
+            line[HEAD : HEAD + len(source)] = source
+        return begins
 
 
-class PackTables(NamedTuple):
-    """Pages of one bit width to pack: ``source``, ``rows``, ``slots`` of ``oscar_mm.ops.pack``."""
+class WholePages(NamedTuple):
+    """Pages of one format to pack: ``source``, ``rows``, ``slots`` of ``oscar_mm.ops.pack``."""
 
     source: torch.Tensor
     rows: torch.Tensor
     slots: torch.Tensor
+
+
+class Slots(NamedTuple):
+    """Slots of one format to fill: ``jobs`` and ``begins`` of ``oscar_mm.ops.store``."""
+
+    jobs: torch.Tensor
+    begins: torch.Tensor
 
 
 @dataclass
@@ -49,49 +102,71 @@ class Step:
     """What one forward pass does to the pools of every layer, in this order.
 
     Attributes:
-        packs: pages to pack. All of them are read before anything is written, because a block
-            that a pack empties may be handed out again in the same step.
-        copies: (source, target) blocks: a shared block is copied before it is appended to.
-        writes: (4, n) int64: row and index of a new token, block and place that it is written to.
+        copies: (bits, source, target): a page that others have too is copied before it is filled.
+        fillings: tokens to pack. All are read before anything is written to 16 bit, because a slot
+            that is emptied may be handed out again in the same step (but not in a decode step,
+            which may pack at its end).
+        writes: (3, n) int64: row and index of a new token, slot of 16 bit that it is written to.
         real: for each row the indices of its tokens that are not padding; None if all are real.
         past: the sequences before the step. Their slots stay as they are until a layer carries
             the step out, so attention over the past and the new tokens comes first.
         from_pages: whether attention "oscar" runs the forward pass and reads the past from its
             pages; None until the first layer's keys come in.
-        fixed: where a graph finds the tables of attention and of ``writes``; None makes new ones.
+        promised: whether it was foretold, and is to write to slots that nobody has yet.
+        fixed: where a graph finds the tables of attention, of fillings and of ``writes``; None
+            makes new ones.
     """
 
-    packs: list[PackJob] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[Bits, int, int]] = field(default_factory=list)
+    fillings: list[Filling] = field(default_factory=list)
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
     past: list[Sequence] = field(default_factory=list)
     from_pages: bool | None = None
+    promised: bool = False
     fixed: FixedTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
 
-    def packs_on(self, device: torch.device) -> dict[int, PackTables]:
-        """Bit width -> the pages to pack, moved to a device once for all its layers."""
+    @property
+    def packs_at_end(self) -> bool:
+        """Whether its tokens are packed when all layers have written theirs to 16 bit, for all
+        layers at once (``OscarCache.end_step``), not by each layer."""
+        return self.fixed is not None and self.fixed.packs_at_end
 
-        def tables(jobs: list[PackJob]) -> PackTables:
-            source = np.concatenate([job.sources() for job in jobs])
-            rows = np.concatenate([np.full(len(job.pages), job.row) for job in jobs])
-            slots = np.concatenate([job.pages for job in jobs])
-            return PackTables(*(upload(x.astype(np.int32), device) for x in (source, rows, slots)))
+    def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
+        """Bits -> whole pages to pack, moved to a device once for all its layers."""
 
-        def make() -> dict[int, PackTables]:
-            widths = sorted({job.bits for job in self.packs})
-            return {b: tables([job for job in self.packs if job.bits == b]) for b in widths}
+        def tables(fillings: list[Filling]) -> WholePages:
+            source = np.concatenate([one.whole_pages() for one in fillings])
+            rows = np.concatenate([np.full(len(one.pages), one.row) for one in fillings])
+            slots = np.concatenate([one.pages for one in fillings])
+            return WholePages(*(upload(x.astype(np.int32), device) for x in (source, rows, slots)))
 
-        return self.once(("packs", device), make)
+        return self.once(("whole pages", device), lambda: self._by_bits(tables))
 
-    def packed(self) -> None:
-        """Its pages are packed already: there is nothing left to pack."""
-        self.packs = []
-        self._made = {key: made for key, made in self._made.items() if key[0] != "packs"}
+    def slots_on(self, device: torch.device) -> dict[Bits, Slots]:
+        """Bits -> slots to fill, likewise."""
+        if self.fixed is not None:
+            return self.fixed.slots(device)
+
+        def tables(fillings: list[Filling]) -> Slots:
+            jobs = np.concatenate([one.jobs() for one in fillings])
+            begins = np.concatenate([one.beginnings() for one in fillings])
+            return Slots(upload(jobs, device), upload(begins, device))
+
+        return self.once(("slots", device), lambda: self._by_bits(tables))
+
+    def _by_bits(self, tables: Callable[[list[Filling]], Any]) -> dict[Bits, Any]:
+        found = sorted({one.bits for one in self.fillings})
+        return {bits: tables([one for one in self.fillings if one.bits == bits]) for bits in found}
+
+    def filled(self) -> None:
+        """Its tokens are packed already: there is nothing left to pack."""
+        self.fillings = []
+        self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
 
     def writes_on(self, device: torch.device) -> torch.Tensor | None:
-        """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 4) int32, likewise."""
+        """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 3) int32, likewise."""
         if self.fixed is not None:
             return self.fixed.writes(device)
         writes = self.writes

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.pool import Pool, SlotAllocator
 from oscar_mm.errors import InputError
 from oscar_mm.memory import StoreReport, measure_store
 from oscar_mm.modality import Modality
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
 from oscar_mm.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class LayerPools:
     """The pools of one layer of a model.
 
     Attributes:
-        blocks: 16-bit blocks, (slots, 2, KV heads, 32, head_dim) in the model's dtype.
-        pages: bit width -> pages, (slots, page_bytes) uint8.
-        formats: bit width -> layout of the pages.
+        recent: tokens in 16 bit, (slots, 2, KV heads, head_dim) in the model's dtype.
+        pages: bits -> pages, (slots, page_bytes) uint8.
+        formats: bits -> layout of the pages, ascending.
     """
 
     def __init__(
@@ -53,10 +53,9 @@ class LayerPools:
         device: torch.device,
     ) -> None:
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
-        self.blocks = Pool((2, kv_heads, BLOCK_TOKENS, head_dim), dtype, device)
+        self.recent = Pool((2, kv_heads, head_dim), dtype, device)
         self.formats = {
-            bits: PageFormat.of(policy, bits, kv_heads, head_dim)
-            for bits in set(policy.bits) - {16}
+            bits: PageFormat.of(policy, bits, kv_heads, head_dim) for bits in policy.packed_bits
         }
         self.pages = {
             bits: Pool((page_format.page_bytes,), torch.uint8, device)
@@ -64,9 +63,9 @@ class LayerPools:
         }
 
     @property
-    def by_bits(self) -> dict[int, Pool]:
-        """All pools; 16 for the blocks."""
-        return {**self.pages, 16: self.blocks}
+    def by_bits(self) -> dict[Bits, Pool]:
+        """All pools; ``PLAIN`` for tokens in 16 bit."""
+        return {**self.pages, PLAIN: self.recent}
 
 
 class PageStore:
@@ -89,7 +88,7 @@ class PageStore:
         ranks: the processes of which each stores other heads; by default one.
 
     Attributes:
-        allocators: bit width -> slots of that kind, the same ids in every layer.
+        allocators: bits -> slots of that kind, the same ids in every layer.
         layers: layer index -> its pools, made by the first cache that reaches the layer.
         lock: see above.
         trims: how often slots have got other ids.
@@ -97,12 +96,12 @@ class PageStore:
 
     def __init__(
         self,
-        policy: str | KVPolicy = "compact",
+        policy: str | KVPolicy = DEFAULT,
         lock: threading.RLock | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = KVPolicy.of(policy)
-        self.allocators = {bits: SlotAllocator() for bits in sorted({*self.policy.bits, 16})}
+        self.allocators = {bits: SlotAllocator() for bits in (*self.policy.packed_bits, PLAIN)}
         self.layers: dict[int, LayerPools] = {}
         self.lock = threading.RLock() if lock is None else lock
         self.ranks = Ranks() if ranks is None else ranks
@@ -166,7 +165,8 @@ class PageStore:
             for stream in sequence.streams.values():
                 if stream.pages:
                     change(self.allocators[stream.bits], list(stream.pages))
-                change(self.allocators[16], stream.blocks)
+                change(self.allocators[PLAIN], stream.slots)
+            change(self.allocators[PLAIN], sequence.spare)
 
     def collect(self) -> None:
         """Take back the slots of caches that were garbage-collected."""
@@ -191,24 +191,26 @@ class PageStore:
                 pools.by_bits[bits].keep(kept)
             new_ids = {old: new for new, old in enumerate(kept)}
             for ledger in self._registered():
-                for stream in ledger.streams():
-                    if bits == 16:
-                        stream.blocks = [new_ids[block] for block in stream.blocks]
-                    elif stream.bits == bits:
-                        stream.pages = tuple(new_ids[page] for page in stream.pages)
+                for sequence in ledger.sequences:
+                    sequence.renumber(bits, new_ids)
 
     @property
     def layout(self) -> tuple[int, ...]:
         """The same as long as no pool needs to grow or has been trimmed."""
         return self.trims, *(slots.capacity for slots in self.allocators.values())
 
+    @property
+    def promises(self) -> int:
+        """How often slots were given out or foretold, see ``SlotAllocator``."""
+        return sum(slots.promises for slots in self.allocators.values())
+
     def bytes_by_modality(self) -> dict[str, int]:
         """Bytes of the slots in use by modality, each once, whoever holds them."""
         self.collect()
-        held: dict[int, dict[int, str]] = {bits: {} for bits in self.allocators}
+        held: dict[Bits, dict[int, str]] = {bits: {} for bits in self.allocators}
         for ledger in self._registered():
             for stream in ledger.streams():
-                held[16] |= dict.fromkeys(stream.blocks, stream.modality.label)
+                held[PLAIN] |= dict.fromkeys(stream.slots, stream.modality.label)
                 held[stream.bits] |= dict.fromkeys(stream.pages, stream.modality.label)
         found = {modality.label: 0 for modality in Modality}
         for bits, labels in held.items():

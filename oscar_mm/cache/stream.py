@@ -1,58 +1,45 @@
-"""Stream: the tokens of one modality of one sequence, as full pages and a 16-bit tail."""
+"""Stream: the tokens of one modality of one sequence, in pages and then in 16 bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
+from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.modality import Modality
+from oscar_mm.policy import Bits
 
 START = 1 << 8
 """Unit of the first token in use in a page's entry; below it is the token after the last."""
-
-
-def in_blocks(blocks: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-    """Where tokens of a tail are: (2, n) int64, the id of the block and the place in it.
-
-    Args:
-        blocks: of the tail, filled in order.
-        tokens: (n,) counted from the first place of the first block.
-    """
-    index, places = np.divmod(tokens, BLOCK_TOKENS)
-    return np.stack([np.asarray(blocks, dtype=np.int64)[index], places])
 
 
 @dataclass
 class Stream:
     """Which slots hold a stream, the same ones in every layer; tokens are in sequence order.
 
-    A page is written once, with 128 tokens. An entry of the stream is a page and the range of its
-    tokens that are in use: all of them at first, fewer after a crop; a page out of whose middle
-    tokens were forgotten has two entries, one after the other.
+    An entry of the stream is a page and the range of its tokens that are in use. Tokens are packed
+    once, in order, each to the place after the one before; places of a page that are not in use
+    anymore after a crop are written again. A page out of whose middle tokens were forgotten has two
+    entries, one after the other.
 
-    Copies share what they have of pages: a long stream is copied at every step, and gets a page at
-    one of 128.
+    Copies share what they have of pages: a long stream is copied at every step.
 
     Attributes:
         modality: of all its tokens.
-        bits: 2 or 4 where full pages are packed; 16 where all tokens stay in blocks.
-        pages: id of each entry's packed page.
+        bits: of its pages; ``PLAIN`` where all tokens stay in 16 bit.
+        pages: id of each entry's page.
         starts: first token of the page that an entry uses.
         stops: the token after the last one, more than its start.
-        blocks: ids of the 16-bit blocks of the tail, filled in order.
-        tail: tokens in the blocks.
+        slots: ids of the slots of the tokens in 16 bit, which come after those in pages.
     """
 
     modality: Modality
-    bits: int
+    bits: Bits
     pages: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
-    blocks: list[int] = field(default_factory=list)
-    tail: int = 0
+    slots: list[int] = field(default_factory=list)
     _known: tuple[tuple[tuple[int, ...], ...], np.ndarray] | None = field(
         default=None, repr=False, compare=False
     )
@@ -65,7 +52,7 @@ class Stream:
     @property
     def tokens(self) -> int:
         """All tokens of the stream."""
-        return self.packed + self.tail
+        return self.packed + len(self.slots)
 
     def entries(self) -> np.ndarray:
         """(entries, 2) int32: the page, and stop + ``START`` * start."""
@@ -85,27 +72,41 @@ class Stream:
             self.pages,
             self.starts,
             self.stops,
-            self.blocks.copy(),
-            self.tail,
+            self.slots.copy(),
             self._known,
         )
 
-    def add_pages(self, pages: list[int]) -> None:
-        """Full pages after those that there are."""
-        self.pages += tuple(pages)
-        self.starts += (0,) * len(pages)
-        self.stops += (PAGE_TOKENS,) * len(pages)
+    @property
+    def room(self) -> int:
+        """Places after the last token in pages, in the same page."""
+        return PAGE_TOKENS - self.stops[-1] if self.pages else 0
+
+    def move_last_page(self, page: int) -> None:
+        """Have another page, with the same tokens, in the last entry's place."""
+        self.pages = (*self.pages[:-1], page)
+
+    def fill(self, in_last: int, pages: list[int], in_new: int) -> None:
+        """Let more tokens be packed: ``in_last`` in the last page's room, others in new pages."""
+        if in_last:
+            # Decoding does so at every step: entries stay known.
+            entries = self.entries().copy()
+            entries[-1, 1] += in_last
+            self.stops = (*self.stops[:-1], self.stops[-1] + in_last)
+            self._known = (self.pages, self.starts, self.stops), entries
+        if pages:
+            full = len(pages) - 1
+            self.pages += tuple(pages)
+            self.starts += (0,) * len(pages)
+            self.stops += (*(PAGE_TOKENS,) * full, in_new - full * PAGE_TOKENS)
 
     def drop_last(self, count: int) -> tuple[list[int], list[int]]:
-        """Forget the last ``count`` tokens; returns the ids of pages and blocks given up.
+        """Forget the last ``count`` tokens; returns the ids of pages and slots given up.
 
-        A page that is cut keeps its codes and counts fewer tokens: it is never quantized again.
+        A page that is cut counts fewer tokens; those that stay are never quantized again.
         """
-        from_tail = min(count, self.tail)
-        self.tail -= from_tail
-        count -= from_tail
-        kept_blocks = -(-self.tail // BLOCK_TOKENS)
-        blocks, self.blocks = self.blocks[kept_blocks:], self.blocks[:kept_blocks]
+        left = len(self.slots) - min(count, len(self.slots))
+        count -= len(self.slots) - left
+        slots, self.slots = self.slots[left:], self.slots[:left]
         left = len(self.pages)
         while count and count >= (last := self.stops[left - 1] - self.starts[left - 1]):
             left -= 1
@@ -114,7 +115,7 @@ class Stream:
         self.starts, self.stops = self.starts[:left], self.stops[:left]
         if count:
             self.stops = (*self.stops[:-1], self.stops[-1] - count)
-        return list(pages), blocks
+        return list(pages), slots
 
     def cut_pages(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Take the packed tokens start to stop - 1 of the stream out.

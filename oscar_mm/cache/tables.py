@@ -12,16 +12,16 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS
 from oscar_mm.cache.sequence import Sequence
-from oscar_mm.cache.stream import Stream
+from oscar_mm.policy import Bits
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
 FEWEST_ITEMS = 8
 """Of a thread block, where a segment has that many: its warps take one each at a time, and adding
 up the parts of many thread blocks takes longer."""
-_HALF = BLOCK_TOKENS // 2
+TILE = 16
+"""Tokens in 16 bit that a warp takes at a time."""
 SECOND = 1 << 16
 """Set in a page's entry if the page is of the second bit width."""
 FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
@@ -32,30 +32,36 @@ class Tables:
     """Tables on a device, all int32.
 
     Attributes:
-        items: (batch, longest, 2): for each sequence the halves of its 16-bit blocks,
-            {2 * block + half, tokens}, then its pages, {slot, stop + 256 * start + second bit width
-            flag}, of which tokens start to stop - 1 are in use.
-        counts: (batch, 2): halves and pages.
+        items: (batch, longest, 2): for each sequence its pages, {slot, stop + 256 * start + flag of
+            the second format}, of which tokens start to stop - 1 are in use.
+        recents: (batch, longest): slots of its tokens in 16 bit.
+        counts: (batch, 2): tokens in 16 bit and pages.
         assignments: (thread blocks, 16).
     """
 
     items: torch.Tensor
+    recents: torch.Tensor
     counts: torch.Tensor
     assignments: torch.Tensor
+
+    @property
+    def of_past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which ``oscar_mm.ops.decode`` takes them."""
+        return self.items, self.recents, self.counts, self.assignments
 
     @classmethod
     def within(cls, whole: torch.Tensor, arrays: tuple[np.ndarray, ...]) -> Tables:
         """Views of a tensor that holds ``laid_out(arrays)``."""
         parts = whole.split([array.size for array in arrays])
-        assignments, items, counts = (
+        assignments, items, recents, counts = (
             part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
         )
-        return cls(items, counts, assignments)
+        return cls(items, recents, counts, assignments)
 
 
 def tables_of(
     sequences: SequenceOf[Sequence],
-    bits: tuple[int, int | None],
+    bits: tuple[Bits | None, Bits | None],
     kv_heads: int,
     columns: int,
     workers: int,
@@ -65,7 +71,7 @@ def tables_of(
 
     Args:
         sequences: as they are before the step.
-        bits: first and second bit width of pages.
+        bits: of the first and the second format of pages.
         kv_heads: KV heads of a layer.
         columns: query tokens times query heads of a KV head.
         workers: thread blocks, as many as the device runs at a time.
@@ -88,56 +94,52 @@ def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
     return np.concatenate([array.ravel() for array in arrays])
 
 
+def lengths_of(arrays: tuple[np.ndarray, ...]) -> tuple[int, int]:
+    """Lengths of items and recents, of ``arrays_of``."""
+    _, items, recents, _ = arrays
+    return items.shape[1], recents.shape[1]
+
+
 def arrays_of(
     sequences: SequenceOf[Sequence],
-    bits: tuple[int, int | None],
+    bits: tuple[Bits | None, Bits | None],
     kv_heads: int,
     columns: int,
     workers: int,
-    longest: int = 1,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Assignments, items and counts of ``Tables``, on the host.
+    longest: tuple[int, int] = (1, 1),
+) -> tuple[np.ndarray, ...]:
+    """Assignments, items, recents and counts of ``Tables``, on the host.
 
     Assignments come first: they are read 16 bytes at a time.
 
     Args:
         sequences, bits, kv_heads, columns, workers: as of ``tables_of``.
-        longest: the least length of the items' second dimension.
+        longest: the least length of the second dimension of items and of recents.
     """
     rows = [_entries(sequence, bits) for sequence in sequences]
-    counts = np.array([[len(halves), len(pages)] for halves, pages in rows], dtype=np.int32)
-    longest = max(1, longest, int(counts.sum(axis=1).max()))
-    items = np.zeros((len(rows), longest, 2), dtype=np.int32)
-    for row, (halves, pages) in enumerate(rows):
-        items[row, : len(halves)] = halves
-        items[row, len(halves) : len(halves) + len(pages)] = pages
-    assignments = assign(tuple(map(tuple, counts.tolist())), kv_heads, columns, workers)
-    return assignments, items, counts
+    counts = np.array([[len(slots), len(pages)] for pages, slots in rows], dtype=np.int32)
+    in_16_bit, in_pages = counts.max(axis=0).tolist()
+    items = np.zeros((len(rows), max(longest[0], in_pages), 2), dtype=np.int32)
+    recents = np.zeros((len(rows), max(longest[1], in_16_bit)), dtype=np.int32)
+    for row, (pages, slots) in enumerate(rows):
+        items[row, : len(pages)] = pages
+        recents[row, : len(slots)] = slots
+    in_items = tuple((-(-slots // TILE), pages) for slots, pages in counts.tolist())
+    return assign(in_items, kv_heads, columns, workers), items, recents, counts
 
 
-def _entries(sequence: Sequence, bits: tuple[int, int | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Halves and pages of a sequence, (n, 2) each."""
-    halves, pages = [np.zeros((0, 2), np.int32)], [np.zeros((0, 2), np.int32)]
+def _entries(
+    sequence: Sequence, bits: tuple[Bits | None, Bits | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pages of a sequence, (n, 2), and slots of its tokens in 16 bit, (n,)."""
+    pages, slots = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)]
     for stream in sequence.streams.values():
-        if stream.tail:
-            halves.append(_halves(stream))
+        if stream.slots:
+            slots.append(np.array(stream.slots, np.int32))
         if stream.pages:
-            entries = stream.entries()
             second = np.array([0, SECOND if stream.bits == bits[1] else 0], np.int32)
-            pages.append(entries + second)
-    return np.concatenate(halves), np.concatenate(pages)
-
-
-def _halves(stream: Stream) -> np.ndarray:
-    """(n, 2) int32 of the 16-bit blocks of a stream."""
-    count = -(-stream.tail // _HALF)
-    halves = np.empty((count, 2), dtype=np.int32)
-    blocks = np.asarray(stream.blocks[: -(-count // 2)], dtype=np.int32)
-    halves[::2, 0] = 2 * blocks
-    halves[1::2, 0] = 2 * blocks[: count // 2] + 1
-    halves[:, 1] = _HALF
-    halves[-1, 1] = stream.tail - (count - 1) * _HALF
-    return halves
+            pages.append(stream.entries() + second)
+    return np.concatenate(pages), np.concatenate(slots)
 
 
 @lru_cache(maxsize=64)
@@ -146,12 +148,14 @@ def assign(
 ) -> np.ndarray:
     """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode.cu.
 
+    ``counts`` are of each sequence the tiles of its tokens in 16 bit, and its pages.
+
     With no more segments than thread blocks each thread block works on one segment, and segments
     get thread blocks by their length. Otherwise all get equal parts of the line.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
-    lengths = np.repeat([1 + halves + pages for halves, pages in counts], per_sequence)
+    lengths = np.repeat([1 + tiles + pages for tiles, pages in counts], per_sequence)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     total = int(starts[-1])
     if total * workers >= 1 << 31:
@@ -161,10 +165,10 @@ def assign(
     def fill(worker: int, begin: int, end: int, segment: int, first: int, parts: int) -> None:
         sequence, within = divmod(segment, per_sequence)
         head, column_tile = divmod(within, column_tiles)
-        halves, pages = counts[sequence]
+        tiles, pages = counts[sequence]
         table[worker, :13] = (
             *(begin, end, total, min(workers, total), sequence, head, column_tile, segment),
-            *(starts[segment], halves, pages, first, parts),
+            *(starts[segment], tiles, pages, first, parts),
         )
 
     if len(lengths) <= workers:

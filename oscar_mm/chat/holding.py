@@ -85,20 +85,8 @@ class Holding:
         self.pipe.make_room(growth, prompt.tokens, self)
 
     def replace(self, new: Conversation) -> None:
-        """Go on from ``new``, over a fork of the cache that is held now, and close that one.
-
-        Raises:
-            InputError: there is no room for what others hold too and is copied; ``new`` is closed,
-                and all is as before.
-        """
-        old = self.conversation.cache
-        if self.pipe.budget is not None:
-            try:
-                self.pipe.budget.exchange(old, new.cache, self)
-            except BaseException:
-                new.cache.close()
-                raise
-        self.now = new
+        """Go on from ``new``, over a fork of the cache that is held now, and close that one."""
+        old, self.now = self.conversation.cache, new
         old.close()
 
     def settle(self) -> None:

@@ -157,8 +157,7 @@ class Chat:
             index: of a segment.
 
         Raises:
-            InputError: no such segment, or one of text; or no room in the budget for what a fork
-                holds too and is copied.
+            InputError: no such segment, or one of text.
         """
         with self._alone() as held:
             places = held.places()

@@ -66,18 +66,19 @@ class Named(Protocol):
 
 
 N = TypeVar("N", bound=Named)
-REFERENCE, DEFAULT, PUBLISHED = "16 bit", "compact", "OScaR, published"
+REFERENCE, DEFAULT, COMPACT, PUBLISHED = "16 bit", "standard", "compact", "OScaR, published"
 FINE = "compact, groups 32"
-_COMPACT = KVPolicy.preset("compact")
+_STANDARD = KVPolicy.preset(DEFAULT)
+_COMPACT = KVPolicy.preset(COMPACT)
 _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
 """All methods keep the same tokens in 16 bit, so that methods are compared and not windows."""
 _FINE = {"key_group": 32, "value_group": 32}
 _OTHER_GROUP = next(size for size in (64, 128) if size != _COMPACT.key_group)
-"""Tokens of a key group of the rows that differ from the default in this."""
-_WHOLE_HEADS = {"key_axis": "token", "key_group": 128}
+"""Tokens of a key group of the rows that differ from ``compact`` in this."""
+_WHOLE_HEADS = {"key_axis": "token", "key_group": 128, "token_scaling": None}
 _PLAIN_VALUES = {"value_scale": "plain"}
 _MINMAX = {"fit": "minmax", "value_scale": "plain"}
-_NAIVE = {**_MINMAX, "norm": "plain", "balance": None, "token_scaling": None}
+_NAIVE = {**_MINMAX, "norm": "plain", "balance": None}
 
 
 def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
@@ -107,10 +108,16 @@ def main_methods() -> list[Method]:
         Paged("INT2 per token", _compact(**_WHOLE_HEADS, rotate=False, **_NAIVE)),
         Paged("KIVI", plain["kivi"]),  # arXiv:2402.02750
         Paged("QuaRot", plain["quarot"]),  # arXiv:2404.00456
-        # Rotated, balanced keys fitted per token: format S of the design.
-        Paged("per token, least squares", _compact(**_WHOLE_HEADS)),
         Paged(PUBLISHED, plain["oscar"]),
-        Paged(DEFAULT, _COMPACT),
+        Paged(DEFAULT, _STANDARD),
+        Paged("standard, 2 bit", replace(_STANDARD, bits=2)),
+        Paged("standard, keys 4 bit", replace(_STANDARD, bits=(4, 2))),
+        Paged("standard, 3 bit", replace(_STANDARD, bits=3)),
+        Paged("standard, 4 bit", replace(_STANDARD, bits=4)),
+        Paged("standard, center False", replace(_STANDARD, center=False)),
+        Paged("standard, balance None", replace(_STANDARD, balance=None)),
+        Paged("standard, norm plain", replace(_STANDARD, norm="plain")),
+        Paged(COMPACT, _COMPACT),
         Paged("compact, balance None", _compact(balance=None)),
         Paged("compact, balance weights", _compact(balance="weights")),
         Paged("compact, balance prompt", _compact(balance="prompt")),
@@ -126,12 +133,12 @@ def main_methods() -> list[Method]:
             Paged(f"compact, {name} in 16 bit", _compact(bits={name: 16}))
             for name in ("text", "image", "audio")
         ),
-        *quantized_cache_methods(Paged(DEFAULT, _COMPACT)),
+        *quantized_cache_methods(Paged(COMPACT, _COMPACT)),
     ]
 
 
 def ablation_methods() -> list[Paged]:
-    """The default with one thing changed; what the main table has is not repeated."""
+    """``compact`` with one thing changed; what the main table has is not repeated."""
     other = f"key group {_OTHER_GROUP}"
     changes: dict[str, dict[str, Any]] = {
         "rotate False": {"rotate": False},

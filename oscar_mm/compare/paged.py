@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.step import Filling
+from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.forced import LayerStates, Pair
 from oscar_mm.memory import MemoryReport
 from oscar_mm.modality import Modality
-from oscar_mm.ops.pack import pack
+from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.pack import NOT_STORABLE, pack
+from oscar_mm.ops.store import store
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
@@ -55,7 +61,7 @@ class Paged:
         if self.policy.balance == "weights" and layers[0].sigma_of_weights is None:
             return "the model has no QK-norm"
         named = [Modality[name.upper()] for name in self.policy.bits._fields]
-        wide = {one for one in named if self.policy.bits_for(one) == 16}
+        wide = {one for one in named if not self.policy.bits_for(one).packed}
         if wide and len(wide) < len(named) and not wide & {Modality(i) for i in ids.tolist()}:
             return "no such tokens"
         return None
@@ -72,36 +78,64 @@ class Paged:
             x.clone(memory_format=torch.contiguous_format) for x in (states.keys, states.values)
         )
         stored_bytes = stored_values = 0
-        for modality, places in self.packed(ids).items():
-            bits, where = self.policy.bits_for(modality), places.to(keys.device)
+        for places, filling in self._packed(ids):
+            bits, where = filling.bits, places.to(keys.device)
             for rows, sigma in self._parts(states):
                 # A view: rows and heads as they are, or all in one row, or one row.
                 sides = [rows(side) for side in (keys, values)]
                 _, heads, _, head_dim = sides[0].shape
                 page_format = PageFormat.of(self.policy, bits, heads, head_dim)
                 basis = Basis(head_dim, self.policy.rotate, sigma)
-                of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
-                packed = pack(of_keys, of_values, page_format, self.policy, basis)
+                if page_format.by_token:
+                    packed = self._stored(sides, filling, page_format, basis)
+                else:
+                    of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
+                    packed = pack(of_keys, of_values, page_format, self.policy, basis)
                 back = unpack(packed, page_format, basis, keys.dtype)
                 for side, pages in zip(sides, back, strict=True):
-                    side[:, :, where] = _as_rows(pages, len(side))
-                stored_bytes += packed.nbytes
-                stored_values += 2 * len(packed) * PAGE_TOKENS * heads * head_dim
+                    side[:, :, where] = _as_rows(pages, len(side))[:, :, : len(where)]
+                # Of a page that is not full its part; the rest is in the report of a cache.
+                tokens = len(where) * len(sides[0])
+                stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
+                stored_values += 2 * tokens * heads * head_dim
         return Restored(keys, values, stored_bytes, stored_values)
 
     def packed(self, ids: Tensor) -> dict[Modality, Tensor]:
-        """Tokens of each modality that are in full pages, ascending; as of ``Ledger``."""
+        """Tokens of each modality that are in pages, ascending."""
+        return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
+
+    def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
+        """Tokens that are packed, stream by stream, and how: what a cache does with a prompt."""
         streams = torch.zeros_like(ids) if self.mixed else ids
-        window = streams[max(0, len(ids) - self.policy.window) :]
-        found = {}
-        for modality in Modality:
-            places = (streams == int(modality)).nonzero()[:, 0]
-            places = places[places >= self.policy.sinks]
-            left = len(places) - int((window == int(modality)).sum())
-            full = max(0, left) // PAGE_TOKENS
-            if self.policy.bits_for(modality) < 16 and full:
-                found[modality] = places[: full * PAGE_TOKENS]
-        return found
+        ledger = Ledger(PageStore(self.policy))
+        step = ledger.advance(streams.to(torch.int8).numpy()[None])
+        return [(torch.from_numpy(filling.source), filling) for filling in step.fillings]
+
+    def _stored(
+        self, sides: list[Tensor], filling: Filling, page_format: PageFormat, basis: Basis
+    ) -> Tensor:
+        """(rows * pages, page_bytes): a filling of every row."""
+        (keys, values), pages = sides, len(filling.pages)
+        rows, device = len(keys), keys.device
+        numbers = {page: number for number, page in enumerate(filling.pages)}
+        tables = []
+        for table, row_at in ((filling.jobs(), 2), (filling.beginnings(), 1)):
+            table[:, 0] = [numbers[page] for page in table[:, 0].tolist()]
+            of_rows = np.tile(table, (rows, 1, 1))
+            of_rows[:, :, row_at] = np.arange(rows)[:, None]
+            of_rows[:, :, 0] += pages * np.arange(rows)[:, None]
+            tables.append(torch.from_numpy(of_rows.reshape(-1, table.shape[1])).to(device))
+        packed = torch.zeros(rows * pages, page_format.page_bytes, dtype=torch.uint8, device=device)
+        bad = torch.zeros(1, dtype=torch.int32, device=device)
+        policy = self.policy
+        store(
+            *(keys, values, keys.new_empty(0, 2, *keys.shape[1::2]), *tables, packed, bad),
+            *(basis.sigma, text_of(page_format), basis.rotate),
+            *(policy.fit, policy.norm, policy.value_scale),
+        )
+        if bool(bad):
+            raise FloatingPointError(NOT_STORABLE)
+        return packed
 
     def _parts(self, states: LayerStates) -> Iterator[tuple]:
         """How rows are packed together: a view of keys or values, and its balancing."""

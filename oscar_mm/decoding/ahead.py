@@ -24,15 +24,16 @@ class Ahead:
     Attributes:
         tokens: (batch,) ids that it was launched with.
         state: of the ledger: its past.
-        promises: of its blocks, see ``SlotAllocator``.
-        writes: as of ``Step``: where it has put the tokens of rows that had not ended.
+        promises: of the store.
+        step: as it was foretold: where it has put the tokens of rows that had not ended, and what
+            it has packed.
         logits: (batch, vocabulary) that come of it.
     """
 
     tokens: torch.Tensor
     state: tuple[Any, ...]
     promises: int
-    writes: np.ndarray
+    step: Step
     logits: torch.Tensor
 
     def is_step(
@@ -40,17 +41,21 @@ class Ahead:
     ) -> bool:
         """Whether it was this step: with the same tokens and past it writes the same, or less.
 
-        Where a row has ended, what was written of it lies in places that are free.
+        Where a row has ended, what was written of it lies in slots and places that are free.
 
         Args:
             tokens, state, promises: as they are when the step comes.
         """
-        if tokens is not self.tokens or state != self.state or step.packs or step.copies:
+        if tokens is not self.tokens or state != self.state or step.copies:
             return False
-        in_free_block = self.writes[3] == 0
-        if in_free_block.any() and promises != self.promises:
+        if self.step.promised and promises != self.promises:
             return False
-        if step.writes is None:
-            return True
-        stored = np.isin(self.writes[0], step.writes[0])
-        return np.array_equal(self.writes[:, stored], step.writes)
+        told, writes = self.step.writes, step.writes
+        if writes is not None:
+            if told is None:
+                return False
+            stored = np.isin(told[0], writes[0])
+            if not np.array_equal(told[:, stored], writes):
+                return False
+        packed = {filling.row: filling for filling in self.step.fillings}
+        return all(filling.is_same(packed.get(filling.row)) for filling in step.fillings)

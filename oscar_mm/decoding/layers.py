@@ -231,6 +231,7 @@ class TokenLayers:
         rows, cosine, sine = states
         for layer in part.layers:
             rows = layer(rows, cosine, sine, cache)
+        cache.end_step(layer.attention.layer_idx for layer in part.layers)
         if part is not self._parts[-1]:
             return rows, cosine, sine
         if self._whole_head is not None:

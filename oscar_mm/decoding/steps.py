@@ -57,7 +57,7 @@ class DecodeSteps:
         # What a step is fed with, at addresses that stay.
         self._ids = torch.zeros((len(position), 1), dtype=torch.long, device=device)
         self._positions = position.to(device, copy=True).view(*[1] * len(axes), -1, 1)
-        self._fixed = FixedTables(len(position))
+        self._fixed = FixedTables(len(position), cache.policy)
         self._record = self._recorder() if record == "auto" else record
         self._foreseen: tuple[Any, ...] | None = None
         """State of the ledger whose tables are written."""
@@ -99,12 +99,12 @@ class DecodeSteps:
             self._foresee()
         if (self._fixed.version, *ledger.store.layout) != self._layout:
             return
-        writes = ledger.foretold(_codes(ended))
-        if writes is None:
+        step = ledger.foretold(_codes(ended))
+        if step is None or self._is_eager(step) or (step.fillings and not self._fills_slots):
             return
         self._ids.copy_(tokens[:, None])
-        self._fixed.refill_writes(writes)
-        step = Step(writes=writes, past=ledger.sequences, fixed=self._fixed)
+        self._fixed.refill_tokens(step)
+        step.fixed = self._fixed
         before = ledger.steps, ledger.last
         # What is replayed may be the layers' code, which asks for the step.
         ledger.steps, ledger.last = ledger.steps + 1, step
@@ -113,8 +113,7 @@ class DecodeSteps:
         finally:
             ledger.steps, ledger.last = before
             self._mark(ledger.steps)
-        promises = ledger.allocators[16].promises
-        self._ahead = Ahead(tokens, self._state(), promises, writes, logits)
+        self._ahead = Ahead(tokens, self._state(), ledger.store.promises, step, logits)
 
     def _recorder(self) -> Record | None:
         """CUDA graphs, where that is known to work."""
@@ -130,23 +129,34 @@ class DecodeSteps:
     ) -> torch.Tensor:
         """A step that is replayed, or was ahead, or is captured where that needs to be."""
         ledger = self.cache.ledger
-        state, promises = self._state(), ledger.allocators[16].promises
+        state, promises = self._state(), ledger.store.promises
         step = self.cache.begin(_codes(ended))
         if ahead is not None and ahead.is_step(tokens, state, promises, step):
             self._mark(ledger.steps)
             self._foresee()
             return ahead.logits
         self._ids.copy_(tokens[:, None])
-        if step.copies or any(len(job.source) for job in step.packs):
+        if self._is_eager(step):
             return self._repeatable()
         if self._foreseen != state:
             self._fixed.refill(step.past)
-        self._fixed.refill_writes(step.writes)
+        self._fixed.refill_tokens(step)
         # A row that has ended is computed like the others, and nobody looks at what comes of it.
         step.fixed, step.real = self._fixed, None
         logits = self._by_record(step)
         self._foresee()
         return logits
+
+    def _is_eager(self, step: Step) -> bool:
+        """Whether a step does what no graph has in it."""
+        if self._fills_slots:
+            return bool(step.copies) or not self._fixed.takes(step)
+        return any((filling.source >= 0).any() for filling in step.fillings)
+
+    @property
+    def _fills_slots(self) -> bool:
+        """Whether tokens are packed in the step, not whole pages before it."""
+        return self.cache.policy.key_axis == "token"
 
     def _state(self) -> tuple[Any, ...]:
         """The same as long as the past is."""
@@ -169,6 +179,7 @@ class DecodeSteps:
             past_key_values=self.cache,
             use_cache=True,
         )
+        self.cache.end_step()
         return output.logits[:, -1]
 
     def _expanded_positions(self) -> torch.Tensor:
@@ -176,7 +187,10 @@ class DecodeSteps:
 
     def _by_record(self, step: Step) -> torch.Tensor:
         layout = self._fixed.version, *self.cache.ledger.store.layout
-        if step.packs or layout != self._layout:
+        if layout != self._layout:
+            for layer in self.cache.layers:
+                layer.reserve()
+        if step.fillings and not self._fills_slots:
             self._pack_first(step)
         if not self._fixed.known:
             # The first step is eager: it asks for tables, and for kernels that are compiled now.
@@ -211,23 +225,21 @@ class DecodeSteps:
         return self._replay is not None
 
     def _pack_first(self, step: Step) -> None:
-        """Make room for all that the step stores, and pack what leaves the window.
+        """Pack the pages that leave the window.
 
-        Otherwise that comes after attention, whose tables still list the 16-bit blocks: they are
+        Otherwise that comes after attention, whose tables still list the slots of 16 bit: they are
         read, and not written to before the new token is.
         """
         for layer in self.cache.layers:
-            layer.reserve()
-            if step.packs:
-                some = layer.blocks.storage[:1, 0, :, :1].expand(len(step.past), -1, -1, -1)
-                layer.pack(some, some, step)
-        step.packed()
+            some = layer.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
+            layer.pack(some, some, step)
+        step.filled()
 
     def _places(self) -> tuple[int, ...]:
         """What a graph has built in: addresses of pools, balancing and tables."""
         places = [self._fixed.version]
         for layer in self.cache.layers:
-            tensors = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
+            tensors = [layer.recent.storage, *(pool.storage for pool in layer.pages.values())]
             places += [x.data_ptr() for x in (*tensors, layer.sigma) if x is not None]
         return tuple(places)
 

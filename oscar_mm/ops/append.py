@@ -1,12 +1,12 @@
-"""append: keys and values of new tokens -> places in 16-bit blocks, without waiting for the host.
+"""append: keys and values of new tokens -> slots of 16 bit, without waiting for the host.
 
-    append(Tensor keys, Tensor values, Tensor(a!) blocks, Tensor writes, Tensor(b!) bad) -> ()
+    append(Tensor keys, Tensor values, Tensor(a!) recent, Tensor writes, Tensor(b!) bad) -> ()
 
     keys, values  (batch, KV heads, tokens, head_dim) bfloat16, float16 or float32; any strides with
                   contiguous channels
-    blocks        (slots, 2, KV heads, 32, head_dim), keys then values, in the same dtype; written
-    writes        (n, 4) int32: row, token, slot and place; with slot -1 nothing is done, so that a
-                  captured graph can have a fixed n. No two of them have the same slot and place.
+    recent        (slots, 2, KV heads, head_dim), keys then values, in the same dtype; written
+    writes        (n, 3) int32: row, token and slot; with slot -1 nothing is done, so that a
+                  captured graph can have a fixed n. No two of them have the same slot.
     bad           (1,) int32; set to 1 where a key or value is NaN or infinite, else left alone
 
 One launch for all of them, which CUDA graphs capture.
@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS
 from oscar_mm.ops.gpu import current_stream
 from oscar_mm.ops.kernel import Kernel, load_kernel, tell_once
 from oscar_mm.ops.library import STATES, Arguments, define
@@ -39,7 +38,7 @@ class AppendParams(ctypes.Structure):
     """``Params`` of csrc/append.cu, field for field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "blocks", "writes", "bad")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "recent", "writes", "bad")),
         ("key_stride", ctypes.c_int64 * 3),
         ("value_stride", ctypes.c_int64 * 3),
         ("kv_heads", ctypes.c_int),
@@ -55,53 +54,53 @@ def macros(dtype: torch.dtype, unit: int) -> dict[str, str | int]:
 def _check(
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     writes: torch.Tensor,
     bad: torch.Tensor,
 ) -> None:
     device = keys.device
     _arguments.check("keys", keys, ("batch", "heads", "tokens", "d"), STATES, device, rows=True)
     _arguments.check("values", values, keys.shape, keys.dtype, device, rows=True)
-    shape = ("slots", 2, keys.shape[1], BLOCK_TOKENS, keys.shape[3])
-    _arguments.check("blocks", blocks, shape, keys.dtype, device)
-    _arguments.check("writes", writes, ("n", 4), torch.int32, device)
+    shape = ("slots", 2, keys.shape[1], keys.shape[3])
+    _arguments.check("recent", recent, shape, keys.dtype, device)
+    _arguments.check("writes", writes, ("n", 3), torch.int32, device)
     _arguments.check("bad", bad, (1,), torch.int32, device)
 
 
 def _append(
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     writes: torch.Tensor,
     bad: torch.Tensor,
 ) -> None:
-    _check(keys, values, blocks, writes, bad)
+    _check(keys, values, recent, writes, bad)
     if not len(writes):
         return
     kernel = None
     if keys.is_cuda:
-        unit = _unit(keys, values, blocks)
+        unit = _unit(keys, values, recent)
         if unit is None:
             tell_once("append", f"rows are not aligned to {_UNITS[-1]} bytes")
         else:
             kernel = TRUSTED.kernel((keys.dtype, unit), keys.device)
     if kernel is not None:
-        _by_kernel(kernel, keys, values, blocks, writes, bad)
+        _by_kernel(kernel, keys, values, recent, writes, bad)
     else:
-        _by_torch(keys, values, blocks, writes, bad)
+        _by_torch(keys, values, recent, writes, bad)
 
 
 def _by_torch(
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     writes: torch.Tensor,
     bad: torch.Tensor,
 ) -> None:
-    rows, tokens, slots, places = writes[writes[:, 2] >= 0].long().unbind(1)
+    rows, tokens, slots = writes[writes[:, 2] >= 0].long().unbind(1)
     for side, states in enumerate((keys, values)):
         new = states[rows, :, tokens]
-        blocks[:, side][slots, :, places] = new
+        recent[:, side][slots] = new
         bad |= (~new.isfinite().all()).int()
 
 
@@ -123,14 +122,14 @@ def _by_kernel(
     kernel: Kernel,
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     writes: torch.Tensor,
     bad: torch.Tensor,
 ) -> None:
     size, kv_heads = keys.element_size(), keys.shape[1]
     row_bytes = keys.shape[3] * size
     params = AppendParams(
-        *(x.data_ptr() for x in (keys, values, blocks, writes, bad)),
+        *(x.data_ptr() for x in (keys, values, recent, writes, bad)),
         *(
             (ctypes.c_int64 * 3)(*(stride * size for stride in x.stride()[:3]))
             for x in (keys, values)
@@ -151,21 +150,21 @@ def _make(specialization: tuple[torch.dtype, int], device: torch.device) -> Kern
 def _disagreement(
     specialization: tuple[torch.dtype, int], kernel: Kernel, device: torch.device
 ) -> float:
-    """Share of a few blocks' elements and flags that differ, on rows of one unit each and more."""
+    """Share of a few slots' elements and flags that differ, on rows of one unit each and more."""
     dtype, unit = specialization
     generator = torch.Generator(device).manual_seed(0)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     heads, head_dim = 3, 5 * unit
     keys, values = (random(2, 7, heads, head_dim).transpose(1, 2) for _ in range(2))
-    writes = [[0, 6, 2, 31], [1, 0, 0, 0], [1, 5, -1, 4], [1, 3, 1, 17]]
+    writes = [[0, 6, 2], [1, 0, 0], [1, 5, -1], [1, 3, 1]]
     writes = torch.tensor(writes, dtype=torch.int32, device=device)
     differing = 0.0
     for last in (1.0, torch.inf):
         values[1, 2, 3, -1] = last
         results = []
-        blocks = random(3, 2, heads, BLOCK_TOKENS, head_dim)
+        recent = random(4, 2, heads, head_dim)
         for append in (partial(_by_kernel, kernel), _by_torch):
-            target, bad = blocks.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+            target, bad = recent.clone(), torch.zeros(1, dtype=torch.int32, device=device)
             append(keys, values, target, writes, bad)
             results.append(torch.cat([target.flatten().float(), bad.float()]))
         differing += float((results[0] != results[1]).float().mean())
@@ -174,7 +173,7 @@ def _disagreement(
 
 TRUSTED: Trusted[tuple[torch.dtype, int], Kernel] = Trusted("append", _make, _disagreement, 0.0)
 append = define(
-    "append(Tensor keys, Tensor values, Tensor(a!) blocks, Tensor writes, Tensor(b!) bad) -> ()",
+    "append(Tensor keys, Tensor values, Tensor(a!) recent, Tensor writes, Tensor(b!) bad) -> ()",
     _append,
     _check,
 )

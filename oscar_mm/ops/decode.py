@@ -1,17 +1,17 @@
-"""decode: attention of 1 to 16 new tokens over packed pages, 16-bit blocks and themselves.
+"""decode: attention of 1 to 16 new tokens over packed pages, tokens in 16 bit and themselves.
 
-    decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor blocks,
-           Tensor? sigma, Tensor items, Tensor counts, Tensor assignments, float scaling,
-           str[] formats, bool rotate) -> Tensor
+    decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor recent,
+           Tensor? sigma, Tensor items, Tensor recents, Tensor counts, Tensor assignments,
+           float scaling, str[] formats, bool rotate) -> Tensor
 
     queries       (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
                   with contiguous channels
     keys, values  (batch, KV heads, tokens, head_dim) of the new tokens, likewise; attention over
                   them is causal
     pages         one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two
-    blocks        (slots, 2, KV heads, 32, head_dim)
+    recent        (slots, 2, KV heads, head_dim): tokens in 16 bit
     sigma         (KV heads or 1, head_dim) float32: balancing of the pages; None for none
-    items, counts, assignments   of ``oscar_mm.cache.tables.Tables``
+    items, recents, counts, assignments   of ``oscar_mm.cache.tables.Tables``
     scaling       factor of the scores
     formats       of the pages (``oscar_mm.ops.formats``), by ascending bits
     rotate        whether pages are stored rotated
@@ -27,7 +27,7 @@ from functools import lru_cache
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PageFormat
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.tables import FIELDS
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.formats import format_of
@@ -42,9 +42,10 @@ def _empty(
     keys: torch.Tensor,
     values: torch.Tensor,
     pages: list[torch.Tensor],
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     sigma: torch.Tensor | None,
     items: torch.Tensor,
+    recents: torch.Tensor,
     counts: torch.Tensor,
     assignments: torch.Tensor,
     scaling: float,
@@ -64,7 +65,7 @@ def _empty(
     if query_heads % kv_heads:
         found, wanted = f"of {query_heads} heads", f"of a multiple of {kv_heads}, the KV heads"
         _arguments.refuse("queries", found, wanted)
-    check("blocks", blocks, ("slots", 2, kv_heads, BLOCK_TOKENS, head_dim), queries.dtype, device)
+    check("recent", recent, ("slots", 2, kv_heads, head_dim), queries.dtype, device)
     known = _formats(tuple(formats))
     if len(pages) != len(known):
         _arguments.refuse("pages", f"of {len(pages)} pools", f"of {len(known)}, as formats")
@@ -75,6 +76,7 @@ def _empty(
         check("pages", pool, ("slots", page_format.page_bytes), torch.uint8, device)
     _arguments.check_sigma(sigma, kv_heads, head_dim, device)
     check("items", items, (batch, "longest", 2), torch.int32, device)
+    check("recents", recents, (batch, "longest"), torch.int32, device)
     check("counts", counts, (batch, 2), torch.int32, device)
     check("assignments", assignments, ("thread blocks", FIELDS), torch.int32, device)
     return empty_output(queries)
@@ -91,16 +93,20 @@ def _decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     pages: list[torch.Tensor],
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     sigma: torch.Tensor | None,
     items: torch.Tensor,
+    recents: torch.Tensor,
     counts: torch.Tensor,
     assignments: torch.Tensor,
     scaling: float,
     formats: list[str],
     rotate: bool,
 ) -> torch.Tensor:
-    states, tables = (queries, keys, values, pages, blocks, sigma), (items, counts, assignments)
+    states, tables = (
+        (queries, keys, values, pages, recent, sigma),
+        (items, recents, counts, assignments),
+    )
     output = _empty(*states, *tables, scaling, formats, rotate)
     known = _formats(tuple(formats))
     columns = queries.shape[1] // keys.shape[1] * queries.shape[2]
@@ -108,7 +114,7 @@ def _decode(
         known, queries.shape[3], rotate, queries.dtype, columns, queries.device
     )
     if kernel is None:
-        return output.copy_(decode_by_torch(*states, items, counts, scaling, known, rotate))
+        return output.copy_(decode_by_torch(*states, *tables[:3], scaling, known, rotate))
     kernel(*states, *tables, scaling, output)
     return output
 
@@ -123,9 +129,9 @@ def _formats(texts: tuple[str, ...]) -> tuple[PageFormat, ...]:
 
 
 decode = define(
-    "decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor blocks,"
-    " Tensor? sigma, Tensor items, Tensor counts, Tensor assignments, float scaling,"
-    " str[] formats, bool rotate) -> Tensor",
+    "decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor recent,"
+    " Tensor? sigma, Tensor items, Tensor recents, Tensor counts, Tensor assignments,"
+    " float scaling, str[] formats, bool rotate) -> Tensor",
     _decode,
     _empty,
 )

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.stream import START
 from oscar_mm.cache.tables import SECOND
 from oscar_mm.ops.dequantize import unpack_stored
 from oscar_mm.ops.running_attention import RunningAttention
 from oscar_mm.quant.basis import Basis
 
-_HALF = BLOCK_TOKENS // 2
 _TOKENS_AT_ONCE = 2048
 """Tokens of the past that are in memory at a time, in float32."""
 
@@ -23,9 +22,10 @@ def decode_by_torch(
     keys: torch.Tensor,
     values: torch.Tensor,
     pages: Sequence[torch.Tensor],
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     sigma: torch.Tensor | None,
     items: torch.Tensor,
+    recents: torch.Tensor,
     counts: torch.Tensor,
     scaling: float,
     formats: Sequence[PageFormat],
@@ -38,12 +38,13 @@ def decode_by_torch(
     """
     output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     basis = Basis(queries.shape[3], rotate, sigma)
-    for row, (halves, in_pages) in enumerate(counts.tolist()):
+    for row, (in_16_bit, in_pages) in enumerate(counts.tolist()):
         packed = basis if in_pages else None
         running = RunningAttention(queries[row], keys.shape[1], scaling, packed)
-        for part in items[row, :halves].split(_TOKENS_AT_ONCE // _HALF) if halves else ():
-            running.add(*_halves(blocks, part), stored=False)
-        entries = items[row, halves : halves + in_pages]
+        for slots in recents[row, :in_16_bit].split(_TOKENS_AT_ONCE) if in_16_bit else ():
+            stored = recent[slots].permute(1, 2, 0, 3)
+            running.add(stored[0], stored[1], stored=False)
+        entries = items[row, :in_pages]
         for number, page_format in enumerate(formats):
             mine = entries[(entries[:, 1] >= SECOND) == bool(number)]
             for part in mine.split(_TOKENS_AT_ONCE // PAGE_TOKENS) if len(mine) else ():
@@ -54,15 +55,6 @@ def decode_by_torch(
         running.add(keys[row], values[row], stored=False, first_query=0)
         output[row] = running.output()
     return output
-
-
-def _halves(blocks: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, (KV heads, tokens, head_dim), of halves of blocks."""
-    split = blocks.unflatten(3, (2, _HALF))
-    half, tokens = entries[:, 0], entries[:, 1]
-    sides = (split[half // 2, side, :, half % 2] for side in range(2))
-    keys, values = (_in_use(side, torch.zeros_like(tokens), tokens) for side in sides)
-    return keys, values
 
 
 def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from oscar_mm.cache.layout import PageFormat
+from oscar_mm.policy import Bits
 
 
 @lru_cache(maxsize=256)
 def text_of(page_format: PageFormat) -> str:
-    """Like "2 bits, 8 heads of 128, channel 128, value 128, per_head"."""
+    """Like "3/2 bits, 8 heads of 128, token 128, value 128, plain, center"."""
     scaling = page_format.token_scaling
     return (
         f"{page_format.bits} bits, {page_format.kv_heads} heads of {page_format.head_dim}, "
         f"{page_format.key_axis} {page_format.key_group}, value {page_format.value_group}, "
-        f"{'plain' if scaling is None else scaling}"
+        f"{'plain' if scaling is None else scaling}{', center' if page_format.center else ''}"
     )
 
 
@@ -26,28 +27,28 @@ def format_of(text: str) -> PageFormat:
         ValueError: a text that it does not make.
     """
     try:
-        bits, heads, keys, values, scaling = text.split(", ")
+        bits, heads, keys, values, scaling, *center = text.split(", ")
+        widths = [int(width) for width in bits.removesuffix(" bits").split("/")]
         kv_heads, head_dim = heads.split(" heads of ")
         key_axis, key_group = keys.split(" ")
         page_format = PageFormat(
-            bits=int(bits.removesuffix(" bits")),
+            bits=Bits(widths[0], widths[-1]),
             kv_heads=int(kv_heads),
             head_dim=int(head_dim),
             key_axis=key_axis,
             key_group=int(key_group),
             value_group=int(values.removeprefix("value ")),
             token_scaling=None if scaling == "plain" else scaling,
+            center=bool(center),
         )
         known = text_of(page_format) == text and (
-            page_format.bits in (2, 4)
-            and key_axis in ("channel", "token")
-            and scaling in ("plain", "shared", "per_head")
+            key_axis in ("channel", "token") and scaling in ("plain", "shared", "per_head")
         )
-    except (ValueError, ZeroDivisionError):
+    except (KeyError, ValueError, ZeroDivisionError):
         known = False
     if not known:
         raise ValueError(
-            f"page format {text!r}: must be like '2 bits, 8 heads of 128, channel 128, value 128, "
-            "per_head' (oscar_mm.ops.formats.text_of)"
+            f"page format {text!r}: must be like '3/2 bits, 8 heads of 128, token 128, value 128, "
+            "plain, center' (oscar_mm.ops.formats.text_of)"
         )
     return page_format

@@ -17,13 +17,19 @@ from typing import Any
 
 import torch
 
+from oscar_mm.cache.fragments import KERNEL_HEAD_DIMS
+from oscar_mm.cache.layout import PageFormat
 from oscar_mm.ops.gpu import architecture
 from oscar_mm.ops.nvrtc import KernelError, Report, compile_kernel, not_installed
 
-SCALINGS = {None: 0, "per_head": 1, "shared": 2}
-"""Token scaling as the kernels' macro SCALING."""
+_SCALINGS = {None: 0, "per_head": 1, "shared": 2}
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Dtypes of keys and values that the kernels take, as their macro ELEMENT."""
+OUT_OF_ORDER = (
+    f"the kernels take a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel' the same 2 or 4 "
+    "bits for keys and values, with 'token' one key group for the whole head"
+)
+"""Why they do not take a page format that is not in fragments."""
 _MOST_CONFIGS = 256
 """Of launches of a kernel, kept because making one takes as long as launching."""
 _log = logging.getLogger(__name__)
@@ -257,6 +263,18 @@ class Kernel:
         if returned[0]:
             raise KernelError(f"{self.name} on {self.device}: {doing}: {returned[0].name}")
         return returned[1] if len(returned) == 2 else returned[1:]
+
+
+def page_macros(page_format: PageFormat) -> dict[str, str | int]:
+    """Macros that csrc/page.cuh is compiled with."""
+    return {
+        "HEAD_DIM": page_format.head_dim,
+        "KEY_GROUP": page_format.key_group,
+        "VALUE_GROUP": page_format.value_group,
+        "SCALING": _SCALINGS[page_format.token_scaling],
+        "STREAM": int(page_format.by_token),
+        "CENTER": int(page_format.center),
+    }
 
 
 def aligned_rows(states: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""pack: 16-bit keys and values of whole pages -> page bytes.
+"""pack: 16-bit keys and values of whole pages of key_axis "channel" -> page bytes.
 
-    pack(Tensor keys, Tensor values, Tensor blocks, Tensor source, Tensor rows, Tensor slots,
+    pack(Tensor keys, Tensor values, Tensor recent, Tensor source, Tensor rows, Tensor slots,
          Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit,
          str norm, str value_scale) -> ()
 
     keys, values  (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16
                   or float32; any strides with contiguous channels
-    blocks        (slots, 2, KV heads, 32, head_dim) in the same dtype: tokens from before
+    recent        (slots, 2, KV heads, head_dim) in the same dtype: tokens from before
     source        (n, 128) int32, where a page's tokens are: an index of keys and values, or
-                  ~(32 * slot + place) in blocks
+                  ~slot of recent
     rows          (n,) int32: of the batch
     slots         (n,) int32: which of ``pages`` is written; below 0 nothing is done, so that a
                   captured graph can have a fixed n
@@ -22,7 +22,7 @@
     format        of the pages (``oscar_mm.ops.formats``)
     rotate, fit, norm, value_scale   as in ``KVPolicy``
 
-What the blocks hold may be given up as soon as this returns: later work of the same stream comes
+What ``recent`` holds may be given up as soon as this returns: later work of the same stream comes
 after it.
 """
 
@@ -30,12 +30,13 @@ from __future__ import annotations
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops import pack_kernel
 from oscar_mm.ops.formats import format_of, text_of
 from oscar_mm.ops.library import STATES, Arguments, define
 from oscar_mm.ops.pack_torch import pack_by_torch
 from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.store import whole_pages
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 
@@ -53,7 +54,7 @@ def pack(
     policy: KVPolicy,
     basis: Basis,
 ) -> torch.Tensor:
-    """Quantize whole pages, by the operation.
+    """Quantize whole pages, by this operation or, of key_axis "token", by ``store``.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE; any
@@ -76,25 +77,38 @@ def pack(
             f"must both be (pages, {', '.join(map(str, expected))})"
         )
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-    count = len(keys)
-    order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
-    rows = order[:count]
-    pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
-    bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
-    pack_jobs(
-        *(keys, values, keys.new_empty(0, 2, expected[0], BLOCK_TOKENS, expected[2])),
-        *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, bad, basis.sigma),
-        *(text_of(page_format), basis.rotate, policy.fit, policy.norm, policy.value_scale),
-    )
+    of_pages = whole_pages if page_format.by_token else _whole_pages
+    pages, bad = of_pages(keys, values, page_format, policy, basis)
     if bool(bad):
         raise FloatingPointError(NOT_STORABLE)
     return pages
 
 
+def _whole_pages(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_format: PageFormat,
+    policy: KVPolicy,
+    basis: Basis,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages of key_axis "channel", and ``bad``."""
+    count, (_, heads, _, head_dim) = len(keys), keys.shape
+    order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
+    rows = order[:count]
+    pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
+    bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
+    pack_jobs(
+        *(keys, values, keys.new_empty(0, 2, heads, head_dim)),
+        *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, bad, basis.sigma),
+        *(text_of(page_format), basis.rotate, policy.fit, policy.norm, policy.value_scale),
+    )
+    return pages, bad
+
+
 def _check(
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     source: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
@@ -112,13 +126,17 @@ def _check(
     check = _arguments.check
     check("keys", keys, ("batch", heads, "tokens", head_dim), STATES, device, rows=True)
     check("values", values, keys.shape, keys.dtype, device, rows=True)
-    check("blocks", blocks, ("slots", 2, heads, BLOCK_TOKENS, head_dim), keys.dtype, device)
+    check("recent", recent, ("slots", 2, heads, head_dim), keys.dtype, device)
     check("source", source, ("pages", PAGE_TOKENS), torch.int32, device)
     check("rows", rows, (count,), torch.int32, device)
     check("slots", slots, (count,), torch.int32, device)
     check("pages", pages, ("slots", page_format.page_bytes), torch.uint8, device)
     check("bad", bad, (1,), torch.int32, device)
     _arguments.check_sigma(sigma, heads, head_dim, device)
+    if page_format.by_token:
+        _arguments.refuse(
+            "format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'"
+        )
     if fit not in _FITS:
         _arguments.refuse("fit", repr(fit), f"one of {_FITS}")
     if norm not in _NORMS:
@@ -130,7 +148,7 @@ def _check(
 def _pack(
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     source: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
@@ -143,7 +161,7 @@ def _pack(
     norm: str,
     value_scale: str,
 ) -> None:
-    tensors = (keys, values, blocks, source, rows, slots, pages, bad, sigma)
+    tensors = (keys, values, recent, source, rows, slots, pages, bad, sigma)
     _check(*tensors, format, rotate, fit, norm, value_scale)
     if not len(source):
         return
@@ -156,7 +174,7 @@ def _pack(
 
 
 pack_jobs = define(
-    "pack(Tensor keys, Tensor values, Tensor blocks, Tensor source, Tensor rows, Tensor slots,"
+    "pack(Tensor keys, Tensor values, Tensor recent, Tensor source, Tensor rows, Tensor slots,"
     " Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit, str norm,"
     " str value_scale) -> ()",
     _pack,

@@ -13,7 +13,14 @@ import torch
 
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops.gpu import current_stream, multiprocessors
-from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, aligned_rows, load_kernel
+from oscar_mm.ops.kernel import (
+    ELEMENTS,
+    OUT_OF_ORDER,
+    Kernel,
+    aligned_rows,
+    load_kernel,
+    page_macros,
+)
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.pack_torch import pack_by_torch
 from oscar_mm.ops.quantize import Recipe
@@ -23,16 +30,17 @@ from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 
 _PER_PROCESSOR = 2
 """Thread blocks that a multiprocessor runs at a time."""
-_FITS = {"minmax": 0, "lsq": 1}
+FITS = {"minmax": 0, "lsq": 1}
+"""Fits as the kernels' macro FIT."""
 _NORMS = {"plain": 0, "refit": 1, "unbiased": 2}
 _VALUE_SCALES = {"plain": 0, "unbiased": 1}
 _WORST_SHARE = 0.01
 """Bytes in which a kernel that is right may differ from PyTorch operations."""
 Specialization = tuple[Recipe, torch.dtype]
 _POINTERS = (
-    *("keys", "values", "blocks", "source", "rows", "slots", "pages", "sigma", "norms", "bad"),
+    *("keys", "values", "recent", "source", "rows", "slots", "pages", "sigma", "norms", "bad"),
 )
-_NORMS_POINTERS = ("keys", "blocks", "source", "rows", "slots", "sigma", "norms")
+_NORMS_POINTERS = ("keys", "recent", "source", "rows", "slots", "sigma", "norms")
 _NORMS_THREADS = 256
 
 
@@ -83,11 +91,11 @@ def macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
     """Macros that csrc/pack.cu is compiled with."""
     page_format = recipe.page_format
     return norms_macros(page_format, dtype) | {
-        "CODE_BITS": page_format.bits,
+        "CODE_BITS": page_format.bits.keys,
         "ROTATE": int(recipe.rotate),
-        "FIT": _FITS[recipe.fit],
-        "KEY_START": f"{first_range(page_format.bits, page_format.key_group)}f",
-        "VALUE_START": f"{first_range(page_format.bits, page_format.value_group)}f",
+        "FIT": FITS[recipe.fit],
+        "KEY_START": f"{first_range(page_format.bits.keys, page_format.key_group)}f",
+        "VALUE_START": f"{first_range(page_format.bits.values, page_format.value_group)}f",
         "LSQ_ROUNDS": LSQ_ROUNDS,
         "NORM_FIT": _NORMS[recipe.norm],
         "VALUE_SCALE": _VALUE_SCALES[recipe.value_scale],
@@ -96,13 +104,7 @@ def macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
 
 def norms_macros(page_format: PageFormat, dtype: torch.dtype) -> dict[str, str | int]:
     """Macros that csrc/norms.cu is compiled with."""
-    return {
-        "HEAD_DIM": page_format.head_dim,
-        "KEY_GROUP": page_format.key_group,
-        "VALUE_GROUP": page_format.value_group,
-        "SCALING": SCALINGS[page_format.token_scaling],
-        "ELEMENT": ELEMENTS[dtype],
-    }
+    return page_macros(page_format) | {"ELEMENT": ELEMENTS[dtype]}
 
 
 def kernel_for(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> PackKernel | None:
@@ -114,7 +116,7 @@ def launch(
     kernel: PackKernel,
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: torch.Tensor,
+    recent: torch.Tensor,
     source: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
@@ -129,7 +131,7 @@ def launch(
     named = {
         "keys": keys,
         "values": values,
-        "blocks": blocks,
+        "recent": recent,
         "source": source,
         "rows": rows,
         "slots": slots,
@@ -170,8 +172,8 @@ def launch(
 def _make(specialization: Specialization, device: torch.device) -> PackKernel:
     recipe, dtype = specialization
     page_format = recipe.page_format
-    if not page_format.in_fragments:
-        raise KernelError("the kernel takes key_axis 'channel' and a head_dim of 64 or 128")
+    if not page_format.in_fragments or page_format.by_token:
+        raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
         raise KernelError(f"the kernel takes bfloat16 and float16, not {dtype}")
     if page_format.token_scaling == "shared" and recipe.norm != "plain":

@@ -1,4 +1,4 @@
-"""The decode kernel: a few queries per sequence over pages and 16-bit blocks, on a GPU.
+"""The decode kernel: a few queries per sequence over pages and tokens in 16 bit, on a GPU.
 
 The host side of ``csrc/decode.cu``: which specialization, its parameters, the launch.
 """
@@ -23,20 +23,29 @@ from oscar_mm.ops.gpu import (
     shared_limit,
     switched_off,
 )
-from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, aligned_rows, load_kernel, tell_once
+from oscar_mm.ops.kernel import (
+    ELEMENTS,
+    OUT_OF_ORDER,
+    Kernel,
+    aligned_rows,
+    load_kernel,
+    page_macros,
+    tell_once,
+)
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.samples import CHECKED_HEADS, random_past
 from oscar_mm.ops.trust import Trusted
+from oscar_mm.policy import Bits
 
 MAX_QUERY_TOKENS = 16
 _WORST_ERROR = 0.02
 """Relative error of a kernel that is right: far above the rounding of 16 bit (0.002), far below
 that of a wrong token or head."""
 _POINTERS = (
-    *("queries", "keys", "values", "output", "pages_a", "pages_b", "blocks", "items", "counts"),
-    *("assignments", "sigma", "partials", "arrivals"),
+    *("queries", "keys", "values", "output", "pages_a", "pages_b", "recent", "recents", "items"),
+    *("counts", "assignments", "sigma", "partials", "arrivals"),
 )
-_INTS = ("batch", "kv_heads", "group", "tokens", "item_stride", "sigma_rows")
+_INTS = ("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride", "sigma_rows")
 
 
 class Params(ctypes.Structure):
@@ -54,15 +63,10 @@ class Params(ctypes.Structure):
 class Specialization:
     """What the kernel is compiled for; equal ones share a kernel."""
 
-    head_dim: int
-    bits: tuple[int, int | None]
-    key_group: int
-    value_group: int
-    token_scaling: str | None
+    formats: tuple[PageFormat, ...]
+    """One or two, of pages of one KV head."""
     rotate: bool
     dtype: torch.dtype
-    head_bytes: int
-    """Bytes of a KV head of the larger page."""
     narrow: bool
     """Whether half of a fragment's columns are enough; the others take the queries' low parts."""
 
@@ -75,7 +79,7 @@ class Specialization:
         dtype: torch.dtype,
         columns: int,
     ) -> Specialization | str:
-        """For a layer's page formats, by ascending bits, or the reason why there is none.
+        """For a layer's page formats, at most two, or the reason why there is none.
 
         Args:
             columns: queries of a KV head: new tokens times query heads.
@@ -86,50 +90,35 @@ class Specialization:
             return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
         if not formats:
             # Everything is in 16 bit. The kernel knows of some page that it will never see.
-            unseen = PageFormat(2, 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
+            unseen = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
             return cls.of((unseen,), head_dim, False, dtype, columns)
         if not all(page_format.in_fragments for page_format in formats):
-            return "keys are quantized per token; the kernel takes key_axis 'channel'"
+            return OUT_OF_ORDER
         first, last = formats[0], formats[-1]
         if replace(last, bits=first.bits) != first:
             return "pages of different bit widths differ in their groups or scaling too"
-        return cls(
-            head_dim,
-            (first.bits, last.bits if last.bits != first.bits else None),
-            first.key_group,
-            first.value_group,
-            first.token_scaling,
-            rotate,
-            dtype,
-            max(page_format.head_bytes for page_format in formats),
-            columns <= COLUMNS // 2,
-        )
+        of_one_head = tuple(replace(page_format, kv_heads=1) for page_format in formats)
+        return cls(of_one_head, rotate, dtype, columns <= COLUMNS // 2)
 
-    def formats(self, kv_heads: int) -> tuple[PageFormat, ...]:
-        """Of the pages, by ascending bits."""
-        return tuple(
-            PageFormat(
-                bits,
-                kv_heads,
-                self.head_dim,
-                "channel",
-                self.key_group,
-                self.value_group,
-                self.token_scaling,
-            )
-            for bits in self.bits
-            if bits is not None
-        )
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.formats[0].head_dim
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a KV head of the larger page."""
+        return max(page_format.head_bytes for page_format in self.formats)
 
     def macros(self, warps: int, buffers: int, bulk: bool) -> dict[str, str | int]:
         """Macros that csrc/decode.cu is compiled with."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "KEY_GROUP": self.key_group,
-            "VALUE_GROUP": self.value_group,
-            "SCALING": SCALINGS[self.token_scaling],
-            "BITS_A": self.bits[0],
-            "BITS_B": self.bits[1] or 0,
+        first, *more = (page_format.bits for page_format in self.formats)
+        second = more[0] if more else Bits(0, 0)
+        return page_macros(self.formats[0]) | {
+            "KEY_BITS_A": first.keys,
+            "VALUE_BITS_A": first.values,
+            "KEY_BITS_B": second.keys,
+            "VALUE_BITS_B": second.values,
             "ELEMENT": ELEMENTS[self.dtype],
             "ROTATE": int(self.rotate),
             "NARROW": int(self.narrow),
@@ -140,7 +129,8 @@ class Specialization:
 
     def shared_bytes(self, warps: int, buffers: int) -> int:
         """``sizeof(Shared)`` of csrc/decode.cu."""
-        buffer = self.head_bytes + (2 * PAGE_TOKENS if self.token_scaling == "shared" else 0)
+        shared_norms = self.formats[0].token_scaling == "shared"
+        buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
         size = buffers * _aligned(buffer, 128)
         size = _aligned(size, 16) + -(-warps // 2) * COLUMNS * (self.head_dim + 3) * 4
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
@@ -191,9 +181,10 @@ class PackedAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         pages: Sequence[torch.Tensor],
-        blocks: torch.Tensor,
+        recent: torch.Tensor,
         sigma: torch.Tensor | None,
         items: torch.Tensor,
+        recents: torch.Tensor,
         counts: torch.Tensor,
         assignments: torch.Tensor,
         scaling: float,
@@ -211,12 +202,13 @@ class PackedAttention:
         pools = [*(pool.data_ptr() for pool in pages), None, None][:2]
         params = Params(
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr(), *pools),
-            *(blocks.data_ptr(), items.data_ptr(), counts.data_ptr(), assignments.data_ptr()),
+            *(x.data_ptr() for x in (recent, recents, items, counts, assignments)),
             None if sigma is None else sigma.data_ptr(),
             partials.data_ptr(),
             self._arrivals_on(stream, segments, queries.device).data_ptr(),
             *((ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (queries, keys, values)),
-            *(batch, kv_heads, query_heads // kv_heads, tokens, items.shape[1]),
+            *(batch, kv_heads, query_heads // kv_heads, tokens),
+            *(recents.shape[1], items.shape[1]),
             0 if sigma is None else len(sigma),
             scaling,
         )
@@ -249,7 +241,7 @@ def packed_attention(
     """The kernel for a layer; None, with the reason once in the log, for PyTorch operations.
 
     Args:
-        formats: of its pages, by ascending bits.
+        formats: of its pages, at most two.
         columns: queries of a KV head: new tokens times query heads.
     """
     if device.type != "cuda" or switched_off():
@@ -272,8 +264,9 @@ def _disagreement(
     specialization: Specialization, kernel: PackedAttention, device: torch.device
 ) -> float:
     """Largest relative error of a query's output."""
-    formats, rotate = specialization.formats(CHECKED_HEADS), specialization.rotate
-    states, items, counts, assignments = random_past(
+    rotate = specialization.rotate
+    formats = tuple(replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats)
+    states, items, recents, counts, assignments = random_past(
         formats,
         rotate,
         specialization.dtype,
@@ -282,8 +275,9 @@ def _disagreement(
         specialization.narrow,
     )
     output = torch.empty_like(states[0].transpose(1, 2).contiguous()).transpose(1, 2)
-    kernel(*states, items, counts, assignments, 0.1, output)
-    expected = decode_by_torch(*states, items, counts, 0.1, formats, rotate).float()
+    tables = (items, recents, counts)
+    kernel(*states, *tables, assignments, 0.1, output)
+    expected = decode_by_torch(*states, *tables, 0.1, formats, rotate).float()
     errors = (output.float() - expected).norm(dim=3) / expected.norm(dim=3)
     return float(errors.max())
 

@@ -59,6 +59,68 @@ def quantize(
     return pages, torch.stack(finite).all()
 
 
+def quantize_tokens(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    centers: torch.Tensor | None,
+    recipe: Recipe,
+    sigma: torch.Tensor | None,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Quantize tokens of stream pages, each by itself.
+
+    Args:
+        keys: (tokens, KV heads, head_dim), any float dtype; values likewise.
+        centers: (tokens, KV heads, head_dim) float32, of the page that a token goes to, in the
+            coordinates of pages; None for formats without.
+        recipe: how.
+        sigma: (KV heads or 1, head_dim) float32, balancing, or None.
+
+    Returns:
+        arrays of a page by name, each (tokens, KV heads, d or groups) float32, and () bool:
+        whether all scales and zeros are finite float16 numbers.
+    """
+    page_format = recipe.page_format
+    basis = Basis(page_format.head_dim, recipe.rotate, sigma)
+    # Basis takes tokens behind heads.
+    keys, values = (
+        of(x[:, :, None])[:, :, 0] for of, x in ((basis.keys_in, keys), (basis.values_in, values))
+    )
+    unbiased = recipe.fit == "lsq" and recipe.norm == "unbiased"
+    group, bits = page_format.key_group, page_format.bits
+    codes, scale, zero, error = _in_codes(keys, bits.keys, group, recipe.fit, unbiased)
+    if centers is not None:
+        apart = _in_codes(keys - centers, bits.keys, group, recipe.fit, unbiased)
+        nearer = apart[3] < error
+        codes = torch.where(nearer[..., None], apart[0], codes)
+        scale = torch.where(nearer[..., None], -apart[1], scale)
+        zero = torch.where(nearer[..., None], apart[2], zero)
+    unbiased, group = recipe.value_scale == "unbiased", page_format.value_group
+    of_values = _in_codes(values, bits.values, group, recipe.fit, unbiased)
+    arrays = {
+        "key_codes": codes,
+        "key_scales": scale,
+        "key_zeros": zero,
+        "value_codes": of_values[0],
+        "value_scales": of_values[1],
+        "value_zeros": of_values[2],
+    }
+    finite = [x.half().isfinite().all() for name, x in arrays.items() if "codes" not in name]
+    return arrays, torch.stack(finite).all()
+
+
+def _in_codes(
+    vectors: torch.Tensor, bits: int, group: int, fit: str, unbiased: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes (..., d), scale and zero (..., groups), and the squared error (...) of vectors."""
+    grouped = vectors.unflatten(-1, (-1, group))
+    scale, zero = fit_group(grouped, bits, fit, -1)
+    codes = assign_codes(grouped, scale, zero, bits)
+    if unbiased:
+        scale, zero = unbiased_scale(grouped, codes, scale, zero, -1)
+    error = (codes * scale + zero - grouped).square().sum((-2, -1))
+    return codes.view_as(vectors), scale[..., 0], zero[..., 0], error
+
+
 def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
     """Pages at a time, so that temporaries stay bounded."""
     step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * 128 * page_format.head_dim))
@@ -72,11 +134,10 @@ def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
     if scaling is not None:
         norms = token_rms(keys, scaling)
         unit = divide_by_norm(keys, norms)
-    # (pages, heads, groups, tokens, d) or (pages, heads, tokens, groups, channels)
-    split, dim = (2, 3) if page_format.key_axis == "channel" else (3, 4)
-    grouped = unit.unflatten(split, (-1, page_format.key_group))
-    scale, zero = fit_group(grouped, page_format.bits, recipe.fit, dim, KEY_RUN)
-    codes = assign_codes(grouped, scale, zero, page_format.bits)
+    dim = 3  # of (pages, heads, groups, tokens, d)
+    grouped = unit.unflatten(2, (-1, page_format.key_group))
+    scale, zero = fit_group(grouped, page_format.bits.keys, recipe.fit, dim, KEY_RUN)
+    codes = assign_codes(grouped, scale, zero, page_format.bits.keys)
     if recipe.norm == "unbiased" and recipe.fit == "lsq":
         scale, zero = unbiased_scale(grouped, codes, scale, zero, dim)
     arrays = {
@@ -96,8 +157,8 @@ def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
 def _packed_values(values: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
     page_format = recipe.page_format
     grouped = values.unflatten(3, (-1, page_format.value_group))
-    scale, zero = fit_group(grouped, page_format.bits, recipe.fit, 4, VALUE_RUN)
-    codes = assign_codes(grouped, scale, zero, page_format.bits)
+    scale, zero = fit_group(grouped, page_format.bits.values, recipe.fit, 4, VALUE_RUN)
+    codes = assign_codes(grouped, scale, zero, page_format.bits.values)
     if recipe.value_scale == "unbiased":
         scale, zero = unbiased_scale(grouped, codes, scale, zero, 4)
     return {

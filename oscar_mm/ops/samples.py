@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS, PageFormat
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.stream import START
 from oscar_mm.cache.tables import COLUMNS, SECOND, assign
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from oscar_mm.quant.basis import Basis
 
 CHECKED_HEADS = 3
@@ -17,29 +18,34 @@ JOB_SLOTS = 6
 """Pages that ``random_jobs`` writes to."""
 _Tensor = torch.Tensor
 Jobs = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
+Stores = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
+LayerStores = tuple[list[_Tensor], _Tensor, _Tensor]
 Past = tuple[_Tensor, _Tensor, _Tensor, list[_Tensor], _Tensor, _Tensor | None]
 
 
 def random_pages(count: int, page_format: PageFormat, device: torch.device) -> torch.Tensor:
-    """(count, page_bytes) uint8: random codes, scales, zeros and norms, always the same."""
+    """(count, page_bytes) uint8: random numbers in all fields, always the same."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8)
     for name, field in page_format.fields.items():
+        if name.endswith("_high"):  # written with the low bits
+            continue
         heads = (page_format.kv_heads,) if field.per_head else ()
         shape = (count, *heads, *field.shape)
+        bits = page_format.bits.values if name.startswith("value") else page_format.bits.keys
         if field.kind == "codes":
-            shape = (*shape[:-2], PAGE_TOKENS, page_format.head_dim)
-            values = torch.randint(1 << page_format.bits, shape, generator=generator)
+            shape = (*shape[:-1], page_format.head_dim)
+            values = torch.randint(1 << bits, shape, generator=generator)
         else:
             values = torch.randn(shape, generator=generator)
             if name.endswith("scales"):  # so that keys and values are around 1
-                values = (values / 4).exp() * 2 / (1 << page_format.bits)
+                values = (values / 4).exp() * 2 / (1 << bits)
             elif name.endswith("zeros"):
                 values = values / 2 - 1
-            else:
+            elif name == "norms":
                 values = (values / 2).exp()
-            if name.startswith("value"):
-                values = values.transpose(2, 3)
+        if name == "key_scales" and page_format.center:  # the center is added to some
+            values *= 2 * torch.randint(2, shape, generator=generator) - 1
         page_format.write(pages, name, values)
     return pages.to(device)
 
@@ -52,19 +58,28 @@ def random_basis(page_format: PageFormat, rotate: bool, device: torch.device) ->
     return Basis(page_format.head_dim, rotate, sigma.to(device))
 
 
-def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Jobs:
-    """Keys, values, blocks, source, rows and slots of five jobs of pack (``oscar_mm.ops.pack``).
-
-    Pages of new tokens, of stored ones, of both, of tokens in any order, and one job that does
-    nothing and names tokens that are not there. Token norms are over two decades.
-    """
-    generator = torch.Generator().manual_seed(0)
-    heads, head_dim, tokens, slots = page_format.kv_heads, page_format.head_dim, 300, 8
+def _random_states(
+    page_format: PageFormat, tokens: int, slots: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of two rows, (2, 2, heads, tokens, d), of norms over two decades, and
+    (slots, 2, heads, d) tokens in 16 bit."""
+    heads, head_dim = page_format.kv_heads, page_format.head_dim
     # As attention makes them: tokens before heads in memory.
     states = torch.randn(2, 2, tokens, heads, head_dim, generator=generator).transpose(2, 3)
     states *= torch.randn(2, 2, 1, tokens, 1, generator=generator).exp()
-    blocks = torch.randn(slots, 2, heads, BLOCK_TOKENS, head_dim, generator=generator)
-    stored = ~torch.randperm(slots * BLOCK_TOKENS, generator=generator)
+    return states, torch.randn(slots, 2, heads, head_dim, generator=generator)
+
+
+def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Jobs:
+    """Keys, values, recent, source, rows and slots of five jobs of pack (``oscar_mm.ops.pack``).
+
+    Pages of new tokens, of stored ones, of both, of tokens in any order, and one job that does
+    nothing and names tokens that are not there.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, slots = 300, 256
+    states, recent = _random_states(page_format, tokens, slots, generator)
+    stored = ~torch.randperm(slots, generator=generator)
     new = torch.arange(PAGE_TOKENS)
     source = torch.stack(
         [
@@ -76,9 +91,54 @@ def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.devic
         ]
     )
     tables = (source, torch.tensor([0, 1, 0, 99, 1]), torch.tensor([4, 0, 5, -1, 2]))
-    keys, values, blocks = (x.to(device, dtype) for x in (*states, blocks))
+    keys, values, recent = (x.to(device, dtype) for x in (*states, recent))
     source, rows, slots = (x.to(device, torch.int32) for x in tables)
-    return keys, values, blocks, source, rows, slots
+    return keys, values, recent, source, rows, slots
+
+
+def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Stores:
+    """Keys, values, recent, jobs and begins of store (``oscar_mm.ops.store``), for five pages.
+
+    Jobs of new tokens, of stored ones, of both, of a single token, of a few whose places another
+    job of the tile has, and one that does nothing and names tokens that are not there. Of pages
+    with a center some get a new one, of one token or of many. Keys of the second row have a mean
+    far from zero.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, slots = 120, 40
+    states, recent = _random_states(page_format, tokens, slots, generator)
+    states[0, 1] += 4 * torch.randn(states.shape[2], 1, states.shape[4], generator=generator)
+    new, stored = torch.arange(TILE), ~torch.randperm(slots, generator=generator)
+    both = torch.where(new % 3 == 0, stored[:TILE], new + 50)
+    single, even = torch.full((2, TILE), NOTHING)
+    single[11], even[::2] = 119, new[:8] + 9
+    odd = torch.where(new % 2 == 1, both, NOTHING)
+    jobs = [
+        *((4, 0, 0, 0, *(new + 7)), (4, 7, 1, 0, *(new + 90)), (0, 3, 1, 0, *stored[:TILE])),
+        *((0, 4, 1, 0, *both), (1, 5, 1, 0, *single), (-1, 99, 99, 0, *(new + (1 << 30)))),
+        *((3, 6, 0, 0, *even), (3, 6, 1, 0, *odd), (1, 2, 0, 0, *(new + 100))),
+    ]
+    at_first = torch.zeros(4, HEAD + CENTER_TOKENS, dtype=torch.int64)
+    at_first[:, 0], at_first[:, 1] = torch.tensor([[4, -1, 0, 1], [1, 99, 0, 1]])
+    at_first[:, 2] = torch.tensor([CENTER_TOKENS, 99, 1, 21])
+    at_first[0, HEAD:], at_first[2, HEAD:] = torch.arange(CENTER_TOKENS) + 80, stored[5]
+    at_first[3, HEAD:] = torch.randint(-slots, tokens, (CENTER_TOKENS,), generator=generator)
+    begins = at_first if page_format.center else at_first[:0]
+    keys, values, recent = (x.to(device, dtype) for x in (*states, recent))
+    table = torch.tensor(jobs).to(device, torch.int32)
+    return keys, values, recent, table, begins.to(device, torch.int32)
+
+
+def random_layer_stores(
+    page_format: PageFormat, dtype: torch.dtype, device: torch.device
+) -> LayerStores:
+    """Tokens in 16 bit of two layers, jobs and begins of store_layers, for five pages: as
+    ``random_stores``, but of stored tokens only."""
+    _, _, recent, jobs, begins = random_stores(page_format, dtype, device)
+    for table in (jobs, begins):
+        sources = table[:, HEAD:]
+        sources.copy_(torch.where(sources >= 0, ~(sources % len(recent)), sources))
+    return [recent, recent.flip(0)], jobs, begins
 
 
 def random_past(
@@ -88,20 +148,20 @@ def random_past(
     device: torch.device,
     workers: int,
     narrow: bool = False,
-) -> tuple[Past, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Past, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new tokens.
 
-    One row has halves of blocks, the last in part filled, and pages of all formats, of some of
-    which a range is in use; the other has one page. What is not in use is NaN.
+    One row has tokens in 16 bit, which fill two tiles and a part of one, and pages of all formats,
+    of some of which a range is in use; the other has one page. What is not in use is NaN.
 
     Args:
-        formats: one or two, by ascending bits.
+        formats: one or two.
         workers: thread blocks.
         narrow: two new tokens of two query heads a KV head, half of a fragment's columns; else
             three of four, one and a half.
 
     Returns:
-        (queries, keys, values, pages, blocks, sigma), items, counts and assignments.
+        (queries, keys, values, pages, recent, sigma), items, recents, counts and assignments.
     """
     generator = torch.Generator().manual_seed(0)
     heads, head_dim = formats[0].kv_heads, formats[0].head_dim
@@ -111,31 +171,36 @@ def random_past(
         torch.randn(2, tokens, n, head_dim, generator=generator).transpose(1, 2)
         for n in (heads * group, heads, heads)
     )
-    blocks = torch.full((3, 2, heads, BLOCK_TOKENS, head_dim), torch.nan)
-    halves = [(4, 16), (5, 16), (0, 5)]  # of blocks 2 and 0
-    for half, filled in halves:
-        places = slice(half % 2 * 16, half % 2 * 16 + filled)
-        stored = torch.randn(2, heads, filled, head_dim, generator=generator)
-        blocks[half // 2, :, :, places] = stored
+    slots = torch.randperm(60, generator=generator)[: 2 * TILE + 5]
+    recent = torch.full((60, 2, heads, head_dim), torch.nan)
+    recent[slots] = torch.randn(len(slots), 2, heads, head_dim, generator=generator)
+    recents = torch.zeros(2, len(slots), dtype=torch.int32)
+    recents[0] = slots
     pages, entries = [], []
     for number, page_format in enumerate(formats):
         pool = random_pages(6, page_format, torch.device("cpu"))
         pool[2] = 255
-        pages.append(pool.to(device))
         ranges = ((5, 0, 128), (0, 30, 90), (1, 0, 1), (4, 127, 128), (3, 0, 128))
         flag = number * SECOND
         entries += [(slot, start * START + stop + flag) for slot, start, stop in ranges]
-    rows = [halves + entries, entries[:1]]
-    counts = [(len(halves), len(entries)), (0, 1)]
+        if page_format.by_token:  # a place that no token has taken was never written
+            owners = page_format.token_bytes(pool.device)
+            for slot, start, stop in ranges:
+                pool[slot, (owners >= 0) & ((owners < start) | (owners >= stop))] = 255
+        pages.append(pool.to(device))
+    rows = [entries, entries[:1]]
+    counts = [(len(slots), len(entries)), (0, 1)]
     items = torch.zeros(2, len(rows[0]), 2, dtype=torch.int32)
     for item, row in zip(items, rows, strict=True):
         item[: len(row)] = torch.tensor(row)
-    assignments = assign(tuple(counts), heads, tokens * group, workers)
+    in_items = tuple((-(-in_16_bit // TILE), in_pages) for in_16_bit, in_pages in counts)
+    assignments = assign(in_items, heads, tokens * group, workers)
     sigma = random_basis(formats[0], rotate, device).sigma
-    queries, keys, values, blocks = (x.to(device, dtype) for x in (queries, keys, values, blocks))
+    queries, keys, values, recent = (x.to(device, dtype) for x in (queries, keys, values, recent))
     return (
-        (queries, keys, values, pages, blocks, sigma),
+        (queries, keys, values, pages, recent, sigma),
         items.to(device),
+        recents.to(device),
         torch.tensor(counts, dtype=torch.int32, device=device),
         torch.from_numpy(assignments.copy()).to(device),
     )

@@ -10,7 +10,7 @@ import torch
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops.dequantize import unpack_by_torch
 from oscar_mm.ops.gpu import current_stream
-from oscar_mm.ops.kernel import ELEMENTS, SCALINGS, Kernel, load_kernel
+from oscar_mm.ops.kernel import ELEMENTS, OUT_OF_ORDER, Kernel, load_kernel, page_macros
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_pages
 from oscar_mm.ops.trust import Trusted
@@ -37,12 +37,9 @@ class UnpackParams(ctypes.Structure):
 
 def macros(page_format: PageFormat, rotate: bool, dtype: torch.dtype) -> dict[str, str | int]:
     """Macros that csrc/unpack.cu is compiled with."""
-    return {
-        "HEAD_DIM": page_format.head_dim,
-        "KEY_GROUP": page_format.key_group,
-        "VALUE_GROUP": page_format.value_group,
-        "SCALING": SCALINGS[page_format.token_scaling],
-        "CODE_BITS": page_format.bits,
+    return page_macros(page_format) | {
+        "KEY_BITS": page_format.bits.keys,
+        "VALUE_BITS": page_format.bits.values,
         "ELEMENT": ELEMENTS[dtype],
         "ROTATE": int(rotate),
     }
@@ -82,7 +79,7 @@ def launch(
 def _make(specialization: Specialization, device: torch.device) -> Kernel:
     page_format, rotate, dtype = specialization
     if not page_format.in_fragments:
-        raise KernelError("the kernel takes key_axis 'channel' and a head_dim of 64 or 128")
+        raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
         raise KernelError(f"the kernel makes bfloat16 and float16, not {dtype}")
     return load_kernel("unpack.cu", macros(page_format, rotate, dtype), device)

@@ -1,4 +1,4 @@
-"""Codes of 2 or 4 bits in bytes: consecutive codes of the last dimension, lowest bits first."""
+"""Codes of 1, 2 or 4 bits in bytes: consecutive ones of the last dimension, lowest bits first."""
 
 from __future__ import annotations
 

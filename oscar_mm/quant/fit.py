@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 LSQ_ROUNDS = 2
-"""Of which the first looks at some of the values only (``first_apart``). Three rounds over all of
-them, at twice the cost, have up to 3% less squared error (normal, uniform, heavy-tailed, skewed
-groups)."""
+"""Of which the first looks at some of the values only in whole pages (``first_apart``). Three
+rounds over all of them, at twice the cost, have up to 3% less squared error (normal, uniform,
+heavy-tailed, skewed groups)."""
 KEY_RUN, VALUE_RUN = 8, 2
 """Tokens of a key group, and channels of a value group, that the first round takes at a time: the
 ones that the threads of csrc/pack.cu have in hand together."""
@@ -29,8 +29,8 @@ def first_range(bits: int, count: int) -> float:
     the few rounds would end worse than min-max at 4 bits (squared error on normal groups of 128:
     1.12 times it).
     """
-    if bits == 4:
-        return 0.95
+    if bits > 2:
+        return 0.95 if bits == 4 else 0.85 if count <= 64 else 0.8
     return 0.75 if count <= 32 else 0.7 if count <= 64 else 0.65
 
 
@@ -40,18 +40,18 @@ def first_apart(count: int) -> int:
 
 
 def fit_group(
-    values: torch.Tensor, bits: int, fit: str, dim: int, run: int = 1
+    values: torch.Tensor, bits: int, fit: str, dim: int, run: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero of every group along ``dim`` (kept, of size 1): float32 of float16 values.
 
     Args:
         values: float32, finite.
-        bits: 2 or 4.
+        bits: 2, 3 or 4.
         fit: "minmax" or "lsq". "lsq" starts from a part of the range around its middle and twice
-            assigns codes, then solves for scale and zero by linear regression on them; the first
-            time with some of the values.
+            assigns codes, then solves for scale and zero by linear regression on them.
         dim: the dimension of the group.
-        run: values that it takes in turn; as many, or three times as many, it leaves out.
+        run: the first time it takes so many values in turn, and leaves out as many or three times
+            as many; None for all of them.
     """
     low, high = values.amin(dim, keepdim=True), values.amax(dim, keepdim=True)
     steps = (1 << bits) - 1
@@ -61,10 +61,13 @@ def fit_group(
         part = first_range(bits, values.shape[dim])
         scale = (high - low) * (part / steps)
         zero = (high + low - (high - low) * part) * 0.5
-        count = values.shape[dim]
-        runs = torch.arange(count, device=values.device) // run
-        taken = (runs % first_apart(count) == 0).nonzero()[:, 0]
-        for seen in (values.index_select(dim, taken), *[values] * (LSQ_ROUNDS - 1)):
+        first = values
+        if run is not None:
+            count = values.shape[dim]
+            runs = torch.arange(count, device=values.device) // run
+            taken = (runs % first_apart(count) == 0).nonzero()[:, 0]
+            first = values.index_select(dim, taken)
+        for seen in (first, *[values] * (LSQ_ROUNDS - 1)):
             scale, zero = _regress(seen, assign_codes(seen, scale, zero, bits), scale, dim)
     else:
         raise ValueError(f"fit={fit!r}: must be 'minmax' or 'lsq'")

@@ -11,7 +11,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.ops.pack import pack
 from oscar_mm.ops.unpack import unpack
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigma_from_prompt
 from oscar_mm.quant.basis import Basis
 
@@ -37,7 +37,7 @@ class Roundtrip:
 def roundtrip(
     k: torch.Tensor,
     v: torch.Tensor,
-    policy: str | KVPolicy = "compact",
+    policy: str | KVPolicy = DEFAULT,
     modality: str | Modality | torch.Tensor | None = None,
     *,
     q: torch.Tensor | None = None,
@@ -73,7 +73,7 @@ def roundtrip(
             bits = policy.bits_for(one)
             where = (ids[row] == int(one)).nonzero()[:, 0].to(k.device)
             full = where.numel() // PAGE_TOKENS
-            if bits == 16 or not full:
+            if not bits.packed or not full:
                 continue
             where = where[: full * PAGE_TOKENS]
             page_format = PageFormat.of(policy, bits, kv_heads, head_dim)

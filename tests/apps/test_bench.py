@@ -8,6 +8,7 @@ import pytest
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import run
+from oscar_mm.policy import Bits
 
 CARDS = Path(__file__).parents[2] / "examples" / "media" / "cards"
 CODES = json.loads((CARDS.parent / "contents.json").read_text())["cards"]
@@ -47,7 +48,7 @@ def test_a_table_and_its_rows(questions: Path, tmp_path: Path, capsys) -> None:
     assert (exact["kl"], exact["exact"], exact["agreement"]) == (0, 1, 1)
     # The second card is digits, which the model reads surely.
     assert exact["right"] == packed["right"] == 1
-    page_bits = PageFormat.of(KVPolicy(), 2, 1, 128).bits_per_value
+    page_bits = PageFormat.of(KVPolicy(), Bits(2, 2), 1, 128).bits_per_value
     assert packed["page_bits"] == page_bits < packed["held_bits"] < exact["held_bits"]
     assert packed["prompts"] == 2 and 0 < packed["kl"] < rows["INT2 per token"]["kl"]
     assert rows["compact, image in 16 bit"]["kl"] == 0

@@ -9,7 +9,7 @@ import oscar_mm
 from oscar_mm.apps import doctor as doctor_module
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import run
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import Bits, KVPolicy
 
 
 def test_doctor_finds_this_machine_healthy(capsys) -> None:
@@ -23,7 +23,7 @@ def test_doctor_finds_this_machine_healthy(capsys) -> None:
     assert "video decoder" in names
     assert all(f"roundtrip {preset} on cpu" in names for preset in KVPolicy.preset_names())
     assert run(["doctor"]) == 0
-    bits = PageFormat.of(KVPolicy(), 2, 8, 128).bits_per_value
+    bits = PageFormat.of(KVPolicy(), Bits(2, 2), 8, 128).bits_per_value
     assert f"{bits:.2f} bits per value" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import app
 from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.trust import Verdict
+from oscar_mm.policy import DEFAULT, Bits
 
 CPU = torch.device("cpu")
 
@@ -21,17 +22,19 @@ def test_calls_that_are_timed(operation: str) -> None:
     job = kernels.job(operation, CPU, pages=16)
     returned = job.call()
     in_16_bit = 2 * 16 * 128 * 8 * 128 * 2
-    packed = 16 * PageFormat.of(KVPolicy.preset("compact"), 2, 8, 128).page_bytes
+    by_token = 16 * PageFormat.of(KVPolicy.preset(DEFAULT), Bits(3, 2), 8, 128).page_bytes
+    by_channel = 16 * PageFormat.of(KVPolicy.preset("compact"), Bits(2, 2), 8, 128).page_bytes
     assert (
         job.moved
         == {
             "append": 2 * 8 * 2 * 8 * 128 * 2,
-            "decode": packed,
+            "decode": by_token,
             "linear": 2 * 12288 * 4096 * 2,
             "mixture": 8 * 3 * 768 * 2048 * 2,
-            "pack": in_16_bit + packed,
+            "pack": in_16_bit + by_channel,
             "rope": 2 * 8 * (32 + 8 + 1) * 128 * 2,
-            "unpack": in_16_bit + packed,
+            "store": in_16_bit + by_token,
+            "unpack": in_16_bit + by_token,
         }[operation]
     )
     if operation == "decode":

@@ -45,7 +45,7 @@ def test_accuracy(folder: Path, words: Path, tmp_path: Path, capsys) -> None:
     assert run([*asked, "--methods", DEFAULT, "--tokens", "20", "--passages", "1"]) == 0
     printed = capsys.readouterr().out
     assert "no prompt fills a page" in " ".join(printed.split())
-    [line] = [line for line in printed.splitlines() if line.strip().startswith(f"{DEFAULT} ")]
+    [line, *_] = [line for line in printed.splitlines() if line.strip().startswith(f"{DEFAULT} ")]
     assert len(line.split()) == 7, "method, page, held, KL, agree, ppl, rise"
 
 

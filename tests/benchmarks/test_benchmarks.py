@@ -25,6 +25,7 @@ from benchmarks.record import Record
 from benchmarks.reference import error_of, stored_pair
 from oscar_mm import KVPolicy, roundtrip
 from oscar_mm.cache.layout import PageFormat
+from oscar_mm.policy import Bits
 from tests.quant.synthetic import relative_error
 
 SMALL = Shape(2, 4, 2, 800)
@@ -57,7 +58,7 @@ def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.G
     report = cache.memory().to_dict()
     assert row == {"preset": preset, "context": 1024, "page_bits": row["page_bits"]} | report
     [layer] = cache.layers
-    pools = [layer.blocks, *layer.pages.values()]
+    pools = [layer.recent, *layer.pages.values()]
     held = sum(pool.storage.nbytes for pool in pools) + cache.ledger.table_bytes + layer.bad.nbytes
     assert row["kv_bytes"] == held + (0 if layer.sigma is None else layer.sigma.nbytes)
     assert (layer.sigma is not None) == (cache.policy.balance is not None and cache.policy.packs)
@@ -68,7 +69,9 @@ def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.G
 def test_longer_contexts_come_nearer_to_the_page_format() -> None:
     rows = memory.measure([1024, 4096], ["compact"])
     assert rows[0]["ratio"] < rows[1]["ratio"] < 16 / rows[1]["page_bits"]
-    page_bits = PageFormat.of(KVPolicy(), 2, memory.KV_HEADS, memory.HEAD_DIM).bits_per_value
+    page_bits = PageFormat.of(
+        KVPolicy(), Bits(2, 2), memory.KV_HEADS, memory.HEAD_DIM
+    ).bits_per_value
     assert rows[0]["page_bits"] == page_bits
 
 
@@ -109,15 +112,17 @@ def test_reference_reads_what_the_cache_unpacks(name: str, generator: torch.Gene
     assert call.error() < 4e-3
 
 
-def test_bytes_read_are_pages_and_tails(generator: torch.Generator) -> None:
+def test_bytes_read_are_pages_and_tokens_in_16_bit(generator: torch.Generator) -> None:
     token = 2 * SMALL.kv_heads * SMALL.head_dim * 2
     plain = kernels.LayerCall(kernels.POLICIES["bf16"], SMALL, generator)
     assert kernels.bytes_read(plain.layer, plain.step) == 2 * (SMALL.context - 1) * token
     packed = kernels.LayerCall(kernels.POLICIES["compact"], SMALL, generator)
-    used = packed.cache.ledger.allocators[2].used - sum(len(j.pages) for j in packed.step.packs)
-    tails = 2 * (SMALL.context - 1) - 128 * used
-    pages = used * packed.layer.formats[2].page_bytes
-    assert used and kernels.bytes_read(packed.layer, packed.step) == pages + tails * token
+    two = Bits(2, 2)
+    begun = sum(len(filling.pages) for filling in packed.step.fillings)
+    used = packed.cache.ledger.allocators[two].used - begun
+    in_16_bit = 2 * (SMALL.context - 1) - 128 * used
+    pages = used * packed.layer.formats[two].page_bytes
+    assert used and kernels.bytes_read(packed.layer, packed.step) == pages + in_16_bit * token
 
 
 def test_an_error_is_seen() -> None:

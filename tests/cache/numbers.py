@@ -9,11 +9,12 @@ from collections import Counter
 import numpy as np
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import BLOCK_TOKENS, PAGE_TOKENS
-from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.layout import PAGE_TOKENS
+from oscar_mm.cache.ledger import Ledger, first_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
+from oscar_mm.policy import PLAIN, Bits
 
 
 class Contents:
@@ -21,38 +22,48 @@ class Contents:
 
     def __init__(self, policy: KVPolicy) -> None:
         self.store = PageStore(policy)
-        self.pages: dict[tuple[int, int], np.ndarray] = {}
-        self.blocks: dict[int, np.ndarray] = {}
+        self.pages: dict[tuple[Bits, int], np.ndarray] = {}
+        self.centers: dict[tuple[Bits, int], list[int]] = {}
+        self.recent: dict[int, int] = {}
 
-    def write(self, block: int, place: int, number: int) -> None:
-        assert self.store.allocators[16].owners(block) == 1
-        self.blocks.setdefault(block, np.full(BLOCK_TOKENS, -1))[place] = number
+    def write(self, slot: int, number: int) -> None:
+        assert self.store.allocators[PLAIN].owners(slot) == 1
+        self.recent[slot] = number
 
-    def write_ahead(self, block: int, place: int) -> None:
-        assert self.store.allocators[16].owners(block) <= 1
-        self.blocks.setdefault(block, np.full(BLOCK_TOKENS, -1))[place] = -2
+    def read_ahead(self, step: Step) -> None:
+        """What a step writes that is launched ahead: only where nothing is stored."""
+        assert not step.copies
+        for row, _, slot in () if step.writes is None else step.writes.T.tolist():
+            owners = self.store.allocators[PLAIN].owners(slot)
+            assert owners == 0 or (owners == 1 and slot in step.past[row].spare)
+            self.recent[slot] = -2
+        for filling in step.fillings:
+            for index in range(len(filling.source)):
+                number, place = divmod(filling.first + index, PAGE_TOKENS)
+                key = filling.bits, filling.pages[number]
+                self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = -2
 
     def carry_out(self, step: Step, new: np.ndarray) -> None:
-        for job in step.packs:
-            tail = [self.blocks[block] for block in job.blocks]
-            tail = np.concatenate(tail)[: job.tail] if tail else np.empty(0, dtype=int)
-            tokens = np.concatenate([tail, new[job.row, job.source]])
-            for page, content in zip(job.pages, tokens.reshape(-1, PAGE_TOKENS), strict=True):
-                assert self.store.allocators[job.bits].owners(page) == 1
-                self.pages[job.bits, page] = content
-        for source, target in step.copies:
-            self.blocks[target] = self.blocks[source].copy()
-        if step.writes is not None:
-            for row, token, block, place in step.writes.T.tolist():
-                self.write(block, place, new[row, token])
+        slots = self.store.allocators
+        for bits, source, target in step.copies:
+            assert slots[bits].owners(target) == 1
+            self.pages[bits, target] = self.pages[bits, source].copy()
+            self.centers[bits, target] = self.centers.get((bits, source), [])
+        for filling in step.fillings:
 
-    def move(self, moves: np.ndarray) -> None:
-        """A few at a time, as a layer does when there are many."""
-        for start in range(0, moves.shape[1], 37):
-            part = moves[:, start : start + 37].T.tolist()
-            numbers = [self.blocks[block][place] for block, place, _, _ in part]
-            for number, (_, _, block, place) in zip(numbers, part, strict=True):
-                self.write(block, place, number)
+            def tokens(source: np.ndarray, row: int = filling.row) -> list[int]:
+                return [new[row, at] if at >= 0 else self.recent[~at] for at in source.tolist()]
+
+            for page, source in filling.begins.items():
+                self.centers[filling.bits, page] = tokens(source)
+            for index, number in enumerate(tokens(filling.source)):
+                at, place = divmod(filling.first + index, PAGE_TOKENS)
+                assert slots[filling.bits].owners(filling.pages[at]) == 1
+                key = filling.bits, filling.pages[at]
+                self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = number
+        if step.writes is not None:
+            for row, token, slot in step.writes.T.tolist():
+                self.write(slot, new[row, token])
 
 
 class Numbers:
@@ -74,12 +85,12 @@ class Numbers:
             self.rows[row] += new[row].tolist()
             self.ids[row] += ids[row].tolist()
 
-    def foretell(self, ids: np.ndarray) -> np.ndarray | None:
+    def foretell(self, ids: np.ndarray) -> Step | None:
         """As a step does that is launched ahead: it writes where it is told that tokens will go."""
-        writes = self.ledger.foretold(ids.astype(np.int8))
-        for block, place in () if writes is None else writes[2:].T.tolist():
-            self.contents.write_ahead(block, place)
-        return writes
+        step = self.ledger.foretold(ids.astype(np.int8))
+        if step is not None:
+            self.contents.read_ahead(step)
+        return step
 
     def crop(self, count: int) -> None:
         self.ledger.crop(count)
@@ -92,7 +103,7 @@ class Numbers:
         self.ids = [self.ids[row].copy() for row in rows]
 
     def forget(self, row: int, start: int, stop: int) -> None:
-        self.contents.move(self.ledger.forget(row, start, stop))
+        self.ledger.forget(row, start, stop)
         self.ids[row][start:stop] = [PADDING] * (stop - start)
 
     def fork(self) -> Numbers:
@@ -111,10 +122,7 @@ class Numbers:
             for code, stream in sequence.streams.items():
                 entries = zip(stream.pages, stream.starts, stream.stops, strict=True)
                 held = [self.contents.pages[stream.bits, page][a:b] for page, a, b in entries]
-                assert len(stream.blocks) == -(-stream.tail // BLOCK_TOKENS)
-                if stream.blocks:
-                    held.append(np.concatenate([self.contents.blocks[b] for b in stream.blocks]))
-                    held[-1] = held[-1][: stream.tail]
+                held.append(np.array([self.contents.recent[slot] for slot in stream.slots]))
                 tokens = np.concatenate(held) if held else np.empty(0, dtype=int)
                 places = sequence.positions(code)
                 assert len(places) == len(tokens) == stream.tokens
@@ -138,18 +146,22 @@ class Numbers:
                 packed = set(places[: stream.packed].tolist())
                 assert not packed & (recent | first)
                 in_window = len(recent & set(places.tolist()))
-                if stream.bits < 16:
-                    assert stream.tail < PAGE_TOKENS + in_window
+                if stream.bits.packed:
+                    begun = first_page_tokens(stream.bits) * (not stream.pages) or 1
+                    waiting = PAGE_TOKENS if policy.key_axis == "channel" else begun
+                    assert len(stream.slots) < waiting + in_window
 
 
 def check_slots(store: PageStore, ledgers: list[Ledger]) -> None:
     """Every slot has as many owners as there are tables that name it: none leaks."""
     store.collect()
     owners = {bits: Counter() for bits in store.allocators}
-    for stream in itertools.chain.from_iterable(ledger.streams() for ledger in ledgers):
-        assert stream.bits < 16 or not stream.pages
-        owners[stream.bits].update(stream.pages)
-        owners[16].update(stream.blocks)
+    for sequence in itertools.chain.from_iterable(ledger.sequences for ledger in ledgers):
+        owners[PLAIN].update(sequence.spare)
+        for stream in sequence.streams.values():
+            assert stream.bits.packed or not stream.pages
+            owners[stream.bits].update(stream.pages)
+            owners[PLAIN].update(stream.slots)
     for bits, slots in store.allocators.items():
         assert slots.used == len(owners[bits])
         assert all(slots.owners(slot) == count for slot, count in owners[bits].items())

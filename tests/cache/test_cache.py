@@ -1,6 +1,7 @@
 """OscarCache: what it is told, what it returns without attention "oscar", and what it refuses."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -44,9 +45,9 @@ def test_update_returns_past_and_new_in_sequence_order(policy: str) -> None:
         assert error < 0.6 if cache.policy.packs else error == 0
 
 
-@pytest.mark.parametrize("name", ["compact", "oscar", "kivi", "quarot"])
+@pytest.mark.parametrize("name", ["compact", "oscar", "kivi", "quarot", "stream"])
 def test_sinks_and_window_stay_exact(name: str) -> None:
-    policy = KVPolicy.preset(name, sinks=7, window=50)
+    policy = dataclasses.replace(KVPolicy.of(POLICIES[name]), sinks=7, window=50)
     ids = random_ids(0, 100, 500, 300)
     cache, (_, keys, values) = filled(policy, ids)
     for given, stored in zip((keys, values), cache.unpacked(0), strict=True):
@@ -227,7 +228,7 @@ def test_infinity_in_one_token_is_found(policy: str) -> None:
         attend_oscar(cache, chunk(1, 1))
 
 
-@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", "quarot"])
+@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi"])
 def test_what_no_page_can_hold_is_found_when_it_is_packed(policy: str) -> None:
     cache = OscarCache(KVPolicy.preset(policy, window=0, sinks=0))
     attend_oscar(cache, chunk(0, 100), ids=torch.zeros(1, 100))
@@ -237,6 +238,19 @@ def test_what_no_page_can_hold_is_found_when_it_is_packed(policy: str) -> None:
     with pytest.raises(FloatingPointError, match="layer 0"):
         for _ in range(27):
             attend_oscar(cache, chunk(1, 1))
+
+
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("policy", ["quarot", "stream", "stream_mixed"])
+def test_what_no_place_can_hold_is_found_when_it_leaves_the_window(policy: str, side: int) -> None:
+    cache = OscarCache(dataclasses.replace(KVPolicy.of(POLICIES[policy]), window=9, sinks=0))
+    attend_oscar(cache, chunk(0, 100), ids=torch.zeros(1, 100))
+    new = chunk(1, 1)
+    new[side][0, 0, 0, 0] = 1e6
+    for seed in range(9):
+        attend_oscar(cache, new if seed == 0 else chunk(seed, 1))
+    with pytest.raises(FloatingPointError, match="layer 0"):
+        attend_oscar(cache, chunk(1, 1))
 
 
 def test_padding_may_be_nan() -> None:
@@ -259,7 +273,7 @@ def test_no_graph_of_gradients_is_kept(packed: bool) -> None:
         new = tuple(x.requires_grad_() for x in chunk(0, tokens))
         attend_oscar(cache, new) if packed else cache.update(*new[1:], 0)
     layer = cache.layers[0]
-    held = [layer.blocks.storage, *(pool.storage for pool in layer.pages.values())]
+    held = [layer.recent.storage, *(pool.storage for pool in layer.pages.values())]
     assert not any(x.requires_grad for x in [*held, *cache.unpacked(0)])
     assert layer.sigma is None or not layer.sigma.requires_grad
 

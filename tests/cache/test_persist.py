@@ -18,6 +18,7 @@ from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
+from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import (
     POLICIES,
     attend_oscar,
@@ -90,6 +91,18 @@ def test_round_trip(policy: str, tmp_path: Path) -> None:
     same(loaded, cache)
 
 
+def test_pages_of_several_orders(tmp_path: Path) -> None:
+    """Of one layer some are as the kernels take them, others, of bits that these do not know, are
+    token by token."""
+    policy = KVPolicy(bits={"text": (3, 2)})
+    cache, _ = filled(policy, random_ids(8, 200, 290, 240))
+    assert {page.in_fragments for page in cache.layers[0].formats.values()} == {False, True}
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    for found, expected in zip(loaded.unpacked(0), cache.unpacked(0), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_only_slots_in_use_and_shared_ones_once(tmp_path: Path) -> None:
     one, _ = filled("compact", random_ids(1, 60, 2000))
     many = one.fork()
@@ -104,21 +117,139 @@ def test_only_slots_in_use_and_shared_ones_once(tmp_path: Path) -> None:
     one.forget(60, 1900)
     many.close()
     save_cache(one, tmp_path / "a", fingerprint="f")
-    kept = one.store.allocators[2].used
+    kept = one.store.allocators[Bits(2, 2)].used
     assert load_file(tmp_path / "a")["layer.0.pages.2"].shape[0] == kept <= 2
 
 
-def test_places_without_a_token_are_zero(tmp_path: Path) -> None:
+def test_tokens_that_are_gone_are_not_in_the_file(tmp_path: Path) -> None:
     """What lay in memory before is nobody's business."""
     cache, _ = filled("bf16", torch.zeros(1, 50, dtype=torch.int64))
-    cache.layers[0].blocks.storage[:, :, :, 18:] = 7.5
     content = cache.unpacked(0)[0]
     cache.crop(-5)
+    cache.forget(3, 10)
+    free = torch.ones(len(cache.layers[0].recent.storage), dtype=torch.bool)
+    free[[slot for stream in cache.ledger.streams() for slot in stream.slots]] = False
+    cache.layers[0].recent.storage[free] = torch.nan
     save_cache(cache, tmp_path / "a", fingerprint="f")
-    blocks = load_file(tmp_path / "a")["layer.0.blocks"]
-    assert blocks[0].any() and not blocks[1, :, :, 13:].any()
+    recent = load_file(tmp_path / "a")["layer.0.recent"]
+    assert recent.shape == (38, 2, 2, 64)
+    kept = torch.cat([content[0, :, :3], content[0, :, 10:45]], dim=1)
+    assert torch.equal(recent[:, 0].transpose(0, 1), kept)
     loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
-    assert torch.equal(loaded.unpacked(0)[0], content[:, :, :45])
+    assert torch.equal(loaded.unpacked(0)[0][0, :, 10:], content[0, :, 10:45])
+    assert loaded.store.allocators[PLAIN].used == 38
+
+
+PAIR = Bits(3, 2)
+STREAM = KVPolicy(bits=(3, 2), key_axis="token", token_scaling=None, center=True)
+
+
+def stream_pages(head_dim: int = 64) -> tuple[OscarCache, OscarCache]:
+    """Two layers, of which two caches have a page in common that neither has filled; one has
+    forgotten tokens of the page, both have been cropped."""
+    cache = OscarCache(STREAM)
+    for layer in range(LAYERS):
+        attend_oscar(
+            cache,
+            chunk(layer, 330, head_dim=head_dim),
+            ids=torch.tensor([[0] * 40 + [1] * 200 + [0] * 90]),
+            layer=layer,
+        )
+    twin = cache.fork()
+    for one in (cache, twin):
+        for layer in range(LAYERS):
+            attend_oscar(one, chunk(10 + layer, 20, head_dim=head_dim), layer=layer)
+    cache.forget(60, 180)
+    cache.forget(270, 290)
+    cache.crop(-60)
+    return cache, twin
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+def test_stream_pages_come_back_byte_by_byte(tmp_path: Path, head_dim: int) -> None:
+    """Those in use; others are zero in the file, the center of a page is not."""
+    cache, twin = stream_pages(head_dim)
+    path = tmp_path / "a"
+    for one in (cache, twin):
+        page_format = one.layers[0].formats[PAIR]
+        slots = {page: [] for stream in one.ledger.streams() for page in stream.pages}
+        for stream in one.ledger.streams():
+            for page, *used in zip(stream.pages, stream.starts, stream.stops, strict=True):
+                slots[page] += range(*used)
+        owner = page_format.token_bytes(torch.device("cpu"))
+        in_use = {page: torch.isin(owner, torch.tensor([-1, *own])) for page, own in slots.items()}
+        assert any(not own.all() for own in in_use.values())
+        # Poison in every byte of a place that is not in use.
+        for layer in one.layers:
+            for page, own in in_use.items():
+                if one.store.allocators[PAIR].owners(page) == 1:
+                    layer.pages[PAIR].storage[page, ~own] = 0xFF
+        save_cache(one, path, fingerprint="f")
+        saved = load_file(path)
+        loaded, _ = load_cache(path, fingerprint="f", policy=STREAM)
+        for layer in range(LAYERS):
+            written = saved[f"layer.{layer}.pages.3.2"]
+            assert len(written) == len(slots)
+            for number, (page, own) in enumerate(in_use.items()):
+                held = one.layers[layer].pages[PAIR].storage[page]
+                assert torch.equal(written[number, own], held[own])
+                assert not written[number, ~own].any()
+            center = page_format.read(written, "center")
+            assert center.any(-1).all()
+            for found, expected in zip(loaded.unpacked(layer), one.unpacked(layer), strict=True):
+                assert found.isfinite().all() and torch.equal(found, expected)
+        check_slots(loaded.store, [loaded.ledger])
+        for seed, tokens in enumerate((1, 1, 150, 1)):
+            for layer in range(LAYERS):
+                new = chunk(20 + seed, tokens, head_dim=head_dim)
+                mine, other = (attend_oscar(x, new, layer=layer) for x in (one, loaded))
+                assert torch.equal(mine, other)
+        for layer in range(LAYERS):
+            assert torch.equal(loaded.unpacked(layer)[0], one.unpacked(layer)[0])
+
+
+def test_a_page_that_forks_have_in_common_is_written_once(tmp_path: Path) -> None:
+    """Two rows of one cache have a page of which each has other places."""
+    cache, _ = filled(STREAM, torch.zeros(1, 260, dtype=torch.int64))
+    cache.batch_repeat_interleave(2)
+    cache.forget(140, 150, row=0)
+    cache.forget(200, 210, row=1)
+    pages = {page for stream in cache.ledger.streams() for page in stream.pages}
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    written = load_file(tmp_path / "a")["layer.0.pages.3.2"]
+    assert len(written) == len(pages) == 2
+    # Places that either row has: all up to the last one.
+    owner = cache.layers[0].formats[PAIR].token_bytes(torch.device("cpu"))
+    numbers = {page: number for number, page in enumerate(pages)}
+    stored = cache.layers[0].pages[PAIR].storage
+    for page, number in numbers.items():
+        places = 128 if page == min(pages) else 260 - 4 - 32 - 128
+        own = owner < places
+        assert torch.equal(written[number, own], stored[page, own])
+        assert not written[number, ~own].any()
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    for found, expected in zip(loaded.unpacked(0), cache.unpacked(0), strict=True):
+        assert torch.equal(found, expected)
+    # Each row goes on in a page of its own, as before.
+    for seed in range(3):
+        new = chunk(seed, 1, batch=2)
+        assert torch.equal(attend_oscar(loaded, new), attend_oscar(cache, new))
+    check_slots(loaded.store, [loaded.ledger])
+
+
+def test_the_spare_slot_is_not_saved(tmp_path: Path) -> None:
+    cache, _ = filled(STREAM, torch.zeros(1, 200, dtype=torch.int64))
+    attend_oscar(cache, chunk(1, 1))
+    [sequence] = cache.ledger.sequences
+    assert sequence.spare
+    cache.layers[0].recent.storage[sequence.spare] = torch.nan
+    save_cache(cache, tmp_path / "a", fingerprint="f")
+    assert load_file(tmp_path / "a")["layer.0.recent"].shape[0] == 4 + 32
+    loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
+    assert loaded.store.allocators[PLAIN].used == 36
+    for seed in range(3):
+        new = chunk(seed, 1)
+        assert torch.equal(attend_oscar(loaded, new), attend_oscar(cache, new))
 
 
 def test_into_a_store_that_others_use(tmp_path: Path) -> None:
@@ -182,7 +313,7 @@ def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
         cache, path, fingerprint="f", metadata={"ids": torch.zeros(16600, dtype=torch.int32)}
     )
     assert cache.memory().bf16_bytes == 16600 * 2 * 8 * 128 * 2
-    of_pages = 16 / PageFormat.of(cache.policy, 2, 8, 128).bits_per_value
+    of_pages = 16 / PageFormat.of(cache.policy, Bits(2, 2), 8, 128).bits_per_value
     assert path.stat().st_size <= cache.memory().bf16_bytes / (0.9 * of_pages)
     assert load_cache(path, fingerprint="f")[0].memory().ratio >= 0.89 * of_pages > 5.8
 

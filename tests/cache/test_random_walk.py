@@ -79,10 +79,13 @@ def poison(store: PageStore) -> None:
     for pools in store.layers.values():
         for bits, pool in pools.by_bits.items():
             free = [slot for slot in store.allocators[bits]._free if slot < len(pool.storage)]
-            pool.storage[free] = torch.nan if bits == 16 else 0xFF
+            pool.storage[free] = 0xFF if bits.packed else torch.nan
 
 
-@pytest.mark.parametrize("policy", ["compact", "mixed", "no_window", "bf16"])
+@pytest.mark.parametrize(
+    "policy",
+    ["compact", "mixed", "no_window", "bf16", "stream", "stream_mixed", "stream_no_window"],
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_operations(policy: str, seed: int) -> None:
     """A walk over several caches of one store; after each step all hold what they must."""

@@ -18,6 +18,8 @@ from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.persist import SavedCache, load_cache, save_cache
 from oscar_mm.cache.store import LayerShape, PageStore
+from oscar_mm.policy import Bits
+from tests.cache.invariants import POLICIES
 from tests.cache.test_persist import history
 
 
@@ -50,8 +52,8 @@ def no_number(field: str, value: float) -> Callable:
     """In the first page: what comes out of the field is no number."""
 
     def change(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None:
-        _, _, heads, _, width = tensors["layer.1.blocks"].shape
-        page = PageFormat.of(KVPolicy(), 2, heads, width)
+        _, _, heads, width = tensors["layer.1.recent"].shape
+        page = PageFormat.of(KVPolicy(), Bits(2, 2), heads, width)
         first = tensors["layer.1.pages.2"][:1]
         content = page.read(first, field)
         content[..., -1] = value
@@ -69,7 +71,9 @@ def a_page_twice(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None
 
 POLICY = {**dataclasses.asdict(KVPolicy()), "bits": KVPolicy().bits._asdict()}
 FORGED = {
-    "version": (altered_text(version=2), "has format version 2; .* reads 1"),
+    "version": (altered_text(version=3), "has format version 3; .* reads 1 and 2"),
+    "version 0": (altered_text(version=0), "has format version 0; .* reads 1 and 2"),
+    "version 1": (altered_text(version=1), r"unknown tensors \['layer\.0\.recent'"),
     "no version": (altered_text(version="1"), "no saved cache"),
     "policy": (altered_text(policy=POLICY | {"key_group": 7}), "damaged: KVPolicy key_group=7"),
     "no policy": (altered_text(policy=[1]), "damaged"),
@@ -101,10 +105,24 @@ FORGED = {
     "stop": (altered("entries", (0, 2), 129), "out of range"),
     "empty entry": (altered("entries", (0, 2), 0), "out of range"),
     "fewer tokens": (altered("entries", (0, 1), 1), "other tokens"),
+    "stream's slots": (altered("streams", (0, 3), 3), "differ in number"),
     "page": (altered("entries", (0, 0), 10**9), "not numbered from 0"),
     "negative page": (altered("entries", (0, 0), -1), "not numbered from 0"),
-    "block": (altered("blocks", 0, 10**9), "not numbered from 0"),
-    "block twice": (lambda t, text: t["blocks"].fill_(0), "twice|not numbered"),
+    "slot": (altered("recent", 0, 10**9), "not numbered from 0"),
+    "negative slot": (altered("recent", 0, -1), "not numbered from 0"),
+    "slot twice": (lambda t, text: t["recent"].fill_(0), "a stream has a slot twice"),
+    "fewer slots": (replaced("recent", lambda x: x[:-1].clone()), "differ in number"),
+    "slots' type": (replaced("recent", lambda x: x.long()), "recent is .*I64"),
+    "slots' shape": (replaced("recent", lambda x: x[:, None].clone()), "recent is "),
+    "many slots": (
+        replaced("recent", lambda x: torch.zeros(10**6, dtype=torch.int32)),
+        "1000000 recent of 3 rows of 620 tokens",
+    ),
+    "blocks": (lambda t, text: t.update(blocks=t["recent"].clone()), "unknown tensors .'blocks'"),
+    "other bits": (
+        lambda t, text: t.update({"layer.0.pages.3.2": t.pop("layer.0.pages.2")}),
+        "damaged: 'layer.0.pages.2'",
+    ),
     "fewer pages": (replaced("layer.0.pages.2", lambda x: x[1:].clone()), "pages.2 is"),
     "page twice": (a_page_twice, "tokens of a page twice"),
     "many entries": (
@@ -122,14 +140,15 @@ FORGED = {
     "NaN scale": (no_number("key_scales", float("nan")), "layer 1: pages.2 holds what is no"),
     "infinite zero": (no_number("value_zeros", float("inf")), "pages.2 holds what is no number"),
     "NaN norm": (no_number("norms", float("nan")), "pages.2 holds what is no number"),
-    "NaN block": (altered("layer.1.blocks", (-1, 1, 0, 0, 0), float("nan")), "blocks holds what"),
-    "infinite block": (altered("layer.0.blocks", (0, 0, 1, 2, 3), -float("inf")), "blocks holds"),
+    "NaN token": (altered("layer.1.recent", (-1, 1, 0, 0), float("nan")), "recent holds what"),
+    "infinite token": (altered("layer.0.recent", (0, 0, 1, 3), -float("inf")), "recent holds"),
+    "fewer tokens in 16 bit": (replaced("layer.1.recent", lambda x: x[1:].clone()), "recent is"),
     "long text": (altered_text(fingerprint="x" * 10**6), "another model .{,400}$"),
     "long policy": (altered_text(policy=POLICY | {"fit": "x" * 10**6}), "fit='x{,400}$"),
     "page bytes": (replaced("layer.0.pages.2", lambda x: x[:, 1:].clone()), "pages.2 is"),
-    "blocks' type": (replaced("layer.1.blocks", lambda x: x.long()), "blocks are I64"),
-    "heads": (replaced("layer.1.blocks", lambda x: x[:, :, :1].clone()), "damaged"),
-    "dimensions": (replaced("layer.1.blocks", lambda x: x.flatten()), "damaged"),
+    "type of 16 bit": (replaced("layer.1.recent", lambda x: x.long()), "in 16 bit are I64"),
+    "heads": (replaced("layer.1.recent", lambda x: x[:, :, :1].clone()), "damaged"),
+    "dimensions": (replaced("layer.1.recent", lambda x: x.flatten()), "damaged"),
     "sigma": (altered("layer.0.sigma", (0, 0), float("nan")), "sigma is not positive"),
     "sigma's shape": (replaced("layer.0.sigma", lambda x: x[:, 1:].clone()), "sigma is"),
 }
@@ -153,12 +172,31 @@ def test_forged_files(saved: Path, tmp_path: Path, name: str) -> None:
         load_cache(path, fingerprint="model-1")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["center", "key_scales", "key_zeros", "value_scales"])
+def test_forged_stream_pages(tmp_path: Path, field: str, value: float) -> None:
+    cache, path = history(POLICIES["stream"]), tmp_path / "forged"
+    save_cache(cache, path, fingerprint="model-1")
+    with safe_open(path, "pt") as file:
+        texts = {"oscar_mm.cache": file.metadata()["oscar_mm.cache"]}
+    tensors = load_file(path)
+    pages, page_format = tensors["layer.1.pages.3.2"], cache.layers[1].formats[Bits(3, 2)]
+    content = page_format.read(pages, field)
+    content[-1].flatten()[0] = value
+    page_format.write(pages, field, content)
+    write_checked(path, tensors, texts)
+    with pytest.raises(
+        InputError, match=r"forged: .* layer 1: pages\.3\.2 holds what is no number"
+    ):
+        load_cache(path, fingerprint="model-1")
+
+
 @pytest.mark.parametrize(
     "change", [{"kv_heads": 4}, {"head_dim": 128}, {"dtype": torch.float16}, None]
 )
 def test_a_cache_of_another_shape_than_the_model(saved: Path, change: dict | None) -> None:
     """Told by the header, so that no pool is made that the model could not use."""
-    shape = LayerShape(*load_file(saved)["layer.0.blocks"].shape[2::2], torch.float32)
+    shape = LayerShape(*load_file(saved)["layer.0.recent"].shape[2:], torch.float32)
     model = [shape, shape]
     assert SavedCache.read(saved, fingerprint="model-1", layers=model).shapes == model
     model = [shape] if change is None else [shape, shape._replace(**change)]

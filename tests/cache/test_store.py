@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache.sequence import Sequence
 from oscar_mm.cache.store import PageStore
 from oscar_mm.cache.stream import Stream
-from tests.cache.invariants import attend_oscar, chunk, filled, random_ids
+from oscar_mm.policy import Bits
+from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids
 from tests.cache.numbers import check_slots
 
 IDS = random_ids(3, 60, 400, 50, 300)
+PAGES = ("compact", "stream")
+"""Policies of whole pages, and of pages that tokens go to one by one."""
 
 
-def used(store: PageStore) -> dict[int, int]:
+def used(store: PageStore) -> dict[Bits, int]:
     store.collect()
     return {bits: slots.used for bits, slots in store.allocators.items()}
 
@@ -28,17 +32,25 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, _ = filled("compact", IDS)
-    store, streams, joined = cache.store, cache.ledger.streams, []
+    store, streams, renumber = cache.store, cache.ledger.streams, Sequence.renumber
+    joined, walks = [], set()
 
     def slow_streams() -> Iterator[Stream]:
+        walks.add("streams")
         joined.append(OscarCache("compact", store=store))
         return streams()
 
+    def slow_renumber(sequence: Sequence, bits: Bits, ids: dict[int, int]) -> None:
+        walks.add(bits)
+        joined.append(OscarCache("compact", store=store))
+        renumber(sequence, bits, ids)
+
     cache.crop(-500)  # leaves slots to trim
     monkeypatch.setattr(cache.ledger, "streams", slow_streams)
+    monkeypatch.setattr(Sequence, "renumber", slow_renumber)
     assert store.bytes_by_modality()["text"] > 0
     store.trim()
-    assert len(joined) > 2
+    assert walks == {"streams", *store.allocators} and len(joined) > 2
 
 
 def test_a_store_is_joined_while_another_thread_holds_its_lock() -> None:
@@ -50,8 +62,9 @@ def test_a_store_is_joined_while_another_thread_holds_its_lock() -> None:
         assert not joining.is_alive()
 
 
-def test_a_fork_costs_tables_only_and_inherits_the_balancing() -> None:
-    cache, _ = filled("compact", IDS)
+@pytest.mark.parametrize("policy", PAGES)
+def test_a_fork_costs_tables_only_and_inherits_the_balancing(policy: str) -> None:
+    cache, _ = filled(POLICIES[policy], IDS)
     before = used(cache.store)
     for twin in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
         assert used(cache.store) == before and twin.store is cache.store
@@ -63,9 +76,12 @@ def test_a_fork_costs_tables_only_and_inherits_the_balancing() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 60, 333, 460, 810])
 @pytest.mark.parametrize("end", ["closed", "dropped", "goes on"])
-def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(kept: int, end: str) -> None:
+@pytest.mark.parametrize("policy", PAGES)
+def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(
+    kept: int, end: str, policy: str
+) -> None:
     """It is what a cache would be that the parent was cropped to, bit for bit."""
-    parent, _ = filled("compact", IDS)
+    parent, _ = filled(POLICIES[policy], IDS)
     expected = copy.deepcopy(parent)
     expected.crop(-(810 - kept))
     snapshot = parent.fork()
@@ -82,9 +98,36 @@ def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(kept: int, end: str)
     assert torch.equal(snapshot.unpacked(0)[0], expected.unpacked(0)[0])
 
 
-def test_slots_come_back_when_a_cache_is_reset_closed_or_gone() -> None:
-    store = PageStore("compact")
-    caches = [OscarCache("compact", store=store) for _ in range(4)]
+def test_a_token_goes_to_a_copy_of_a_page_that_others_have() -> None:
+    """Of a page that two caches have both fill the same places, each in a page of its own."""
+    cache, _ = filled(POLICIES["stream"], torch.zeros(1, 200, dtype=torch.int64))
+    twins = [cache, cache.fork(), cache.fork()]
+    bits = Bits(3, 2)
+    [page] = [stream.pages[-1] for stream in cache.ledger.streams() if stream.pages]
+    assert cache.store.allocators[bits].owners(page) == 3
+    before, alone = cache.unpacked(0), []
+    for seed, twin in enumerate(twins):
+        expected, _ = filled(POLICIES["stream"], torch.zeros(1, 200, dtype=torch.int64))
+        for step in range(3):
+            new = chunk(10 * seed + step, 1)
+            assert torch.equal(attend_oscar(twin, new), attend_oscar(expected, new))
+        alone.append(expected.unpacked(0))
+    for twin, expected in zip(twins, alone, strict=True):
+        for found, own, old in zip(twin.unpacked(0), expected, before, strict=True):
+            assert torch.equal(found, own)
+            # What was packed before is as it was.
+            assert torch.equal(found[:, :, :168], old[:, :, :168])
+    # The last one has the page alone, and no copy is made.
+    lasts = {stream.pages[-1] for twin in twins for stream in twin.ledger.streams() if stream.pages}
+    assert len(lasts) == 3 and page in lasts
+    assert all(cache.store.allocators[bits].owners(one) == 1 for one in lasts)
+    check_slots(cache.store, [twin.ledger for twin in twins])
+
+
+@pytest.mark.parametrize("policy", PAGES)
+def test_slots_come_back_when_a_cache_is_reset_closed_or_gone(policy: str) -> None:
+    store = PageStore(POLICIES[policy])
+    caches = [OscarCache(store.policy, store=store) for _ in range(4)]
     for seed, cache in enumerate(caches):
         attend_oscar(cache, chunk(seed, 810), ids=IDS)
     caches.append(caches[0].fork())
@@ -147,16 +190,18 @@ def test_not_within_a_forward_pass(operation: str) -> None:
     assert cache.fork().get_seq_length() == 205
 
 
-def test_an_interrupted_turn_is_undone_by_a_fork() -> None:
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("policy", PAGES)
+def test_an_interrupted_turn_is_undone_by_a_fork(policy: str, tokens: int) -> None:
     """What a chat does: a fork before the turn, which takes over if the turn fails midway."""
-    cache = OscarCache("compact")
+    cache = OscarCache(POLICIES[policy])
     for layer in range(2):
         attend_oscar(cache, chunk(layer, 810), ids=IDS, layer=layer)
     before = [cache.unpacked(layer)[0] for layer in range(2)]
     twin = cache.fork()
-    attend_oscar(cache, chunk(5, 300))  # layer 1 never comes
+    attend_oscar(cache, chunk(5, tokens))  # layer 1 never comes
     cache.close()
-    attend_oscar(other := OscarCache("compact", store=twin.store), chunk(6, 500))
+    attend_oscar(other := OscarCache(cache.policy, store=twin.store), chunk(6, 500))
     for layer in range(2):
         assert torch.equal(twin.unpacked(layer)[0], before[layer])
     check_slots(twin.store, [twin.ledger, other.ledger])
@@ -174,8 +219,9 @@ def test_caches_that_do_not_fit_a_store() -> None:
             attend_oscar(OscarCache("compact", store=store), chunk(0, 5, **shape))
 
 
-def test_bytes_that_caches_share_are_in_both_reports() -> None:
-    cache, _ = filled("compact", IDS)
+@pytest.mark.parametrize("policy", PAGES)
+def test_bytes_that_caches_share_are_in_both_reports(policy: str) -> None:
+    cache, _ = filled(POLICIES[policy], IDS)
     alone = cache.memory()
     assert alone.shared_bytes == 0 and alone.by_kind["unused"] == 0
     twin = cache.fork()

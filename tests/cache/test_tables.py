@@ -1,6 +1,7 @@
 """Tables of a decode step: every token once, work shared out evenly, segments' parts in order."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
 from oscar_mm.cache.tables import COLUMNS, FEWEST_ITEMS, assign, tables_of
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import Bits, KVPolicy
 
 COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 300)), min_size=1, max_size=5)
 
@@ -39,14 +40,14 @@ def test_line_is_shared_out(
         tile,
         segment,
         start,
-        halves,
+        in_16_bit,
         pages,
         first,
         parts,
     ) in working[:, :13].tolist():
         assert segment == (sequence * kv_heads + head) * tiles + tile
         assert start == starts[segment] <= begin < start + lengths[segment]
-        assert (halves, pages) == counts[sequence]
+        assert (in_16_bit, pages) == counts[sequence]
         if parts:
             assert end <= start + lengths[segment]
             group = working[(working[:, 7] == segment)]
@@ -69,8 +70,12 @@ def test_more_segments_than_thread_blocks_straddle() -> None:
     assert (table[:, 1] - table[:, 0]).sum() == 8 * (4 + 7)
 
 
-def test_every_token_is_listed_once() -> None:
-    policy = KVPolicy.preset("compact", bits={"text": 4, "image": 2}, window=16, sinks=3)
+@pytest.mark.parametrize(
+    "fields", [{}, {"key_axis": "token", "token_scaling": None, "center": True}]
+)
+def test_every_token_is_listed_once(fields: dict[str, object]) -> None:
+    two, four = Bits(2, 2), Bits(4, 2) if fields else Bits(4, 4)
+    policy = KVPolicy(bits={"text": four, "image": two}, window=16, sinks=3, **fields)
     ledger = Ledger(PageStore(policy))
     generator = np.random.default_rng(0)
     for tokens in (700, 1, 1, 333):
@@ -78,26 +83,28 @@ def test_every_token_is_listed_once() -> None:
         ledger.advance(ids.astype(np.int8))
     ledger.crop(150)
     for start in (60, 120):
-        assert not ledger.forget(1, start, start + 30).size
-    tokens_of = (885, 825)
-    tables = tables_of(ledger.sequences, (2, 4), 2, 3, 10, torch.device("cpu"))
+        ledger.forget(1, start, start + 30)
+    tables = tables_of(ledger.sequences, (two, four), 2, 3, 10, torch.device("cpu"))
     for row, sequence in enumerate(ledger.sequences):
-        halves, pages = tables.counts[row].tolist()
-        items = tables.items[row, : halves + pages].tolist()
-        blocks = [block for stream in sequence.streams.values() for block in stream.blocks]
-        assert {half // 2 for half, _ in items[:halves]} == set(blocks)
-        assert len({half for half, _ in items[:halves]}) == halves
-        assert all(1 <= tokens <= 16 for _, tokens in items[:halves])
-        held = sum(tokens for _, tokens in items[:halves])
-        listed = []
-        for slot, used in items[halves:]:
+        in_16_bit, pages = tables.counts[row].tolist()
+        recents = tables.recents[row, :in_16_bit].tolist()
+        streams = sequence.streams.values()
+        assert sorted(recents) == sorted(slot for stream in streams for slot in stream.slots)
+        assert len(set(recents)) == len(recents)
+        listed, held = [], len(recents)
+        for slot, used in tables.items[row, :pages].tolist():
             start, stop = used >> 8 & 0xFF, used & 0xFF
             held += stop - start
-            listed.append((slot, start, stop, 4 if used >> 16 else 2))
-        assert held == sum(stream.tokens for stream in sequence.streams.values()) == tokens_of[row]
+            listed.append((slot, start, stop, four if used >> 16 else two))
+        assert held == sum(stream.tokens for stream in streams) == (885, 825)[row]
         assert sorted(listed) == sorted(
             (slot, start, stop, stream.bits)
-            for stream in sequence.streams.values()
+            for stream in streams
             for slot, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True)
         )
+        # The rest of a row, up to the length of the longest, is nobody's token.
+        assert not tables.items[row, pages:].any() and not tables.recents[row, in_16_bit:].any()
     assert any(start and stop < 128 for _, start, stop, _ in listed)
+    # Work is counted in pages and in tiles of 16 tokens, the last of which need not be full.
+    in_items = tuple((-(-tokens // 16), pages) for tokens, pages in tables.counts.tolist())
+    assert np.array_equal(tables.assignments.numpy(), assign(in_items, 2, 3, 10))

@@ -75,7 +75,7 @@ def test_a_policy_that_insists_is_refused(llama) -> None:
 def test_unbalanced_is_the_policy_without_balancing(llama) -> None:
     """What the warning says: another method, the one that balance=None names."""
     llama.set_attn_implementation("sdpa")
-    caches = {"auto": OscarCache(), None: OscarCache(KVPolicy(balance=None))}
+    caches = {"auto": OscarCache(KVPolicy()), None: OscarCache(KVPolicy(balance=None))}
     for cache in caches.values():
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

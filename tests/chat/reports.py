@@ -8,6 +8,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.chat.session import Chat
 from oscar_mm.memory import MemoryReport
+from oscar_mm.policy import PLAIN, Bits
 
 
 def cache_of(chat: Chat) -> OscarCache | None:
@@ -41,10 +42,12 @@ def check_report(report: MemoryReport, cache: OscarCache, store: PageStore) -> N
 
 def bytes_of_slots(store: PageStore, *caches: OscarCache) -> int:
     """Of the slots that caches name, each once."""
-    named: dict[int, set[int]] = {bits: set() for bits in store.allocators}
+    named: dict[Bits, set[int]] = {bits: set() for bits in store.allocators}
     for cache in caches:
+        for sequence in cache.ledger.sequences:
+            named[PLAIN].update(sequence.spare)
         for stream in cache.ledger.streams():
-            named[16].update(stream.blocks)
+            named[PLAIN].update(stream.slots)
             named[stream.bits].update(stream.pages)
     sizes: Counter[int] = Counter()
     for layer in store.layers.values():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.checked_file import write_checked
-from oscar_mm.cache.persist import save_cache
+from oscar_mm.cache.persist import SavedCache, save_cache
 from oscar_mm.chat import saved as saved_module
 from oscar_mm.chat.conversation import Conversation
 from oscar_mm.chat.saved import save_chat
@@ -124,7 +124,7 @@ def test_goes_on_in_another_process(qwen, qwen3_vl_folder, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with safe_open(path, "pt") as file:
         names = set(file.keys())
-    assert {"given.token_ids", "given.next_position", "layer.0.pages.2"} <= names
+    assert {"given.token_ids", "given.next_position", "layer.0.pages.3.2"} <= names
 
 
 def test_an_empty_chat(qwen, tmp_path) -> None:
@@ -148,8 +148,8 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     half = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype="bfloat16")
     with pytest.raises(InputError, match=r"qwen3_vl float32 .*, here qwen3_vl bfloat16 "):
         half.load_chat(path)
-    plain = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="oscar")
-    with pytest.raises(InputError, match=r"another policy: key_group=\d+, here 32"):
+    plain = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="compact")
+    with pytest.raises(InputError, match=r"another policy: .*key_axis='token', here 'channel'"):
         plain.load_chat(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
@@ -158,12 +158,12 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(InputError, match="was altered"):
         qwen.load_chat(path)
-    save_cache(OscarCache("compact"), path, fingerprint=qwen.fingerprint)
+    save_cache(OscarCache(), path, fingerprint=qwen.fingerprint)
     with pytest.raises(InputError, match="holds no chat of version 1"):
         qwen.load_chat(path)
     given = {"chat": 1, "system": None, "turns": [{"prompt": "What?"}], "pending": []}
     tensors = {"token_ids": torch.zeros(1, 0), "next_position": torch.zeros(1)}
-    save_cache(OscarCache("compact"), path, fingerprint=qwen.fingerprint, metadata=given | tensors)
+    save_cache(OscarCache(), path, fingerprint=qwen.fingerprint, metadata=given | tensors)
     with pytest.raises(InputError, match="is no chat that can be read"):
         qwen.load_chat(path)
     with pytest.raises(InputError, match=r"gone.*cannot be read"):
@@ -218,8 +218,12 @@ def test_a_chat_of_two_rows(qwen, held, tmp_path) -> None:
 def test_a_chat_too_large_for_the_budget_is_not_loaded(qwen, held, qwen3_vl_folder, tmp_path):
     path = tmp_path / "chat"
     save_chat(path, held, None, qwen.fingerprint)
-    small = loaded(OscarVLPipeline, qwen3_vl_folder, kv_budget=100_000)
-    with pytest.raises(InputError, match="kv_budget is 100,000 bytes: 0 are in use"):
+    needed = SavedCache.read(path, fingerprint=qwen.fingerprint).bytes
+    enough = loaded(OscarVLPipeline, qwen3_vl_folder, kv_budget=needed)
+    assert enough.load_chat(path).turns == held.turns
+    limit = needed - 1
+    small = loaded(OscarVLPipeline, qwen3_vl_folder, kv_budget=limit)
+    with pytest.raises(InputError, match=f"kv_budget is {limit:,} bytes: 0 are in use"):
         small.load_chat(path)
     assert small.store.memory().pool_bytes == 0
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oscar_mm import KVPolicy
+from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.compare.forced import LayerStates, Recorder
 from oscar_mm.compare.methods import ablation_methods, main_methods
 from oscar_mm.compare.paged import Paged, cached
@@ -13,6 +13,22 @@ from oscar_mm.modality import Modality
 from tests.compare.states import HEAD_DIM, IDS, KV_HEADS, Normed, states
 
 METHODS = [one for one in (*main_methods(), *ablation_methods()) if isinstance(one, Paged)]
+BY_TOKEN = {"key_axis": "token", "token_scaling": None}
+STREAM = KVPolicy(bits=(3, 2), center=True, **BY_TOKEN)
+STREAMS = {
+    "3/2 with center": STREAM,
+    "3/2 without": replace(STREAM, center=False),
+    "plain fit": replace(STREAM, fit="minmax", norm="plain", value_scale="plain"),
+    "no balance, no rotation": replace(STREAM, balance=None, rotate=False),
+    "by modality": replace(STREAM, bits={"text": 16, "image": (4, 2)}),
+    "two formats": replace(
+        STREAM, bits={"text": (2, 3), "image": (4, 2), "video": 16, "audio": 16}
+    ),
+    "no window": replace(STREAM, window=0, sinks=0),
+    "window of 100": replace(STREAM, window=100, sinks=64),
+    "groups of 32": replace(STREAM, key_group=32, value_group=32),
+    "short": replace(STREAM, window=300),
+}
 PURE = [one for one in METHODS if not one.mixed and not one.missing(states(1, normed=True), IDS)]
 
 
@@ -37,6 +53,50 @@ def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None
     # Rows do not know of each other: balancing by the prompt is each row's own.
     alone = method.restored(first_row(layers[0]), IDS)
     assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
+@pytest.mark.parametrize("name", STREAMS)
+def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: bool) -> None:
+    """Of every row, and not only what is in full pages."""
+    method, layers = Paged(name, STREAMS[name]), states(3, normed=normed)
+    back = method.restored(layers[0], IDS)
+    cache = cached(method.policy, layers, IDS)
+    real = cache.unpacked(0)
+    assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
+    alone = method.restored(first_row(layers[0]), IDS)
+    assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
+    # What is packed is lossy, the rest exact; the same tokens as in the cache.
+    # Without a window the first key of a page is its center, and may come back exactly.
+    exact = (back.keys == layers[0].keys) & (back.values == layers[0].values)
+    exact = exact.all(-1).all(1)[0]
+    packed = torch.zeros(len(IDS), dtype=torch.bool)
+    for modality, places in method.packed(IDS).items():
+        assert (IDS[places] == int(modality)).all()
+        packed[places] = True
+    streams = list(cache.ledger.streams())
+    assert 0 < int(packed.sum()) == sum(stream.packed for stream in streams)
+    assert torch.equal(packed, ~exact)
+    pools = cache.store.layers[0].pages
+    # Of each page the part that is in use.
+    held = sum(3 * one.packed * pools[one.bits].slot_bytes // 128 for one in streams if one.pages)
+    assert back.stored_bytes == held
+
+
+@pytest.mark.parametrize("pieces", [(490,), (200, 290), (400, *[1] * 90), (150, 7, 143, 100, 90)])
+def test_stream_pages_are_the_same_however_tokens_come(pieces: tuple[int, ...]) -> None:
+    """Bit for bit what ``Paged`` gives back of the whole prompt, however many tokens a step has: a
+    token is quantized by itself, and a page's center is of the same tokens."""
+    policy = replace(STREAM, balance=None)
+    [layer] = states(1)
+    back = Paged("x", policy).restored(layer, IDS)
+    cache, first = OscarCache(policy), 0
+    for count in pieces:
+        cache.expect(IDS[None, first : first + count])
+        cache.update(*(x[:, :, first : first + count] for x in (layer.keys, layer.values)), 0)
+        first += count
+    real = cache.unpacked(0)
+    assert torch.equal(back.keys, real[0]) and torch.equal(back.values, real[1])
 
 
 @pytest.mark.gpu
@@ -78,7 +138,9 @@ BYTES_OF_A_HEAD = {
     "KIVI": 2 * 4096 + 2 * 4 * 128 * 2 * 2,
     "OScaR, published": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 128,  # norms shared by two heads
     "compact": 2 * 4096 + (128 // KVPolicy().key_group + 1) * 128 * 2 * 2 + 256,
-    "per token, least squares": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
+    "standard": 6144 + 4096 + 2 * 128 * 2 * 2 + 256,
+    "standard, 2 bit": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
+    "standard, center False": 6144 + 4096 + 2 * 128 * 2 * 2,
     "compact, groups 32": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 256,
 }
 
@@ -91,8 +153,10 @@ def test_bits_are_those_counted_by_hand(name: str) -> None:
     queries = torch.randn(2, 4, 300, 128)
     recorder.cache.look(0, torch.nn.Module(), queries, keys, keys, 1.0)
     back = method.restored(recorder.layers[0], torch.ones(300, dtype=torch.int8))
-    assert back.stored_values == 2 * 2 * 256 * 2 * 128  # two pages of each of two rows
-    assert back.stored_bytes == 2 * 2 * 2 * BYTES_OF_A_HEAD[name]
+    # Of each of two rows two pages; of tokens 264 are packed, which is a part of a third one.
+    tokens = 264 if method.policy.key_axis == "token" else 256
+    assert back.stored_values == 2 * 2 * 128 * 2 * tokens
+    assert back.stored_bytes == 2 * 2 * BYTES_OF_A_HEAD[name] * tokens // 128
 
 
 def test_mixed_pages_are_pages_in_the_order_of_the_prompt() -> None:

@@ -17,7 +17,7 @@ from oscar_mm.compare.paged import Paged
 from oscar_mm.compare.passages import JUDGED, ONE_BY_ONE, PassageComparison, longest, passages
 from tests.checkpoints import build_decoder
 
-CHOSEN = (REFERENCE, PUBLISHED, DEFAULT, "compact, 4 bit", "hqq, 2 bit")
+CHOSEN = (REFERENCE, PUBLISHED, DEFAULT, "standard, 4 bit", "hqq, 2 bit")
 
 
 class Characters:
@@ -68,10 +68,11 @@ def test_rows_of_methods(model: PreTrainedModel) -> None:
         errors = {key.removesuffix("_error") for key in row if key.endswith("_error")}
         assert errors >= {"kl", "agreement", "perplexity", "perplexity_ratio", "margin"}
         assert errors < set(row) and not {"exact", "answers"} & set(row)
-    assert rows["compact, 4 bit"]["kl"] < rows[DEFAULT]["kl"]
+    assert rows["standard, 4 bit"]["kl"] < rows[DEFAULT]["kl"]
     ratio = rows[DEFAULT]["kl"] / rows[PUBLISHED]["kl"]
     assert rows[DEFAULT]["kl_ratio"] == pytest.approx(ratio) and "kl_ratio" not in rows[PUBLISHED]
-    assert rows[DEFAULT]["page_bits"] < rows[PUBLISHED]["page_bits"] < 3.2
+    # Heads of 64 channels: scales and zeros take twice as much as of 128.
+    assert rows[DEFAULT]["page_bits"] == 3.0625 < rows[PUBLISHED]["page_bits"] + 0.01
     for name in alone:
         assert 0 <= rows[name]["same"] <= 5 and rows[name]["same"] / 5 <= rows[name]["greedy"] <= 1
         assert rows[name]["page_bits"] is None and 2 < rows[name]["held_bits"] < 32

@@ -1,8 +1,9 @@
-"""Arguments of the four operations, on any device."""
+"""Arguments of the operations, on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,17 +18,45 @@ from oscar_mm.ops.samples import (
     JOB_SLOTS,
     random_basis,
     random_jobs,
+    random_layer_stores,
     random_pages,
     random_past,
+    random_stores,
 )
+from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.policy import Bits
 
-OPERATIONS = {"append": append, "decode": decode, "pack": pack_jobs, "unpack": unpack_slots}
-POLICY = KVPolicy.preset("compact")
+OPERATIONS = {
+    "append": append,
+    "decode": decode,
+    "pack": pack_jobs,
+    "store": store,
+    "store_layers": store_layers,
+    "unpack": unpack_slots,
+}
 
 
-def page_format(bits: int = 2, head_dim: int = 64, policy: KVPolicy = POLICY) -> PageFormat:
-    return PageFormat.of(policy, bits, 2, head_dim)
+def channel_policy(**changes: Any) -> KVPolicy:
+    """Of pages with scales of keys by channel."""
+    fields = {"bits": 2, "key_axis": "channel", "token_scaling": "per_head", "center": False}
+    return KVPolicy(**(fields | changes))
+
+
+POLICY = channel_policy()
+
+
+def stream_policy(bits: tuple[int, int] = (3, 2), **changes: Any) -> KVPolicy:
+    """Of stream pages with a center."""
+    fields = {"bits": bits, "key_axis": "token", "token_scaling": None, "center": True}
+    return KVPolicy(**(fields | changes))
+
+
+def page_format(
+    bits: int | tuple[int, int] = 2, head_dim: int = 64, policy: KVPolicy = POLICY
+) -> PageFormat:
+    both = (bits, bits) if isinstance(bits, int) else bits
+    return PageFormat.of(policy, Bits(*both), 2, head_dim)
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -41,9 +70,9 @@ def append_arguments(device: str, dtype: torch.dtype) -> tuple:
         torch.randn(2, 5, 2, 64, generator=generator).to(device, dtype).transpose(1, 2)
         for _ in range(2)
     )
-    writes = [[0, 4, 2, 31], [1, 0, 0, 0], [9, 9, -1, 9], [1, 3, 1, 17]]
+    writes = [[0, 4, 2], [1, 0, 0], [9, 9, -1], [1, 3, 1]]
     return (
-        *(keys, values, zeros(3, 2, 2, 32, 64, dtype=dtype, device=device)),
+        *(keys, values, zeros(3, 2, 2, 64, dtype=dtype, device=device)),
         torch.tensor(writes, dtype=torch.int32, device=device),
         zeros(1, dtype=torch.int32, device=device),
     )
@@ -57,6 +86,31 @@ def pack_arguments(device: str, dtype: torch.dtype) -> tuple:
         zeros(1, dtype=torch.int32, device=device),
         *(random_basis(made, True, torch.device(device)).sigma, text_of(made)),
         *(True, POLICY.fit, POLICY.norm, POLICY.value_scale),
+    )
+
+
+def store_arguments(device: str, dtype: torch.dtype) -> tuple:
+    policy = stream_policy()
+    made = page_format(policy.bits.text, policy=policy)
+    return (
+        *random_stores(made, dtype, torch.device(device)),
+        zeros(5, made.page_bytes, dtype=torch.uint8, device=device),
+        zeros(1, dtype=torch.int32, device=device),
+        *(random_basis(made, True, torch.device(device)).sigma, text_of(made)),
+        *(True, policy.fit, policy.norm, policy.value_scale),
+    )
+
+
+def store_layers_arguments(device: str, dtype: torch.dtype) -> tuple:
+    policy, place = stream_policy(), torch.device(device)
+    made = page_format(policy.bits.text, policy=policy)
+    states = random_layer_stores(made, dtype, place)
+    return (
+        *states,
+        [zeros(5, made.page_bytes, dtype=torch.uint8, device=device) for _ in states[0]],
+        [zeros(1, dtype=torch.int32, device=device) for _ in states[0]],
+        *([random_basis(made, True, place).sigma, None], text_of(made)),
+        *(True, policy.fit, policy.norm, policy.value_scale),
     )
 
 
@@ -80,6 +134,8 @@ ARGUMENTS: dict[str, Callable[[str, torch.dtype], tuple]] = {
     "append": append_arguments,
     "decode": decode_arguments,
     "pack": pack_arguments,
+    "store": store_arguments,
+    "store_layers": store_layers_arguments,
     "unpack": unpack_arguments,
 }
 
@@ -88,10 +144,15 @@ def results(name: str, arguments: tuple) -> list[torch.Tensor]:
     """What an operation returns, or copies of what it wrote to."""
     returned = OPERATIONS[name](*arguments)
     if returned is None:
-        written = [arguments[at] for at in WRITTEN[name]]
-        return [tensor.clone() for tensor in written]
+        return [tensor.clone() for tensor in written(name, arguments)]
     return [returned] if isinstance(returned, torch.Tensor) else list(returned)
 
 
-WRITTEN = {"append": (2, 4), "pack": (6, 7)}
+def written(name: str, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """The arguments that an operation writes to, lists of tensors one by one."""
+    found = [arguments[at] for at in WRITTEN.get(name, ())]
+    return [x for one in found for x in ([one] if isinstance(one, torch.Tensor) else one)]
+
+
+WRITTEN = {"append": (2, 4), "pack": (6, 7), "store": (5, 6), "store_layers": (3, 4)}
 """Positions of the arguments that are written to."""

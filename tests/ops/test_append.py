@@ -1,4 +1,4 @@
-"""append: new tokens into places of 16-bit blocks."""
+"""append: new tokens into slots of 16 bit."""
 
 import ctypes
 
@@ -15,37 +15,37 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def problem(
     dtype: torch.dtype, head_dim: int, tokens: int, device: str = "cpu"
 ) -> tuple[torch.Tensor, ...]:
-    """Keys, values, poisoned blocks, shuffled writes of all tokens of two rows, and the flag."""
+    """Keys, values, poisoned slots, shuffled writes of all tokens of two rows, and the flag."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (
         torch.randn(2, tokens, 3, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
         for _ in range(2)
     )
-    slots = -(-2 * tokens // 32) + 2
-    blocks = torch.full((slots, 2, 3, 32, head_dim), torch.nan, dtype=dtype, device=device)
-    places = torch.randperm(slots * 32, generator=generator)[: 2 * tokens]
+    slots = 2 * tokens + 30
+    recent = torch.full((slots, 2, 3, head_dim), torch.nan, dtype=dtype, device=device)
+    taken = torch.randperm(slots, generator=generator)[: 2 * tokens]
     row, token = torch.arange(2 * tokens) // tokens, torch.arange(2 * tokens) % tokens
-    writes = torch.stack([row, token, places // 32, places % 32], dim=1).to(device, torch.int32)
-    return keys, values, blocks, writes, torch.zeros(1, dtype=torch.int32, device=device)
+    writes = torch.stack([row, token, taken], dim=1).to(device, torch.int32)
+    return keys, values, recent, writes, torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def expected_blocks(keys, values, blocks, writes) -> torch.Tensor:
-    expected = blocks.clone()
-    for row, token, slot, place in writes.tolist():
+def expected_slots(keys, values, recent, writes) -> torch.Tensor:
+    expected = recent.clone()
+    for row, token, slot in writes.tolist():
         if slot >= 0:
-            expected[slot, 0, :, place] = keys[row, :, token]
-            expected[slot, 1, :, place] = values[row, :, token]
+            expected[slot, 0] = keys[row, :, token]
+            expected[slot, 1] = values[row, :, token]
     return expected
 
 
 def check(problem: tuple[torch.Tensor, ...]) -> None:
-    keys, values, blocks, writes, bad = problem
+    keys, values, recent, writes, bad = problem
     writes[::5, 2] = -1
     writes[::5, :2] = 1 << 20  # of what is not written nothing is looked at
-    expected = expected_blocks(keys, values, blocks, writes)
-    append(keys, values, blocks, writes, bad)
-    assert torch.equal(blocks.isnan(), expected.isnan())
-    assert torch.equal(blocks.nan_to_num(), expected.nan_to_num())
+    expected = expected_slots(keys, values, recent, writes)
+    append(keys, values, recent, writes, bad)
+    assert torch.equal(recent.isnan(), expected.isnan())
+    assert torch.equal(recent.nan_to_num(), expected.nan_to_num())
     assert not bad
 
 
@@ -73,9 +73,9 @@ def test_flag_of_what_is_not_finite(side: int, wrong: float) -> None:
 
 
 def test_nothing_to_write() -> None:
-    keys, values, blocks, writes, bad = problem(torch.float32, 24, 4)
-    append(keys, values, blocks, writes[:0], bad)
-    assert blocks.isnan().all()
+    keys, values, recent, writes, bad = problem(torch.float32, 24, 4)
+    append(keys, values, recent, writes[:0], bad)
+    assert recent.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_kernel(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
     check(tensors)
     for side in range(2):
         tensors[side][0, 2, -1, -1] = torch.inf
-        tensors[3][tokens - 1] = torch.tensor([0, tokens - 1, 0, 0])
+        tensors[3][tokens - 1] = torch.tensor([0, tokens - 1, 0])
         tensors[4].zero_()
         append(*tensors)
         assert bool(tensors[4])

@@ -12,6 +12,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.ops.nvrtc import Report, compile_text, csrc_folder
 from oscar_mm.ops.packed_attention import Params, Specialization
+from tests.ops.arguments import channel_policy, stream_policy
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
@@ -27,20 +28,26 @@ SHARED_LIMITS = {
 BULK = {"sm_90a", "sm_100a", "sm_120"}
 COLUMNS = (4, 8)
 """Queries of a KV head: half of a fragment's columns, or all."""
+STREAM_BITS = ((2, 2), (3, 2), (4, 2), (3, 3), (4, 4), (2, 4))
 POLICIES = {
-    "compact": KVPolicy.preset("compact"),
+    "compact": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
     "bf16": KVPolicy.preset("bf16"),
-    "4 bit": KVPolicy(bits=4),
-    "mixed": KVPolicy(bits={"text": 4, "image": 2}),
-    "groups of 64": KVPolicy(key_group=64, value_group=64),
+    "4 bit": channel_policy(bits=4),
+    "mixed": channel_policy(bits={"text": 4, "image": 2}),
+    "groups of 64": channel_policy(key_group=64, value_group=64),
+    "quarot": KVPolicy.preset("quarot"),
+    **{f"stream {k}/{v}": stream_policy((k, v)) for k, v in STREAM_BITS},
+    "stream 2/2 and 4/2": stream_policy({"text": (4, 2), "image": (2, 2)}),
+    "stream 3/3 and 4/4": stream_policy({"text": 4, "image": 3, "video": 3, "audio": 3}),
+    "stream, groups of 32": stream_policy(value_group=32),
 }
+DEFAULTS = ("compact", "stream 2/2", "stream 3/2", "stream 4/2")
 
 
 def specialization(policy: KVPolicy, head_dim: int, columns: int = 4) -> Specialization:
-    widths = sorted(set(policy.bits) - {16})
-    formats = [PageFormat.of(policy, bits, 8, head_dim) for bits in widths]
+    formats = [PageFormat.of(policy, bits, 8, head_dim) for bits in policy.packed_bits]
     found = Specialization.of(formats, head_dim, policy.rotate, torch.bfloat16, columns)
     assert isinstance(found, Specialization)
     return found
@@ -74,11 +81,11 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("arch", SHARED_LIMITS)
-def test_default_on_every_architecture(
-    compiled: Callable[..., Report | None], arch: str, columns: int
+@pytest.mark.parametrize(("arch", "name"), list(product(SHARED_LIMITS, DEFAULTS)))
+def test_defaults_on_every_architecture(
+    compiled: Callable[..., Report | None], arch: str, name: str, columns: int
 ) -> None:
-    report = compiled(arch, POLICIES["compact"], 128, columns)
+    report = compiled(arch, POLICIES[name], 128, columns)
     assert report is not None
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
@@ -94,7 +101,7 @@ def test_every_specialization(
 
 
 @pytest.mark.parametrize(
-    ("policy", "buffers"), [(KVPolicy(key_group=64), 7), (POLICIES["4 bit"], 4)]
+    ("policy", "buffers"), [(channel_policy(key_group=64), 7), (POLICIES["4 bit"], 4)]
 )
 def test_small_gpus_have_fewer_buffers_than_warps(
     compiled: Callable[..., Report | None], policy: KVPolicy, buffers: int
@@ -106,6 +113,6 @@ def test_small_gpus_have_fewer_buffers_than_warps(
 
 
 def test_pages_too_large_for_a_small_gpu() -> None:
-    large = specialization(KVPolicy(bits=4, key_group=32, value_group=32), 128)
+    large = specialization(channel_policy(bits=4, key_group=32, value_group=32), 128)
     assert large.shape(SHARED_LIMITS["sm_89"] * 1024) is None
     assert large.shape(SHARED_LIMITS["sm_80"] * 1024) is not None

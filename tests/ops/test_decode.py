@@ -12,25 +12,32 @@ from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.dequantize import unpack_by_torch
 from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_past
+from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from tests.cache.invariants import plain_attention
+from tests.ops.arguments import channel_policy, stream_policy
 from tests.test_attention import Largest
 
 CPU = torch.device("cpu")
-POLICIES = {name: KVPolicy.preset(name) for name in ("compact", "oscar", "kivi", "quarot")}
+POLICIES = {
+    "compact": channel_policy(),
+    "oscar": KVPolicy.preset("oscar"),
+    "kivi": KVPolicy.preset("kivi"),
+    "quarot": KVPolicy.preset("quarot"),
+    "stream": stream_policy(),
+}
 
 
 def past_of(
-    row: int, pages, blocks, sigma, items, counts, formats, rotate: bool
+    row: int, pages, recent, sigma, items, recents, counts, formats, rotate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a row, (1, KV heads, n, head_dim), entry by entry."""
-    halves, in_pages = counts[row].tolist()
+    in_16_bit, in_pages = counts[row].tolist()
     sides = ([], [])
-    for half, filled in items[row, :halves].tolist():
+    for slot in recents[row, :in_16_bit].tolist():
         for side, parts in enumerate(sides):
-            start = half % 2 * 16
-            parts.append(blocks[half // 2, side, :, start : start + filled])
-    for slot, used in items[row, halves : halves + in_pages].tolist():
+            parts.append(recent[slot, side][:, None])
+    for slot, used in items[row, :in_pages].tolist():
         number, used = divmod(used, SECOND)
         start, stop = divmod(used, START)
         basis = Basis(formats[0].head_dim, rotate, sigma)
@@ -42,18 +49,20 @@ def past_of(
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("bits", [(2,), (4,), (2, 4)])
+@pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
 @pytest.mark.parametrize("name", POLICIES)
-def test_equals_plain_attention(name: str, bits: tuple[int, ...], head_dim: int) -> None:
+def test_equals_plain_attention(
+    name: str, bits: tuple[tuple[int, int], ...], head_dim: int
+) -> None:
     policy = POLICIES[name]
-    formats = [PageFormat.of(policy, one, 2, head_dim) for one in bits]
+    formats = [PageFormat.of(policy, Bits(*one), 2, head_dim) for one in sorted(bits)]
     states, *tables = random_past(formats, policy.rotate, torch.float32, CPU, 1)
-    queries, _, _, pages, blocks, sigma = states
+    queries, _, _, pages, recent, sigma = states
     scaling, texts = head_dim**-0.5, [text_of(one) for one in formats]
     found = decode(*states, *tables, scaling, texts, policy.rotate)
     assert found.transpose(1, 2).is_contiguous()
     for row in range(len(queries)):
-        past = past_of(row, pages, blocks, sigma, *tables[:2], formats, policy.rotate)
+        past = past_of(row, pages, recent, sigma, *tables[:3], formats, policy.rotate)
         whole = (
             torch.cat([side, states[at][row : row + 1]], dim=2)
             for at, side in zip((1, 2), past, strict=True)
@@ -64,13 +73,13 @@ def test_equals_plain_attention(name: str, bits: tuple[int, ...], head_dim: int)
 
 def test_without_pages() -> None:
     """All in 16 bit: no formats, no pools."""
-    formats = [PageFormat.of(POLICIES["compact"], 2, 2, 64)]
-    states, items, counts, assignments = random_past(formats, True, torch.float32, CPU, 1)
-    queries, keys, values, pages, blocks, sigma = states
+    formats = [PageFormat.of(POLICIES["compact"], Bits(2, 2), 2, 64)]
+    states, items, recents, counts, assignments = random_past(formats, True, torch.float32, CPU, 1)
+    queries, keys, values, pages, recent, sigma = states
     counts[:, 1] = 0
-    tables = (items, counts, assignments)
-    found = decode(queries, keys, values, [], blocks, None, *tables, 0.125, [], False)
-    past = past_of(0, pages, blocks, sigma, items, counts, formats, True)
+    tables = (items, recents, counts, assignments)
+    found = decode(queries, keys, values, [], recent, None, *tables, 0.125, [], False)
+    past = past_of(0, pages, recent, sigma, *tables[:3], formats, True)
     whole = (torch.cat([x, y[:1]], dim=2) for x, y in zip(past, (keys, values), strict=True))
     expected = plain_attention(queries[:1], *whole)
     torch.testing.assert_close(found[:1].double(), expected, rtol=1e-5, atol=1e-5)
@@ -78,21 +87,21 @@ def test_without_pages() -> None:
     torch.testing.assert_close(found[1:].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["pages", "halves"])
+@pytest.mark.parametrize("kind", ["pages", "16 bit"])
 def test_memory_does_not_grow_with_the_past(kind: str) -> None:
-    page_format = PageFormat.of(POLICIES["compact"], 2, 1, 64)
+    page_format = PageFormat.of(POLICIES["compact"], Bits(2, 2), 1, 64)
     pages, basis = random_pages(8, page_format, CPU), random_basis(page_format, True, CPU)
-    blocks = torch.randn(4, 2, 1, 32, 64)
+    recent = torch.randn(64, 2, 1, 64)
     queries = torch.randn(1, 2, 1, 64)
     largest = []
     for tokens in (4096, 16384):
-        count = tokens // (128 if kind == "pages" else 16)
-        items = torch.zeros(1, count, 2, dtype=torch.int32)
-        items[0, :, 0] = torch.arange(count) % 8
-        items[0, :, 1] = 128 if kind == "pages" else 16
-        counts = torch.tensor([[0, count] if kind == "pages" else [count, 0]])
-        states = (queries, queries[:, :1], queries[:, :1], [pages], blocks, basis.sigma)
-        with Largest(pages, blocks, items, queries) as counted:
-            decode_by_torch(*states, items, counts, 0.125, [page_format], True)
+        items = torch.zeros(1, tokens // 128, 2, dtype=torch.int32)
+        items[0, :, 0], items[0, :, 1] = torch.arange(tokens // 128) % 8, 128
+        recents = torch.arange(tokens, dtype=torch.int32)[None] % 64
+        counts = torch.tensor([[0, tokens // 128] if kind == "pages" else [tokens, 0]])
+        states = (queries, queries[:, :1], queries[:, :1], [pages], recent, basis.sigma)
+        tables = (items, recents, counts)
+        with Largest(pages, recent, *tables, queries) as counted:
+            decode_by_torch(*states, *tables, 0.125, [page_format], True)
         largest.append(counted.bytes)
     assert largest[0] == largest[1] <= 2 * 2048 * 64 * 4

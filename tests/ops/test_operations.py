@@ -1,9 +1,9 @@
-"""What holds for all four operations: schema, fakes, compiling, graphs, and refusing arguments."""
+"""What holds for all operations: schema, fakes, compiling, graphs, and refusing arguments."""
 
 import pytest
 import torch
 
-from tests.ops.arguments import ARGUMENTS, OPERATIONS, WRITTEN, results
+from tests.ops.arguments import ARGUMENTS, OPERATIONS, results, written
 
 BOTH = [
     pytest.param("cpu", torch.float32, id="cpu"),
@@ -45,7 +45,8 @@ def refused(name: str, arguments: list, kind: type[Exception], at: int) -> None:
     argument = OPERATIONS[name]._schema.arguments[at].name
     with pytest.raises(kind, match=rf"oscar_mm\.{name}: {argument} is .*, must be "):
         OPERATIONS[name](*arguments)
-    assert not any(arguments[place].any() for place in WRITTEN.get(name, ()) if place != at)
+    others = [*arguments[:at], torch.zeros(0), *arguments[at + 1 :]]
+    assert not any(tensor.any() for tensor in written(name, others))
 
 
 def tensors_of(name: str, arguments: tuple) -> list[int]:
@@ -56,7 +57,8 @@ def tensors_of(name: str, arguments: tuple) -> list[int]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> None:
     arguments = ARGUMENTS[name](device, dtype)
-    for at in tensors_of(name, arguments):
+    first, *_ = places = tensors_of(name, arguments)
+    for at in places:
 
         def changed(tensor: torch.Tensor, at: int = at) -> list:
             return [*arguments[:at], tensor, *arguments[at + 1 :]]
@@ -66,7 +68,7 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
         refused(name, changed(right[None]), ValueError, at)
         if right.numel() > 1:
             refused(name, changed(torch.stack([right, right], dim=-1)[..., 0]), ValueError, at)
-        if at:  # the first one tells where the others must be
+        if at != first:  # that tells where the others must be
             refused(name, changed(right.to("meta")), ValueError, at)
 
 
@@ -81,7 +83,13 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
         ("pack", "norm", "best", "norm is 'best', must be one of"),
         ("pack", "value_scale", "best", "value_scale is 'best', must be one of"),
         ("pack", "rows", torch.zeros(4, dtype=torch.int32), r"rows is of shape \(4,\).*\(5\)"),
-        ("append", "writes", torch.zeros(4, 3, dtype=torch.int32), r"must be of shape \(n, 4\)"),
+        ("append", "writes", torch.zeros(4, 4, dtype=torch.int32), r"must be of shape \(n, 3\)"),
+        ("store", "fit", "best", "fit is 'best', must be one of"),
+        ("store", "jobs", torch.zeros(4, 16, dtype=torch.int32), r"must be of shape \(jobs, 20\)"),
+        ("store_layers", "fit", "best", "fit is 'best', must be one of"),
+        ("store_layers", "pages", [], "pages is of 0 layers, must be of 2, as recent"),
+        ("store_layers", "sigma", [None] * 3, "sigma is of 3 layers, must be of 2, as recent"),
+        ("store_layers", "bad", [torch.zeros(1)] * 2, "bad is torch.float32, must be torch.int32"),
         ("decode", "queries", torch.zeros(2, 8, 17, 64), "queries is of 17 tokens, must be of 1"),
         ("decode", "queries", torch.zeros(2, 7, 3, 64), "queries is of 7 heads, must be of a mul"),
         ("decode", "pages", [], "pages is of 0 pools, must be of 2, as formats"),
@@ -89,7 +97,7 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
             "decode",
             "formats",
             ["4 bits, 2 heads of 64, channel 128, value 64, per_head"] * 2,
-            r"formats is of \[4, 4\] bits, must be at most two, by ascending bits",
+            r"formats is of .* bits, must be at most two, by ascending bits",
         ),
         (
             "decode",
@@ -113,9 +121,11 @@ def test_schemas_tell_what_is_written() -> None:
         for name, operation in OPERATIONS.items()
     }
     assert written == {
-        "append": ["blocks", "bad"],
+        "append": ["recent", "bad"],
         "decode": [],
         "pack": ["pages", "bad"],
+        "store": ["pages", "bad"],
+        "store_layers": ["pages", "bad"],
         "unpack": [],
     }
 

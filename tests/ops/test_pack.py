@@ -1,4 +1,4 @@
-"""pack: pages of real keys and values, from new tokens and from blocks."""
+"""pack: pages of real keys and values, from new tokens and from those in 16 bit."""
 
 from dataclasses import replace
 
@@ -7,15 +7,24 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops import quantize
+from oscar_mm.ops import quantize, store_torch
 from oscar_mm.ops.dequantize import unpack_stored
 from oscar_mm.ops.formats import text_of
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.samples import JOB_SLOTS, random_jobs
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
+from tests.ops.arguments import channel_policy, stream_policy
 
-PRESETS = ("compact", "oscar", "kivi", "quarot")
+POLICIES = {
+    "compact": channel_policy(),
+    "oscar": KVPolicy.preset("oscar"),
+    "kivi": KVPolicy.preset("kivi"),
+    "quarot": KVPolicy.preset("quarot"),
+    "stream": stream_policy(),
+}
+CHANNEL = ("compact", "oscar", "kivi")
 
 
 def pages_of(
@@ -23,20 +32,20 @@ def pages_of(
 ) -> tuple[torch.Tensor, torch.Tensor, PageFormat, KVPolicy, Basis]:
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, count, kv_heads, 128, head_dim, generator=generator)
-    policy = KVPolicy.preset(name)
+    policy = POLICIES[name]
     sigma = torch.rand(kv_heads, head_dim, generator=generator) + 0.5
     basis = Basis(head_dim, policy.rotate, sigma if name == "compact" else None)
-    return keys, values, PageFormat.of(policy, bits, kv_heads, head_dim), policy, basis
+    return keys, values, PageFormat.of(policy, Bits(bits, bits), kv_heads, head_dim), policy, basis
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_page_holds_what_the_layout_says(name: str, bits: int) -> None:
     """Reading the fields by hand, as the layout describes them, gives what unpack gives."""
     keys, values, page, policy, basis = pages_of(name, bits=bits)
     packed = pack(keys, values, page, policy, basis)
     assert packed.shape == (3, page.page_bytes) and packed.dtype == torch.uint8
-    arrays = {name: page.read(packed, name) for name in page.fields}
+    arrays = {name: page.read(packed, name) for name in page.fields if "high" not in name}
     stored_keys, stored_values = unpack_stored(packed, page)
     for at in [(0, 0, 0, 0), (1, 1, 77, 33), (2, 0, 127, 63)]:
         n, head, token, channel = at
@@ -45,7 +54,11 @@ def test_page_holds_what_the_layout_says(name: str, bits: int) -> None:
             group = (n, head, token // policy.key_group, channel)
         else:
             group = (n, head, token, channel // page.key_group)
-        expected = arrays["key_scales"][group] * code + arrays["key_zeros"][group]
+        scale, center = arrays["key_scales"][group], 0.0
+        if policy.center:
+            center = arrays["center"][n, head, channel] if scale.signbit() else 0.0
+            scale = scale.abs()
+        expected = scale * code + arrays["key_zeros"][group] + center
         if policy.token_scaling == "per_head":
             expected *= arrays["norms"][n, head, token]
         elif policy.token_scaling == "shared":
@@ -57,7 +70,7 @@ def test_page_holds_what_the_layout_says(name: str, bits: int) -> None:
         assert stored_values[at] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_pages_do_not_depend_on_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values, page, policy, basis = pages_of(name, count=5)
     together = pack(keys, values, page, policy, basis)
@@ -65,6 +78,7 @@ def test_pages_do_not_depend_on_each_other(name: str, monkeypatch: pytest.Monkey
         alone = pack(keys[n : n + 1], values[n : n + 1], page, policy, basis)
         assert torch.equal(alone[0], together[n])
     monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(store_torch, "_JOBS_AT_ONCE", 3)
     assert torch.equal(pack(keys, values, page, policy, basis), together)
     assert pack(keys[:0], values[:0], page, policy, basis).shape == (0, page.page_bytes)
 
@@ -97,7 +111,7 @@ def test_what_tells_keys_apart_does_not_shrink(bits: int, token_scaling: str | N
     shares, codes = {}, {}
     for norm in ("plain", "unbiased"):
         changed = replace(policy, norm=norm, token_scaling=token_scaling)
-        page = PageFormat.of(changed, bits, keys.shape[1], keys.shape[3])
+        page = PageFormat.of(changed, Bits(bits, bits), keys.shape[1], keys.shape[3])
         packed = pack(keys, values, page, changed, basis)
         apart = keys - keys.mean(2, keepdim=True)
         read = unpack(packed, page, basis, torch.float32)[0]
@@ -108,7 +122,7 @@ def test_what_tells_keys_apart_does_not_shrink(bits: int, token_scaling: str | N
     assert abs(shares["unbiased"] - 1) < (0.01 if bits == 2 else 0.002)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_strides_and_dtypes(name: str) -> None:
     keys, values, page, policy, basis = pages_of(name)
     expected = pack(keys, values, page, policy, basis)
@@ -166,7 +180,7 @@ def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> t
 
 @pytest.mark.parametrize("chunk", [1, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", CHANNEL)
 def test_jobs(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are where the list says; a page is what whole-page packing makes of them."""
     monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", chunk)
@@ -174,7 +188,7 @@ def test_jobs(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.Mon
     jobs = random_jobs(page, dtype, torch.device("cpu"))
     pages, bad = run_jobs(jobs, page, policy, basis)
     assert not bad
-    keys, values, blocks, source, rows, slots = jobs
+    keys, values, recent, source, rows, slots = jobs
     for job, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -184,7 +198,7 @@ def test_jobs(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.Mon
                 if at >= 0:
                     tokens[side].append(states[int(rows[job]), :, at])
                 else:
-                    tokens[side].append(blocks[~at // 32, side, :, ~at % 32])
+                    tokens[side].append(recent[~at, side])
         whole = (torch.stack(side, dim=1)[None] for side in tokens)
         assert torch.equal(pages[slot], pack(*whole, page, policy, basis)[0])
     untouched = set(range(JOB_SLOTS)) - set(slots.tolist())
@@ -192,16 +206,16 @@ def test_jobs(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("where", ["keys", "values", "blocks"])
+@pytest.mark.parametrize("where", ["keys", "values", "recent"])
 def test_flag(where: str, wrong: float) -> None:
     _, _, page, policy, basis = pages_of("compact")
     jobs = random_jobs(page, torch.float32, torch.device("cpu"))
-    keys, values, blocks, source, _, slots = jobs
+    keys, values, recent, source, _, slots = jobs
     stored = ~int(source[1, 5])
     place = {
         "keys": (keys, (0, 1, 77, 9)),
         "values": (values, (1, 0, int(source[4, 3]), 0)),
-        "blocks": (blocks, (stored // 32, 1, 0, stored % 32, 9)),
+        "recent": (recent, (stored, 1, 0, 9)),
     }
     tensor, at = place[where]
     tensor[at] = wrong

@@ -27,32 +27,34 @@ from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.trust import Trusted
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
+from tests.ops.arguments import channel_policy
 
 POLICIES = {
-    "compact": KVPolicy.preset("compact"),
+    "compact": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
-    "4 bit": KVPolicy(bits=4),
-    "groups of 64": KVPolicy(key_group=64, value_group=64, norm="refit"),
-    "groups of 32": KVPolicy(key_group=32, value_group=32),
-    "values plain": KVPolicy(value_scale="plain"),
-    "not rotated": KVPolicy(rotate=False),
+    "4 bit": channel_policy(bits=4),
+    "groups of 64": channel_policy(key_group=64, value_group=64, norm="refit"),
+    "groups of 32": channel_policy(key_group=32, value_group=32),
+    "values plain": channel_policy(value_scale="plain"),
+    "not rotated": channel_policy(rotate=False),
 }
 
 
 @pytest.mark.parametrize(
     ("policy", "head_dim"),
     [
-        (KVPolicy(), 64),
-        (KVPolicy(value_scale="plain"), 128),
-        (KVPolicy(key_group=64), 64),
-        (KVPolicy(key_group=64), 128),
+        (channel_policy(), 64),
+        (channel_policy(value_scale="plain"), 128),
+        (channel_policy(key_group=64), 64),
+        (channel_policy(key_group=64), 128),
     ],
 )
 def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made = macros(Recipe.of(PageFormat.of(policy, 2, 8, head_dim), policy), torch.float16)
+    made = macros(Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy), torch.float16)
     text = (csrc_folder() / "pack.cu").read_text()
     report = compile_text("pack.cu", text, "sm_90a", made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
@@ -66,7 +68,7 @@ def test_compiles(arch: str) -> None:
         f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
     )
     policy = POLICIES["compact"]
-    page_format = PageFormat.of(policy, 2, 8, 128)
+    page_format = PageFormat.of(policy, Bits(2, 2), 8, 128)
     made = macros(Recipe.of(page_format, policy), torch.bfloat16)
     report = compile_text("pack.cu", text, arch, made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
@@ -80,7 +82,7 @@ def test_norms_compile(head_dim: int, arch: str) -> None:
     text = (csrc_folder() / "norms.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(NormsParams)});\n"
     )
-    page_format = PageFormat.of(POLICIES["oscar"], 2, 8, head_dim)
+    page_format = PageFormat.of(POLICIES["oscar"], Bits(2, 2), 8, head_dim)
     report = compile_text("norms.cu", text, arch, norms_macros(page_format, torch.float16))
     assert (report.reports["norms"].spill_stores, report.reports["norms"].spill_loads) == (0, 0)
 
@@ -168,7 +170,7 @@ def test_values_do_not_shrink(
     found = {}
     for name in ("plain", "unbiased"):
         monkeypatch.setenv(SWITCH, "auto")
-        policy = KVPolicy(bits=bits, rotate=rotate, value_scale=name)
+        policy = channel_policy(bits=bits, rotate=rotate, value_scale=name)
         found[name], expected, made, _ = both(policy, head_dim, torch.float16, monkeypatch, mean)
         pages = (found[name], expected)
         ours, theirs = (made.read(x, "value_codes") for x in pages)
@@ -197,7 +199,7 @@ def test_keys_do_not_shrink(
     found = {}
     for norm in ("plain", "unbiased"):
         monkeypatch.setenv(SWITCH, "auto")
-        policy = KVPolicy(bits=bits, key_group=group, norm=norm, token_scaling=token_scaling)
+        policy = channel_policy(bits=bits, key_group=group, norm=norm, token_scaling=token_scaling)
         found[norm], expected, made, _ = both(policy, 128, torch.float16, monkeypatch)
         ours, theirs = (made.read(x, "key_codes") for x in (found[norm], expected))
         same = (ours == theirs).unflatten(2, (-1, group)).all(3)
@@ -221,14 +223,14 @@ def test_what_no_page_can_hold(side: int, wrong: float) -> None:
     sides[side][1, 1, 77, 99] = wrong
     policy = POLICIES["compact"]
     with pytest.raises(FloatingPointError, match="NaN, infinity or numbers beyond"):
-        pack(*sides, PageFormat.of(policy, 2, 2, 128), policy, Basis(128, True))
+        pack(*sides, PageFormat.of(policy, Bits(2, 2), 2, 128), policy, Basis(128, True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", POLICIES)
 def test_jobs_equal_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens from blocks and new ones, of strided input, a job that does nothing, balancing."""
+    """Tokens in 16 bit and new ones, of strided input, a job that does nothing, balancing."""
     policy, place = POLICIES[name], torch.device("cuda", 0)
     page_format = PageFormat.of(policy, policy.bits.text, 5, 128)
     jobs, basis = random_jobs(page_format, dtype, place), random_basis(page_format, True, place)
@@ -263,7 +265,7 @@ def test_a_kernel_that_disagrees_is_not_used(
     monkeypatch.setattr(pack_kernel, "TRUSTED", fresh)
     keys, values = states(3, 2, 128, torch.bfloat16)
     policy = POLICIES["compact"]
-    page_format = PageFormat.of(policy, 2, 2, 128)
+    page_format = PageFormat.of(policy, Bits(2, 2), 2, 128)
     with caplog.at_level(logging.ERROR):
         found = pack(keys, values, page_format, policy, Basis(128, True))
     assert "pack kernel disagrees" in caplog.text

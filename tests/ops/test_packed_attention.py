@@ -1,6 +1,7 @@
 """The decode kernel against float64 attention over exactly the unpacked values. Needs a GPU."""
 
 import logging
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from oscar_mm.ops import packed_attention as host
 from oscar_mm.ops.gpu import SWITCH
 from oscar_mm.ops.packed_attention import PackedAttention, packed_attention
 from oscar_mm.ops.trust import Trusted
-from oscar_mm.policy import ModalityBits
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
+from tests.ops.arguments import channel_policy, stream_policy
 
 pytestmark = pytest.mark.gpu
 
-MIXED = KVPolicy(bits=ModalityBits(text=4, image=2, video=2, audio=16))
+MIXED = channel_policy(bits={"text": 4, "audio": 16})
+STREAM = stream_policy()
+STREAM_MIXED = stream_policy({"text": (4, 2), "image": (3, 2), "video": (3, 2), "audio": 16})
+COMPACT = channel_policy()
 BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 1.5e-3}
 """Rounding the output alone costs 1.7e-3 and 2e-4; the rest is that of queries and weights."""
 
@@ -59,7 +63,7 @@ def on_gpu(tokens: int, dtype: torch.dtype = torch.bfloat16, **shape: int) -> Ch
 def kernel_of(cache: OscarCache, columns: int = 4) -> PackedAttention | None:
     """What the operation uses for the cache's first layer."""
     layer = cache.layers[0]
-    formats = [layer.formats[bits] for bits in sorted(layer.formats)]
+    formats = tuple(layer.formats.values())
     rotate = cache.policy.rotate
     return packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
 
@@ -74,7 +78,14 @@ def images_and_text(tokens: int, batch: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("switch", ["auto", "no-bulk"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", "bf16", KVPolicy(bits=4), MIXED])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(COMPACT, "oscar", "kivi", "quarot", "bf16", channel_policy(bits=4), MIXED),
+        *(stream_policy(bits) for bits in product((2, 3, 4), repeat=2)),
+        *(STREAM_MIXED, stream_policy(value_group=32), stream_policy(rotate=False, center=False)),
+    ],
+)
 def test_policies(
     policy: str | KVPolicy, head_dim: int, switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,27 +97,31 @@ def test_policies(
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize("policy", [COMPACT, STREAM, STREAM_MIXED])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
-def test_queries(tokens: int, group: int, dtype: torch.dtype) -> None:
+def test_queries(tokens: int, group: int, dtype: torch.dtype, policy: KVPolicy) -> None:
     shape = {"batch": 2, "kv_heads": 2, "group": group, "head_dim": 128}
-    cache = filled("compact", images_and_text(700, 2), dtype, **shape)
+    cache = filled(policy, images_and_text(700, 2), dtype, **shape)
     output, expected = attention(cache, on_gpu(tokens, dtype, **shape))
     assert kernel_of(cache, tokens * group) is not None
     assert error_of(output, expected) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 15, 31, 36, 37, 127, 164, 165, 292, 4099, 70_000])
-def test_lengths(tokens: int) -> None:
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_lengths(policy: KVPolicy, tokens: int) -> None:
     shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
-    cache = filled("compact", images_and_text(tokens), **shape)
+    cache = filled(policy, images_and_text(tokens), **shape)
     output, expected = attention(cache, on_gpu(1, **shape))
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("switch", ["auto", "no-bulk"])
-@pytest.mark.parametrize(("policy", "buffers"), [(KVPolicy(key_group=64), 7), (MIXED, 4)])
+@pytest.mark.parametrize(
+    ("policy", "buffers"), [(channel_policy(key_group=64), 7), (MIXED, 4), (STREAM, 5)]
+)
 def test_fewer_buffers_than_warps(
     policy: KVPolicy, buffers: int, switch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -123,12 +138,13 @@ def test_fewer_buffers_than_warps(
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
-def test_unequal_rows_and_padding() -> None:
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_unequal_rows_and_padding(policy: KVPolicy) -> None:
     ids = torch.zeros(5, 900, dtype=torch.int64)
     for row, pads in enumerate((0, 899, 500, 33, 800)):
         ids[row, :pads] = PADDING
     shape = {"batch": 5, "kv_heads": 2, "group": 4, "head_dim": 128}
-    cache = filled("compact", ids, **shape)
+    cache = filled(policy, ids, **shape)
     output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
@@ -156,16 +172,19 @@ def test_a_row_that_has_ended_is_zero() -> None:
     assert not output[0].any() and output[1].abs().sum() > 0
 
 
-def test_scores_of_any_size() -> None:
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_scores_of_any_size(policy: KVPolicy) -> None:
     """Of 1 to 1,000; token norms over four decades, a few huge channels, 200 random pasts."""
-    errors = {seed: error_at(10 ** (seed / 199 * 3), seed, "compact") for seed in range(200)}
+    errors = {seed: error_at(10 ** (seed / 199 * 3), seed, policy) for seed in range(200)}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < BOUNDS[torch.bfloat16], worst
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("group", [4, 5, 8])
-@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", KVPolicy(bits=4), MIXED])
+@pytest.mark.parametrize(
+    "policy", [COMPACT, "oscar", "kivi", channel_policy(bits=4), MIXED, STREAM, STREAM_MIXED]
+)
 def test_large_scores(policy: str | KVPolicy, group: int, dtype: torch.dtype) -> None:
     for seed, size in enumerate((1, 10, 30, 100, 300, 1000)):
         assert error_at(size, seed, policy, group, dtype) < BOUNDS[dtype], size
@@ -195,20 +214,22 @@ def error_at(
     return error_of(*attention(cache, (queries, *rest)))
 
 
-def test_memory_that_was_never_written_is_not_used() -> None:
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_memory_that_was_never_written_is_not_used(policy: KVPolicy) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
-        cache = filled("compact", images_and_text(777), **shape)
+        cache = filled(policy, images_and_text(777), **shape)
         output, expected = attention(cache, on_gpu(3, **shape))
         assert error_of(output, expected) < BOUNDS[torch.bfloat16]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_on_any_stream_and_in_a_graph() -> None:
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_deterministic_on_any_stream_and_in_a_graph(policy: KVPolicy) -> None:
     shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
-    cache = filled("compact", images_and_text(9000), **shape)
+    cache = filled(policy, images_and_text(9000), **shape)
     layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
     step = cache.ledger.advance(cache._expected.take(1, 1))
 
@@ -256,7 +277,7 @@ def test_a_kernel_that_disagrees_is_not_used(
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16", MIXED])
+@pytest.mark.parametrize("policy", [COMPACT, "oscar", "bf16", MIXED, STREAM])
 @pytest.mark.parametrize("past", [100, 700, 20_000])
 def test_later_turn(past: int, policy: str | KVPolicy, dtype: torch.dtype) -> None:
     """More new tokens than the kernel takes: the past is unpacked, piece by piece."""
@@ -288,12 +309,14 @@ def test_later_turn_with_padding() -> None:
 @pytest.mark.parametrize(
     ("policy", "head_dim", "dtype"),
     [
-        ("quarot", 128, torch.bfloat16),
-        ("compact", 96, torch.bfloat16),
+        (stream_policy(key_group=64), 128, torch.bfloat16),
+        (STREAM, 96, torch.bfloat16),
         ("compact", 128, torch.float32),
     ],
 )
-def test_what_the_kernel_does_not_take(policy: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_what_the_kernel_does_not_take(
+    policy: str | KVPolicy, head_dim: int, dtype: torch.dtype
+) -> None:
     shape = {"kv_heads": 1, "group": 2, "head_dim": head_dim}
     cache = filled(policy, images_and_text(300), dtype, **shape)
     assert kernel_of(cache) is None

@@ -4,14 +4,21 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from oscar_mm.ops import append as append_module
-from oscar_mm.ops import kept, pack_kernel, packed_attention, trust, unpack_kernel
+from oscar_mm.ops import (
+    kept,
+    pack_kernel,
+    packed_attention,
+    store_kernel,
+    trust,
+    unpack_kernel,
+)
 from oscar_mm.ops import kernel as kernel_module
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.dequantize import unpack_by_torch
@@ -20,9 +27,17 @@ from oscar_mm.ops.nvrtc import KernelError
 from oscar_mm.ops.pack_torch import pack_by_torch
 from oscar_mm.ops.packed_attention import Specialization
 from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.store_torch import store_by_torch, store_layers_by_torch
 from oscar_mm.ops.trust import Trusted
 from oscar_mm.quant.basis import Basis
-from tests.ops.arguments import ARGUMENTS, OPERATIONS, POLICY, page_format, results
+from tests.ops.arguments import (
+    ARGUMENTS,
+    OPERATIONS,
+    POLICY,
+    page_format,
+    results,
+    stream_policy,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -177,7 +192,7 @@ def test_first_use_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_first_use_in_a_real_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (append_module, pack_kernel, packed_attention, unpack_kernel):
+    for module in (append_module, pack_kernel, packed_attention, store_kernel, unpack_kernel):
         monkeypatch.setattr(module.TRUSTED, "_chosen", {})
     arguments = ARGUMENTS[name]("cuda:0", torch.bfloat16)
     torch.cuda.synchronize()
@@ -259,11 +274,34 @@ def test_pack_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.Monkey
     check(pack_kernel.TRUSTED, (recipe, torch.bfloat16), Code(), agrees)
 
 
+@pytest.mark.parametrize(("fault", "agrees"), [*FAULTS[:1], *FAULTS[2:]])
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("center", [True, False])
+def test_store_is_compared(
+    center: bool, several: bool, fault: Wrong, agrees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(kernel, *arguments) -> None:
+        store_by_torch(*arguments)
+        if not several:
+            fault(arguments[5])
+
+    def launch_layers(kernel, *arguments) -> None:
+        store_layers_by_torch(*arguments)
+        if several:
+            fault(arguments[3][-1])
+
+    monkeypatch.setattr(store_kernel, "launch", launch)
+    monkeypatch.setattr(store_kernel, "launch_layers", launch_layers)
+    policy = stream_policy(center=center)
+    recipe = Recipe.of(page_format((3, 2), policy=policy), policy)
+    check(store_kernel.TRUSTED, (recipe, torch.bfloat16), Code(), agrees)
+
+
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)
 def test_append_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_kernel(kernel, keys, values, blocks, writes, bad) -> None:
-        append_module._by_torch(keys, values, blocks, writes, bad)
-        fault(blocks)
+    def by_kernel(kernel, keys, values, recent, writes, bad) -> None:
+        append_module._by_torch(keys, values, recent, writes, bad)
+        fault(recent)
 
     monkeypatch.setattr(append_module, "_by_kernel", by_kernel)
     check(append_module.TRUSTED, (torch.bfloat16, 16), Code(), agrees)
@@ -271,17 +309,17 @@ def test_append_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)
 @pytest.mark.parametrize("columns", [4, 8])
-@pytest.mark.parametrize("bits", [(2,), (2, 4)])
-def test_decode_is_compared(
-    bits: tuple[int, ...], columns: int, fault: Wrong, agrees: bool
-) -> None:
-    formats = [page_format(one) for one in bits]
+@pytest.mark.parametrize("bits", [(2,), (2, 4), ((3, 2),), ((2, 2), (4, 2))])
+def test_decode_is_compared(bits: tuple, columns: int, fault: Wrong, agrees: bool) -> None:
+    policy = POLICY if isinstance(bits[0], int) else stream_policy()
+    formats = [page_format(one, policy=policy) for one in bits]
     specialization = Specialization.of(formats, 64, True, torch.bfloat16, columns)
 
     def kernel(*arguments) -> None:
-        *states, items, counts, _, scaling, output = arguments
-        made = specialization.formats(states[1].shape[1])
-        found = decode_by_torch(*states, items, counts, scaling, made, True)
+        *states, items, recents, counts, _, scaling, output = arguments
+        heads = states[1].shape[1]
+        made = [replace(one, kv_heads=heads) for one in specialization.formats]
+        found = decode_by_torch(*states, items, recents, counts, scaling, made, True)
         fault(found)
         output.copy_(found)
 

@@ -15,13 +15,25 @@ from oscar_mm.ops.nvrtc import compile_text, csrc_folder
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.ops.unpack_kernel import UnpackParams, kernel_for, macros
+from oscar_mm.policy import Bits
+from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
-    "compact": KVPolicy.preset("compact"),
+    "compact": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
-    "groups of 64": KVPolicy(key_group=64, value_group=64),
+    "groups of 64": channel_policy(key_group=64, value_group=64),
+    "stream": stream_policy(),
+    "stream without center": stream_policy(center=False, value_group=32),
 }
+CHANNEL_BITS = ((2, 2), (4, 4))
+STREAM_BITS = tuple(product((2, 3, 4), repeat=2))
+EVERY = [
+    (name, bits, head_dim, rotate)
+    for name, policy in POLICIES.items()
+    for bits in (STREAM_BITS if policy.key_axis == "token" else CHANNEL_BITS)
+    for head_dim, rotate in product((64, 128), (True, False))
+]
 CPU = torch.device("cpu")
 
 
@@ -29,7 +41,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", [*POLICIES, "quarot"])
 def test_slots(name: str, rotate: bool) -> None:
     policy = POLICIES.get(name) or KVPolicy.preset(name)
-    page_format = PageFormat.of(policy, 2, 2, 80)
+    page_format = PageFormat.of(policy, Bits(2, 2), 2, 80)
     pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
     slots = torch.tensor([3, 1, 1], dtype=torch.int32)
     text = text_of(page_format)
@@ -42,7 +54,7 @@ def test_slots(name: str, rotate: bool) -> None:
 
 
 def test_none_and_sigma_of_all_heads() -> None:
-    page_format = PageFormat.of(POLICIES["compact"], 4, 2, 64)
+    page_format = PageFormat.of(POLICIES["compact"], Bits(4, 4), 2, 64)
     pages, text = random_pages(2, page_format, CPU), text_of(page_format)
     slots = torch.arange(2, dtype=torch.int32)
     none = unpack_slots(pages, slots[:0], None, text, True, torch.bfloat16)
@@ -53,41 +65,37 @@ def test_none_and_sigma_of_all_heads() -> None:
     assert torch.equal(one[0], both[0]) and one[0].dtype == torch.bfloat16
 
 
-def compiled(arch: str, policy: KVPolicy, bits: int, head_dim: int) -> None:
+def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "unpack.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(UnpackParams)});\n"
         "static_assert(THREADS == 256);\n"
     )
-    made = macros(PageFormat.of(policy, bits, 8, head_dim), policy.rotate, torch.bfloat16)
+    made = macros(PageFormat.of(policy, Bits(*bits), 8, head_dim), policy.rotate, torch.bfloat16)
     report = compile_text("unpack.cu", text, arch, made).reports["unpack"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.registers <= 64, "so that a multiprocessor holds all its threads"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
-def test_compiles(arch: str) -> None:
-    compiled(arch, POLICIES["compact"], 2, 128)
+@pytest.mark.parametrize(("name", "bits"), [("compact", (2, 2)), ("stream", (3, 2))])
+def test_compiles(name: str, bits: tuple[int, int], arch: str) -> None:
+    compiled(arch, POLICIES[name], bits, 128)
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "head_dim"),
-    [("compact", 4, 128), ("oscar", 2, 64), ("kivi", 4, 64), ("groups of 64", 2, 128)],
-)
-def test_specializations(name: str, bits: int, head_dim: int) -> None:
-    compiled("sm_90a", POLICIES[name], bits, head_dim)
+@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
+def test_specializations(name: str, bits: tuple[int, int], head_dim: int, rotate: bool) -> None:
+    compiled("sm_90a", replace(POLICIES[name], rotate=rotate), bits, head_dim)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("name", "bits", "head_dim", "rotate"), list(product(POLICIES, (2, 4), (64, 128), (1, 0)))
-)
+@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
 def test_kernel_equals_torch(
-    name: str, bits: int, head_dim: int, rotate: bool, dtype: torch.dtype
+    name: str, bits: tuple[int, int], head_dim: int, rotate: bool, dtype: torch.dtype
 ) -> None:
-    page_format = PageFormat.of(POLICIES[name], bits, 5, head_dim)
-    place, rotate = torch.device("cuda", 0), bool(rotate)
+    page_format = PageFormat.of(POLICIES[name], Bits(*bits), 5, head_dim)
+    place = torch.device("cuda", 0)
     assert kernel_for(page_format, rotate, dtype, place) is not None
     pages, basis = random_pages(40, page_format, place), random_basis(page_format, rotate, place)
     slots = torch.randint(40, (100,), dtype=torch.int32, device=place)
@@ -107,11 +115,11 @@ def test_kernel_equals_torch(
 def test_what_the_kernel_does_not_make(caplog: pytest.LogCaptureFixture) -> None:
     place = torch.device("cuda", 0)
     for policy, head_dim, dtype in (
-        (KVPolicy.preset("quarot"), 128, torch.bfloat16),
+        (KVPolicy.preset("quarot", key_group=64), 128, torch.bfloat16),
         (POLICIES["compact"], 96, torch.bfloat16),
         (POLICIES["compact"], 128, torch.float32),
     ):
-        page_format = PageFormat.of(policy, 2, 2, head_dim)
+        page_format = PageFormat.of(policy, Bits(2, 2), 2, head_dim)
         pages, slots = random_pages(3, page_format, place), torch.arange(3, device=place).int()
         assert kernel_for(page_format, True, dtype, place) is None
         found = unpack_slots(pages, slots, None, text_of(page_format), True, dtype)

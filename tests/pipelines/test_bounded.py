@@ -16,6 +16,7 @@ from oscar_mm.memory import MemoryReport
 from oscar_mm.models import BUNDLED
 from oscar_mm.pipelines import bounded, pipeline_for
 from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.policy import PLAIN
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
@@ -52,6 +53,12 @@ def in_use(report: MemoryReport) -> int:
     return report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
 
 
+def is_held(foretold: float, report: MemoryReport, pipe: Pipeline) -> bool:
+    """Whether that much is in use, but for what an answer has to spare for its next tokens."""
+    spare, rest = divmod(int(foretold) - in_use(report), pipe._slot_bytes()[PLAIN])
+    return 0 <= spare <= 32 and not rest
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
     pipe = like(vl, policy=policy)
@@ -60,7 +67,7 @@ def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
         growth, sizes = pipe.growth(prompt, answer), pipe._slot_bytes()
         held, pools = bytes_over_time(growth.held, sizes), pool_bytes(growth.held, sizes)
         report = pipe(PICTURES, "What is it?", max_new_tokens=answer).memory
-        assert len(held) == answer and held[-1] == in_use(report)
+        assert len(held) == answer and is_held(held[-1], report, pipe)
         # Tables are not foreseen, and pools may grow by less.
         assert 0.97 * pools < report.kv_bytes < 1.01 * pools
     # A chat: what it holds, and most that a turn adds to that while it goes on.
@@ -74,7 +81,7 @@ def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
                 most = max(most, pipe.store.memory().used_bytes)
             growth = seen.pop()
             foretold = bytes_over_time(growth.held, pipe._slot_bytes())
-            assert foretold[-1] == in_use(chat.memory)
+            assert is_held(foretold[-1], chat.memory, pipe)
             page = min(pipe._slot_bytes().values())
             assert most - page <= before + pipe.growth_bytes(growth) <= 1.05 * most + 1
 
@@ -90,7 +97,7 @@ def test_foreseen_of_bundled_models(name: str) -> None:
     growth, sizes = pipe.growth(prompt, 20), pipe._slot_bytes()
     held = bytes_over_time(growth.held, sizes)
     ended = len(answer.token_ids) - (answer.finish_reason == "length")
-    assert held[ended] == in_use(answer.memory)
+    assert is_held(held[ended], answer.memory, pipe)
     assert answer.memory.kv_bytes < 1.01 * pool_bytes(growth.held, sizes)
 
 
@@ -102,7 +109,10 @@ def test_foreseen_of_a_batch(vl: OscarVLPipeline) -> None:
     results = pipe.batch(requests, max_padding=1)
     [(growth, tokens)] = seen
     held = sum(in_use(result.answer.memory) for result in results)
-    assert bytes_over_time(growth.held, pipe._slot_bytes())[-1] == held
+    # Reports are of each row taken out of the batch, without what it had to spare.
+    sizes = pipe._slot_bytes()
+    spare, rest = divmod(int(bytes_over_time(growth.held, sizes)[-1]) - held, sizes[PLAIN])
+    assert 0 <= spare <= 2 * 32 and rest == 0
     assert tokens == 2 * results[1].answer.prompt_tokens
 
 
@@ -161,7 +171,8 @@ def test_refusals_by_the_budget_are_right(vl: OscarVLPipeline) -> None:
     with pytest.raises(NoRoom):
         tight(PICTURES, "What?", max_new_tokens=fits + 1)
     # Requests of a batch one after the other, where they do not fit together.
-    rows = [{"images": PICTURES, "prompt": "What?", "max_new_tokens": n} for n in (fits, 30, 4)]
+    answers = fits, 30, min(fits, 4)
+    rows = [{"images": PICTURES, "prompt": "What?", "max_new_tokens": n} for n in answers]
     errors = [result.error for result in tight.batch(rows)]
     assert errors[0] is None is errors[2] and isinstance(errors[1], NoRoom)
     assert tight.budget.used_bytes == 0

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from oscar_mm import InputError, KVPolicy, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.policy import DEFAULT
 from tests.checkpoints import build_decoder
 from tests.prompts import REQUESTS
 
@@ -63,7 +64,7 @@ def test_loaded_model(qwen3_vl_folder, loaded, expected) -> None:
     assert answers(OscarVLPipeline(loaded), expected)
     assert not loaded.training
     processor = AutoProcessor.from_pretrained(qwen3_vl_folder)
-    pipe = OscarVLPipeline(loaded, processor=processor, device="cpu", policy=KVPolicy())
+    pipe = OscarVLPipeline(loaded, processor=processor, device="cpu", policy=DEFAULT)
     assert pipe.model is loaded and pipe.processor is processor
     assert answers(pipe, expected)
     assert loaded.config.vision_config._attn_implementation == "sdpa"

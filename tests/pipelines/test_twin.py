@@ -4,6 +4,7 @@ import pytest
 
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
 from oscar_mm.pipelines.twin import with_policy
+from oscar_mm.policy import DEFAULT
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
 
@@ -20,7 +21,7 @@ def pipe(qwen3_vl_folder) -> OscarVLPipeline:
 def test_it_answers_as_a_pipeline_loaded_with_the_policy(pipe, qwen3_vl_folder) -> None:
     twin = with_policy(pipe, "bf16")
     assert twin.model is pipe.model and twin.lock is pipe.lock and type(twin) is type(pipe)
-    assert twin.policy == KVPolicy.preset("bf16") and pipe.policy == KVPolicy.preset("compact")
+    assert twin.policy == KVPolicy.preset("bf16") and pipe.policy == KVPolicy.preset(DEFAULT)
     assert twin.prefixes is None and pipe.prefixes is not None
     loaded = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="bf16")
     loaded.model.generation_config.eos_token_id = NEVER

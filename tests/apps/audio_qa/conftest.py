@@ -10,6 +10,7 @@ import pytest
 from oscar_mm import KVPolicy
 from oscar_mm.apps.audio_qa.settings import Settings
 from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.policy import DEFAULT
 from tests.prompts import tone
 from tests.recordings import write_sound
 
@@ -65,7 +66,7 @@ def recordings(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def plan(qwen3_omni_folder) -> Plan:
-    how = Settings(KVPolicy.preset("compact"), max_new_tokens=5)
+    how = Settings(KVPolicy.preset(DEFAULT), max_new_tokens=5)
     return Plan(str(qwen3_omni_folder), how, batch_size=4, device="cpu")
 
 

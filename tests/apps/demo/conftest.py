@@ -23,7 +23,12 @@ COMPACT = Settings(KVPolicy.preset("compact"), "compact")
 def pipe(qwen3_omni_folder: Path) -> OscarOmniPipeline:
     """Answers have all their tokens."""
     made = OscarOmniPipeline(
-        qwen3_omni_folder, device="cpu", dtype="bfloat16", limits=LIMITS, kv_budget="40MB"
+        qwen3_omni_folder,
+        policy=COMPACT.policy,
+        device="cpu",
+        dtype="bfloat16",
+        limits=LIMITS,
+        kv_budget="40MB",
     )
     made.model.generation_config.eos_token_id = NEVER
     return made

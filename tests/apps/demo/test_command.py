@@ -108,7 +108,7 @@ def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
     """Neither uploads nor conversations on disk, whoever is connected and waits for an answer."""
     port, left, slow, reading = free_port(), tmp_path / "tmp", tmp_path / "slow", tmp_path / "reads"
     left.mkdir()
-    arguments = qwen3_omni_folder, port, slow, reading, "--kv-budget", "250kB"
+    arguments = qwen3_omni_folder, port, slow, reading, "--kv-budget", "68kB"
     with (
         Forked(serve_until_told, *arguments, environment={"TMPDIR": str(left)}) as demo,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
@@ -120,14 +120,16 @@ def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
         }
         page = SimpleNamespace(page=SimpleNamespace(fns=handlers))
         with ExitStack() as sessions:
-            for session in ("first", "second"):
+            for session in ("first", "second", "third"):
                 beats = client.stream("GET", f"gradio_api/heartbeat/{session}")
                 next(sessions.enter_context(beats).iter_lines())
                 message = {"text": "What?", "files": [upload(client, uploads / "0.png")]}
+                if session == "third":
+                    break
                 assert call(client, page, "ask", [message, 0, 4, *WHERE], session)[-1]["success"]
             assert any(left.rglob("0.png")) and any(left.rglob("chat-*.safetensors"))
             slow.touch()
-            join(client, page, "ask", [message, 0, 4, *WHERE], "second")
+            join(client, page, "ask", [message, 0, 4, *WHERE], "third")
             until(reading.exists)
             start = time.monotonic()
             os.kill(demo.pid, signal.SIGTERM)

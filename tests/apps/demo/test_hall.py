@@ -57,7 +57,7 @@ def test_the_budget_holds_for_all_together(pipe, uploads) -> None:
         pipe.budget.limit = round(2.5 * one)
         others = [hall.visitor(str(index)) for index in range(4)]
         for index, other in enumerate(others):
-            settings = {one.label: 16 if index % 2 else AS_PRESET for one in Modality}
+            settings = {one.label: "16" if index % 2 else AS_PRESET for one in Modality}
             other.begin(chosen("compact", settings, 32, None, False))
             asked(other, "What?", uploads / "2.png")
             assert pipe.budget.used_bytes <= pipe.budget.limit

@@ -134,7 +134,13 @@ def test_settings_say_what_is_wrong() -> None:
     assert chosen("bf16", BITS, 0, None, False).policy == KVPolicy.preset("bf16")
     for preset, bits, window, why_not in (
         ("nothing", BITS, 32, "unknown policy 'nothing'"),
-        ("compact", BITS | {"image": 3}, 32, "bits of image = 3"),
+        (
+            "compact",
+            BITS | {"image": "3"},
+            32,
+            "bits '3': must be one of 2, 3/2, 4/2, 4, 16 or 'preset'",
+        ),
+        ("compact", BITS | {"text": 4}, 32, "bits 4: must be one of"),
         ("compact", BITS, 32.5, "window=32.5"),
         ("compact", BITS, None, "window=None"),
         ("compact", BITS, 9999, "window=9999"),
@@ -185,7 +191,7 @@ def test_the_report_has_numbers_and_nothing_that_was_said(visitor, uploads) -> N
     found = json.loads(text)
     assert "secret" not in text and "0.png" not in text
     assert found["memory"] == visitor.side.chat.memory.to_dict()
-    assert found["policy"]["bits"] == {"text": 2, "image": 2, "video": 2, "audio": 2}
+    assert found["policy"]["bits"] == {one.label: [2, 2] for one in Modality}
     assert [one["modality"] for one in found["segments"]] == ["text", "image"]
     assert found["dtype"] == "bfloat16" and found["timings"]["prefill_s"] > 0
 

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,12 @@ def test_undo(visitor, uploads) -> None:
     visitor.undo()  # the message that was refused
     assert [one.counts for one in visitor.exchanges] == [True, True]
     visitor.undo()
-    assert len(visitor.exchanges) == 1 and visitor.side.curve.last == before
+    last = visitor.side.curve.last
+    # What the answer had to spare for its next tokens is given back with the turn.
+    spare = before.parts["text"] - last.parts["text"]
+    assert 0 <= spare <= before.parts["text"] / 2
+    parts = last.parts | {"text": before.parts["text"]}
+    assert len(visitor.exchanges) == 1 and replace(last, parts=parts) == before
     visitor.undo()
     assert visitor.exchanges == [] and visitor.side.curve.last.stored == 0
     with pytest.raises(InputError, match="nothing to take back"):
@@ -228,10 +234,10 @@ def test_a_comparison_that_is_stopped_is_given_up(visitor, monkeypatch) -> None:
 
 
 def test_settings_are_those_of_a_new_conversation(visitor, uploads) -> None:
-    bits = {"text": 4, "image": 2, "video": AS_PRESET, "audio": 16}
+    bits = {"text": "3/2", "image": "2", "video": AS_PRESET, "audio": "16"}
     visitor.begin(chosen("compact", bits, 64, " Be brief. ", False))
     policy = visitor.side.chat.pipe.policy
-    assert policy.bits == (4, 2, 2, 16) and policy.window == 64
+    assert list(map(str, policy.bits)) == ["3/2", "2", "2", "16"] and policy.window == 64
     assert visitor.side.chat.system == "Be brief." and visitor.settings.name == "compact*"
     asked(visitor, "What?", uploads / "0.png")
     assert visitor.exchanges[0].counts

@@ -1,4 +1,4 @@
-// Attention of one warp to 16 tokens in 16 bit: half a block, or the new tokens.
+// Attention of one warp to up to 16 tokens in 16 bit: stored ones, or the new ones.
 #pragma once
 
 #include "mma.cuh"
@@ -12,8 +12,8 @@
 // (fragment columns 2 quad, 2 quad + 1 and + 8 of two k-steps), the queries in the same order.
 //
 // visible[c]: tokens that the lane's columns see (new tokens are causal).
-// State::out is in plain units here; settle_blocks takes it to those of pages.
-__device__ __forceinline__ void attend_block(State& state, const uint8_t* rows, int tokens,
+// State::out is in plain units here; settle_plain takes it to those of pages.
+__device__ __forceinline__ void attend_plain(State& state, const uint8_t* rows, int tokens,
                                              const ELEMENT (&queries)[COLUMNS][HEAD_DIM],
                                              float unit, const int (&visible)[2], int lane) {
   const int group = lane >> 2, quad = lane & 3;
@@ -59,8 +59,8 @@ __device__ __forceinline__ void attend_block(State& state, const uint8_t* rows, 
 }
 
 // Take State::out from plain values to the coordinates and units of pages: rotate, divide.
-template <int BITS>
-__device__ __forceinline__ void settle_blocks(State& state, int lane) {
+template <int LOW>
+__device__ __forceinline__ void settle_plain(State& state, int lane) {
 #if ROTATE
   // Channel bits (value_channel): tile >> 1 and tile & 1, half in registers; row in lane bits 2..4.
 #pragma unroll
@@ -93,5 +93,5 @@ __device__ __forceinline__ void settle_blocks(State& state, int lane) {
   for (int tile = 0; tile < CHANNEL_TILES; ++tile)
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      state.out[tile][c] *= NORM / out_unit<BITS>(tile, c >> 1);
+      state.out[tile][c] *= NORM / out_unit<LOW>(tile, c >> 1);
 }

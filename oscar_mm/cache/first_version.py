@@ -1,0 +1,106 @@
+"""Saved caches of version 1, as they would be saved now.
+
+They have tokens in 16 bit in blocks of 32, ``layer.<i>.blocks`` (n, 2, KV heads, 32, head_dim), and
+the ids of blocks in ``blocks``; a stream's number of them follows from its number of tokens in 16
+bit. Pages of key_axis "token" are token by token, whatever head_dim is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.checked_file import Kind
+from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+from oscar_mm.quant.bits import unpack_bits
+
+_BLOCK_TOKENS = 32
+_BITS = (Bits(2, 2), Bits(4, 4), PLAIN)
+_SUFFIX = ".blocks"
+
+
+def check_policy(policy: KVPolicy) -> None:
+    """Raise ValueError if no file of version 1 can be of a policy."""
+    if policy.center or not set(policy.bits) <= set(_BITS):
+        raise ValueError("its policy is not one of version 1")
+
+
+def kinds_now(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Names, dtypes and shapes as of now, but with blocks instead of their tokens counted.
+
+    Raises:
+        KeyError, ValueError: blocks are of another shape, or tensors have the names of now.
+    """
+    found = dict(kinds)
+    if named := [name for name in found if name == "recent" or _is_of_layer(name, ".recent")]:
+        raise ValueError(f"unknown tensors {sorted(named)[:3]}")
+    found["recent"] = found.pop("blocks")
+    for name in [name for name in found if _is_of_layer(name, _SUFFIX)]:
+        dtype, (count, sides, heads, tokens, width) = found.pop(name)
+        if tokens != _BLOCK_TOKENS:
+            raise ValueError(f"{name} is of {tokens} tokens")
+        found[_renamed(name)] = Kind(dtype, (count, sides, heads, width))
+    return found
+
+
+def tensors_now(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a file whose kinds were checked, as of now.
+
+    Raises:
+        ValueError: blocks and streams do not fit together.
+    """
+    found = dict(tensors)
+    blocks, tails = found.pop("blocks").numpy().astype(np.int64), found["streams"].numpy()[:, 3]
+    names = [name for name in found if _is_of_layer(name, _SUFFIX)]
+    counts = {len(found[name]) for name in names}
+    if ((tails < 0) | (tails > len(blocks) * _BLOCK_TOKENS)).any():
+        raise ValueError("a stream is out of range")
+    if tails.sum() > found["codes"].numel():
+        raise ValueError(f"{tails.sum()} tokens in 16 bit")
+    ends = np.cumsum(-(-tails // _BLOCK_TOKENS))
+    if (ends[-1] if len(ends) else 0) != len(blocks):
+        raise ValueError("streams and their slots differ in number")
+    if any(((blocks < 0) | (blocks >= count)).any() for count in counts):
+        raise ValueError("a block is out of range")
+    places = [np.zeros(0, np.int64)]
+    for tail, end in zip(tails.tolist(), ends.tolist(), strict=True):
+        start = end - -(-tail // _BLOCK_TOKENS)
+        whole = blocks[start:end, None] * _BLOCK_TOKENS + np.arange(_BLOCK_TOKENS)
+        places.append(whole.ravel()[:tail])
+    used, recent = np.unique(np.concatenate(places), return_inverse=True)
+    found["recent"] = torch.from_numpy(recent.astype(np.int32))
+    for name in names:
+        tokens = found.pop(name).transpose(2, 3).transpose(1, 2).flatten(0, 1)
+        found[_renamed(name)] = tokens[torch.from_numpy(used)].contiguous()
+    return found
+
+
+def pages_now(pages: torch.Tensor, page_format: PageFormat) -> torch.Tensor:
+    """Pages of key_axis "token", (n, page_bytes) uint8, in the order of now."""
+    found = torch.zeros_like(pages)
+    heads = pages[:, : page_format.head_bytes * page_format.kv_heads]
+    heads = heads.unflatten(1, (page_format.kv_heads, -1))
+    for name, field in page_format.fields.items():
+        raw = heads[..., field.offset : field.offset + field.nbytes]
+        if field.kind == "codes":
+            bits = field.shape[1] * 8 // page_format.head_dim
+            values = unpack_bits(raw, bits).unflatten(-1, (PAGE_TOKENS, page_format.head_dim))
+        else:
+            values = raw.contiguous().view(field.dtype)
+            by_group = name.startswith("value")
+            shape = field.shape[::-1] if by_group else field.shape
+            values = values.unflatten(-1, shape)
+            values = values.transpose(-1, -2) if by_group else values
+        page_format.write(found, name, values)
+    return found
+
+
+def _is_of_layer(name: str, suffix: str) -> bool:
+    return name.startswith("layer.") and name.endswith(suffix)
+
+
+def _renamed(name: str) -> str:
+    return f"{name.removesuffix(_SUFFIX)}.recent"

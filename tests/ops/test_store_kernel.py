@@ -1,0 +1,216 @@
+"""The store kernel against PyTorch operations. The compilation needs no GPU, the rest does."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.cache.layout import PageFormat
+from oscar_mm.ops.dequantize import unpack_stored
+from oscar_mm.ops.nvrtc import Report, compile_text, csrc_folder
+from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.samples import random_basis, random_pages, random_stores
+from oscar_mm.ops.store_kernel import (
+    LayersParams,
+    StoreParams,
+    kernel_for,
+    launch,
+    launch_layers,
+    macros,
+)
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE, store_by_torch
+from tests.ops.arguments import stream_policy
+
+POLICIES = {
+    **{f"{k}/{v}": stream_policy((k, v)) for k, v in product((2, 3, 4), repeat=2)},
+    "quarot": KVPolicy.preset("quarot"),
+    "without center": stream_policy(center=False),
+    "plain": stream_policy(norm="plain", value_scale="plain"),
+    "min-max": stream_policy(fit="minmax", norm="plain", value_scale="plain"),
+    "not rotated": stream_policy((3, 3), rotate=False, value_group=32),
+    "groups of 64": stream_policy((4, 4), value_group=64),
+}
+
+
+def recipe_of(name: str, head_dim: int, kv_heads: int = 3) -> Recipe:
+    policy = POLICIES[name]
+    return Recipe.of(PageFormat.of(policy, policy.bits.text, kv_heads, head_dim), policy)
+
+
+def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "store.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(StoreParams)});\n"
+        f"static_assert(sizeof(LayersParams) == {ctypes.sizeof(LayersParams)});\n"
+        "static_assert(WARPS == 4);\n"
+        f"static_assert(JOB_HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS});\n"
+    )
+    reports = compile_text("store.cu", text, arch, macros(recipe, dtype)).reports
+    assert set(reports) == {"store", "store_layers"} | (
+        {"centers"} if recipe.page_format.center else set()
+    )
+    for report in reports.values():
+        # Of min-max fits the compiler spills one register, which is read once.
+        assert max(report.spill_stores, report.spill_loads) <= (0 if recipe.fit == "lsq" else 8)
+        assert report.registers <= 96, "so that a multiprocessor holds five thread blocks"
+    return reports
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("name", ["3/2", "4/2"])
+def test_compiles(name: str, arch: str) -> None:
+    compiled(arch, recipe_of(name, 128), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+def test_specializations(name: str, head_dim: int) -> None:
+    compiled("sm_90a", recipe_of(name, head_dim), torch.float16)
+
+
+def both(
+    recipe: Recipe, states: tuple[torch.Tensor, ...], before: torch.Tensor, sigma: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages by the kernel and by PyTorch operations."""
+    kernel = kernel_for(recipe, states[0].dtype, before.device)
+    assert kernel is not None
+    found, expected = before.clone(), before.clone()
+    bad = torch.zeros(1, dtype=torch.int32, device=before.device)
+    launch(kernel, *states, found, bad, sigma, recipe)
+    store_by_torch(*states, expected, bad, sigma, recipe)
+    assert not bool(bad)
+    return found, expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+def test_jobs_equal_torch(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Single tokens, new ones and stored ones, strided input, jobs that do nothing, balancing."""
+    recipe, place = recipe_of(name, head_dim), torch.device("cuda", 0)
+    states = random_stores(recipe.page_format, dtype, place)
+    before = random_pages(5, recipe.page_format, place)
+    sigma = random_basis(recipe.page_format, True, place).sigma
+    found, expected = both(recipe, states, before, sigma)
+    owners = recipe.page_format.token_bytes(place)
+    for slot in range(5):
+        differ = (found[slot] != expected[slot]).float()
+        # What no job names is as it was.
+        kept = (expected[slot] == before[slot]) & (owners >= 0)
+        assert differ[kept].mean() < 1e-3
+    written = (expected != before).sum()
+    assert (found != expected).sum() < (2e-3 if recipe.rotate else 1e-2) * written
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+def test_a_long_prompt(name: str, head_dim: int) -> None:
+    """Whole tiles of 64 pages: errors as those of PyTorch operations."""
+    recipe, place = recipe_of(name, head_dim, 5), torch.device("cuda", 0)
+    page_format, pages = recipe.page_format, 64
+    tokens = 128 * pages
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.randn(1, tokens, 5, head_dim, generator=generator).to(place).transpose(1, 2)
+        for _ in range(2)
+    )
+    keys = keys + 3 * torch.randn(5, 1, head_dim, generator=generator).to(place)
+    jobs = torch.zeros(pages, 8, HEAD + TILE, dtype=torch.int32, device=place)
+    order = torch.arange(tokens, dtype=torch.int32, device=place).view(pages, 8, TILE)
+    jobs[..., 0] = torch.arange(pages, device=place)[:, None]
+    jobs[..., 1], jobs[..., HEAD:] = torch.arange(8, device=place), order
+    begins = torch.zeros(pages, HEAD + CENTER_TOKENS, dtype=torch.int32, device=place)
+    begins[:, 0], begins[:, 2] = torch.arange(pages, device=place), CENTER_TOKENS
+    begins[1:, HEAD:] = order.view(pages, 128)[:-1, -CENTER_TOKENS:]
+    begins[0, HEAD:] = order.view(pages, 128)[0, :CENTER_TOKENS]
+    recent = keys.new_empty(0, 2, 5, head_dim).bfloat16()
+    states = (keys.bfloat16(), values.bfloat16(), recent, jobs.flatten(0, 1))
+    states = (*states, begins[: pages * page_format.center])
+    before = torch.full((pages, page_format.page_bytes), 255, dtype=torch.uint8, device=place)
+    basis = random_basis(page_format, recipe.rotate, place)
+    assert basis.sigma is not None
+    made = both(recipe, states, before, basis.sigma)
+    assert (made[0] != made[1]).float().mean() < (2e-3 if recipe.rotate else 1e-2)
+    losses = []
+    for stored in (unpack_stored(one, page_format) for one in made):
+        back = (basis.keys_out(stored[0]), basis.values_out(stored[1]))
+        for found, given in zip(back, states, strict=False):
+            whole = given[0].float().view(5, pages, 128, head_dim).transpose(0, 1)
+            losses.append(float((found - whole).square().mean()))
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-3)
+
+
+def steps_of(page_format: PageFormat, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Jobs and begins of a decode step: a token of each of five rows, of whose pages two begin."""
+    jobs = torch.full((5, HEAD + TILE), NOTHING, dtype=torch.int32)
+    jobs[:, :HEAD] = torch.tensor([[-1, 2, 4, 0, 1], [-1, 7, 0, 0, 3]] + [[0] * 5] * 2).T
+    jobs[torch.arange(5), HEAD + torch.tensor([9, 15, 0, 0, 8])] = ~torch.tensor(
+        [90, 3, 0, 38, 17], dtype=torch.int32
+    )
+    begins = torch.full((5, HEAD + CENTER_TOKENS), -1, dtype=torch.int32)
+    for line, count in ((2, 32), (3, 1)):
+        begins[line, :HEAD] = torch.tensor([jobs[line, 0], 0, count, 0])
+        begins[line, HEAD : HEAD + count] = ~torch.arange(count, dtype=torch.int32)
+    return jobs.to(place), begins[: 5 * page_format.center].to(place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
+    """Bit for bit, with the centers in the same launch or before; more layers than a launch has."""
+    recipe, place = recipe_of(name, head_dim), torch.device("cuda", 0)
+    page_format, count = recipe.page_format, 100
+    kernel = kernel_for(recipe, torch.bfloat16, place)
+    assert kernel is not None
+    _, _, first, _, _ = random_stores(page_format, torch.bfloat16, place)
+    recent = [first.roll(index, 0) + index for index in range(count)]
+    basis = random_basis(page_format, True, place).sigma
+    assert basis is not None
+    sigma = [(None, basis, basis[:1].contiguous())[index % 3] for index in range(count)]
+    jobs, begins = steps_of(page_format, place)
+    before = random_pages(5, page_format, place)
+    found, expected = ([before.clone() for _ in recent] for _ in range(2))
+    bad = [torch.zeros(1, dtype=torch.int32, device=place) for _ in recent]
+    launch_layers(kernel, recent, jobs, begins, found, bad, sigma, recipe)
+    none = first.new_empty(1, 3, 0, head_dim)
+    for index, (stored, pages) in enumerate(zip(recent, expected, strict=True)):
+        # A line more of beginnings has them launched first.
+        more = begins[: index % 2 * page_format.center]
+        more = torch.cat([begins, torch.full_like(more, -1)])
+        launch(kernel, none, none, stored, jobs, more, pages, bad[0], sigma[index], recipe)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert (found[-1] != before).any() and not any(map(bool, bad))
+    recent[98][38] = torch.nan
+    launch_layers(kernel, recent, jobs, begins, found, bad, sigma, recipe)
+    assert [index for index, flag in enumerate(bad) if flag] == [98]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("where", ["keys", "values", "center"])
+def test_flag(where: str, wrong: float) -> None:
+    recipe, place = recipe_of("3/2", 128), torch.device("cuda", 0)
+    keys, values, recent, jobs, begins = random_stores(recipe.page_format, torch.bfloat16, place)
+    kernel = kernel_for(recipe, torch.bfloat16, place)
+    assert kernel is not None
+    if where == "center":
+        jobs[:, 0] = -1
+        keys[1, 2, 81, 3] = wrong
+    else:
+        begins[:, 0] = -1
+        (keys if where == "keys" else values)[1, 2, 119, 127] = wrong
+    for used, flag in ((True, 1), (False, 0)):
+        if not used:
+            jobs[:, 0] = begins[:, 0] = -1
+        pages = random_pages(5, recipe.page_format, place)
+        bad = torch.zeros(1, dtype=torch.int32, device=place)
+        launch(kernel, keys, values, recent, jobs, begins, pages, bad, None, recipe)
+        assert int(bad) == flag
+    assert torch.equal(pages, random_pages(5, recipe.page_format, place))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "dtype"), [(96, torch.bfloat16), (128, torch.float32)])
+def test_what_the_kernel_does_not_take(head_dim: int, dtype: torch.dtype) -> None:
+    assert kernel_for(recipe_of("3/2", head_dim), dtype, torch.device("cuda", 0)) is None
