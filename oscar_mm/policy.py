@@ -73,6 +73,9 @@ class _Bits:
 class KVPolicy:
     """How the cache stores keys and values. Immutable, hashable, checked when made.
 
+    A field that is not given is that of the preset "compact"; ``KVPolicy.preset("standard", ...)``
+    changes the default policy.
+
     Attributes:
         bits: bits per value: 2, 3, 4 or 16, one number for keys and values or a pair such as
             ``(3, 2)``, for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``

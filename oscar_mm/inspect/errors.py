@@ -9,7 +9,7 @@ import torch
 from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.inspect.probe import LayerStates
 from oscar_mm.modality import Modality
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.roundtrip import roundtrip
 
 SAMPLE_TOKENS = 8192
@@ -56,6 +56,8 @@ def _variants(preset: str) -> tuple[Variant, Variant]:
 
 PAIRS = {preset: _variants(preset) for preset in _PRESETS}
 """Each preset with token scaling and without."""
+VARIANTS = (Variant(DEFAULT, None), *(variant for pair in PAIRS.values() for variant in pair))
+"""All that are tried. The default scales each token by itself."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def measure_errors(
     exact, weights = attention(keys[0], values[0])
     parts = _paged(ids[sample], device)
     found: dict[str, dict[str, Errors]] = {}
-    for variant in (variant for pair in PAIRS.values() for variant in pair):
+    for variant in VARIANTS:
         factor = sigma[:, None] if variant.balances and sigma is not None else 1.0
         back = roundtrip(keys / factor, values, variant.policy, ids[sample])
         errors = found[variant.label] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oscar_mm.inspect.errors import ALL, PAIRS
+from oscar_mm.inspect.errors import ALL, PAIRS, VARIANTS
 from oscar_mm.inspect.inspection import Inspection
 
 
@@ -56,7 +56,7 @@ def _by_layer(inspection: Inspection) -> Table:
 def _by_format(inspection: Inspection) -> Table:
     parts = inspection.parts
     rows = []
-    for variant in (variant for pair in PAIRS.values() for variant in pair):
+    for variant in VARIANTS:
         whole = inspection.mean_errors(variant.label)
         row = [variant.preset, variant.token_scaling or "none"]
         row += [f"{whole.bits:.2f}", f"{whole.keys:.3f}", f"{whole.values:.3f}"]
