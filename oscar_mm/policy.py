@@ -176,13 +176,24 @@ class KVPolicy:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
-        """A named policy, with fields changed on request: ``preset("compact", window=128)``."""
+        """A named policy, with fields changed on request: ``preset("compact", window=128)``.
+
+        Modalities that a mapping of ``bits`` does not name keep those of the preset.
+        """
         if not isinstance(name, str) or name not in _PRESETS:
             raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}")
         unknown = set(changes) - {field.name for field in fields(cls)}
         if unknown:
             raise InputError(f"KVPolicy has no field {', '.join(sorted(unknown))}")
-        return replace(cls(**_PRESETS[name]), **changes)
+        base, bits = cls(**_PRESETS[name]), changes.get("bits")
+        if isinstance(bits, Mapping):
+            changes["bits"] = base.bits._asdict() | dict(bits)
+        return replace(base, **changes)
+
+    @property
+    def name(self) -> str | None:
+        """That of the preset with just these fields, if there is one."""
+        return next((name for name in _PRESETS if KVPolicy.preset(name) == self), None)
 
     @classmethod
     def preset_names(cls) -> tuple[str, ...]:

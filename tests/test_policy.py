@@ -238,6 +238,10 @@ def test_preset_with_changes() -> None:
     changed = KVPolicy.preset("oscar", window=128, bits={"text": 4})
     assert changed.window == 128
     assert (changed.bits.text, changed.bits.image) == (Bits(4, 4), Bits(2, 2))
+    # What a mapping does not name stays the preset's.
+    wide = KVPolicy.preset("standard", bits={"text": (4, 2)})
+    assert (wide.bits.text, wide.bits.image) == (Bits(4, 2), Bits(3, 2))
+    assert (wide.name, KVPolicy.preset("kivi").name, KVPolicy().name) == (None, "kivi", "compact")
     assert dataclasses.replace(changed, window=32, bits=2) == KVPolicy.preset("oscar")
     with pytest.raises(InputError, match="no field groups"):
         KVPolicy.preset("oscar", groups=3)

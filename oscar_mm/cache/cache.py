@@ -272,9 +272,8 @@ class OscarCache(Cache):
     def fork(self) -> OscarCache:
         """A cache with the same past, over the same pages: only tables are copied.
 
-        Each of the two goes on by itself, and may be cut, reset or closed: pages are never written
-        again, and a 16-bit block that both hold is copied before either writes to it. The fork has
-        the balancing of this cache.
+        Each of the two goes on by itself, and may be cut, reset or closed: a page that both hold is
+        copied before either adds a token to it. The fork has the balancing of this cache.
 
         Raises:
             RuntimeError: in the middle of a forward pass, or after one that was interrupted.

@@ -100,9 +100,10 @@ class PageFormat:
     def __post_init__(self) -> None:
         unit = max(8 // plane for bits in self.bits for plane in _PLANES[bits])
         if self.head_dim % unit:
+            instead = "bits of 2 or 4, or " * (3 in self.bits and self.head_dim % 4 == 0)
             raise InputError(
                 f"head_dim={self.head_dim}: pages of {self.bits} bits need a multiple of {unit}; "
-                "use policy 'bf16' for this model"
+                f"use {instead}policy 'bf16' for this model"
             )
 
     @classmethod

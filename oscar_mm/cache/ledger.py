@@ -31,7 +31,7 @@ def packed_of(policy: KVPolicy, bits: Bits, waiting: int, *, begun: bool) -> int
     """How many of a stream's tokens that have left the window are packed.
 
     A stream page takes any number. The first one begins when so many wait that it takes no more
-    bytes than they: a short prompt is never larger than in 16 bit.
+    bytes than they do in 16 bit.
 
     Args:
         waiting: tokens of the stream that are in 16 bit and not in the window.
@@ -227,6 +227,9 @@ class _Foretold:
     def is_shared(self, slot: int) -> bool:
         return self._slots.is_shared(slot)
 
+    def owners(self, slot: int) -> int:
+        return self._slots.owners(slot)
+
 
 class _Advance:
     """How new tokens change sequences, and what every layer is to do."""
@@ -357,7 +360,8 @@ class _Advance:
     def _own_last_page(self, stream: Stream, slots: SlotAllocator | _Foretold) -> int:
         """The last page, or its copy if others have it too."""
         page = stream.pages[-1]
-        if slots.is_shared(page):
+        # A page out of whose middle tokens were forgotten has two entries, both of this stream.
+        if slots.is_shared(page) and slots.owners(page) > stream.pages.count(page):
             [own] = slots.allocate(1)
             self._step.copies.append((stream.bits, page, own))
             slots.release([page])

@@ -52,6 +52,8 @@ _DTYPES = {
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
 """Of pages or tokens that are looked at in one go."""
+_MOST = 512.0
+"""Sigma and its inverse are below that (``oscar_mm.quant.balance``)."""
 _SHOWN = 200
 """Characters of what a file says."""
 
@@ -326,6 +328,11 @@ def _check_text(
         )
     found = _policy_of(text, path)
     if policy is not None and found != policy:
+        if found.name is not None and policy.name is not None:
+            raise InputError(
+                f"{path}: was saved with policy {found.name!r}, and here it is {policy.name!r}: "
+                f"choose policy={found.name!r} to load it"
+            )
         fields = (field.name for field in dataclasses.fields(KVPolicy))
         both = [(name, getattr(found, name), getattr(policy, name)) for name in fields]
         differ = [f"{name}={a!r}, here {b!r}" for name, a, b in both if a != b]
@@ -427,5 +434,5 @@ def _check_content(
                 if not (all_finite(part) if page is None else page.all_finite(part.clone())):
                     raise ValueError(f"layer {index}: {_name(bits)} holds what is no number")
         sigma = tensors.get(f"layer.{index}.sigma")
-        if sigma is not None and not bool((sigma.isfinite() & (sigma > 0)).all()):
-            raise ValueError(f"layer {index}: sigma is not positive")
+        if sigma is not None and not bool(((sigma > 1 / _MOST) & (sigma < _MOST)).all()):
+            raise ValueError(f"layer {index}: sigma is beyond what balancing gives")

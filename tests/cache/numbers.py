@@ -11,6 +11,7 @@ import numpy as np
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.cache.ledger import Ledger, first_page_tokens
+from oscar_mm.cache.sequence import Sequence
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
@@ -43,7 +44,7 @@ class Contents:
                 key = filling.bits, filling.pages[number]
                 self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = -2
 
-    def carry_out(self, step: Step, new: np.ndarray) -> None:
+    def carry_out(self, step: Step, new: np.ndarray, sequences: list[Sequence]) -> None:
         slots = self.store.allocators
         for bits, source, target in step.copies:
             assert slots[bits].owners(target) == 1
@@ -58,8 +59,11 @@ class Contents:
                 self.centers[filling.bits, page] = tokens(source)
             for index, number in enumerate(tokens(filling.source)):
                 at, place = divmod(filling.first + index, PAGE_TOKENS)
-                assert slots[filling.bits].owners(filling.pages[at]) == 1
-                key = filling.bits, filling.pages[at]
+                key = bits, page = filling.bits, filling.pages[at]
+                # Nobody else's: of its own stream a page may have several entries.
+                streams = sequences[filling.row].streams.values()
+                own = sum(stream.pages.count(page) for stream in streams if stream.bits == bits)
+                assert slots[bits].owners(page) == own
                 self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = number
         if step.writes is not None:
             for row, token, slot in step.writes.T.tolist():
@@ -80,7 +84,8 @@ class Numbers:
         if not self.rows:
             self.rows, self.ids = [[] for _ in ids], [[] for _ in ids]
         new = np.array([next(self.count) for _ in range(ids.size)]).reshape(ids.shape)
-        self.contents.carry_out(self.ledger.advance(ids.astype(np.int8)), new)
+        step = self.ledger.advance(ids.astype(np.int8))
+        self.contents.carry_out(step, new, self.ledger.sequences)
         for row in range(len(ids)):
             self.rows[row] += new[row].tolist()
             self.ids[row] += ids[row].tolist()

@@ -244,6 +244,22 @@ def test_room_of_a_page_is_filled_again_after_a_crop() -> None:
     assert (stream.pages, stream.stops) == (pages[:1], (120,))
 
 
+def test_forgetting_in_the_middle_of_the_last_page_costs_no_page() -> None:
+    numbers = Numbers(KVPolicy(window=0, sinks=0, **STREAM))
+    for turn in range(10):
+        numbers.advance(np.zeros((1, 60), dtype=int))
+        numbers.forget(0, 60 * turn + 20, 60 * turn + 40)
+        numbers.check()
+        assert not numbers.ledger.last.copies
+    assert numbers.ledger.allocators[TWO].used == -(-600 // PAGE_TOKENS)
+    # Another owner is one more.
+    twin = numbers.fork()
+    numbers.advance(np.zeros((1, 1), dtype=int))
+    assert len(numbers.ledger.last.copies) == 1
+    numbers.check()
+    twin.check()
+
+
 def test_forgotten_tokens_in_16_bit_free_their_slots() -> None:
     numbers = Numbers(KVPolicy(bits=16, window=0, sinks=0))
     numbers.advance(np.zeros((1, 1000), dtype=int))

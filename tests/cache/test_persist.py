@@ -322,9 +322,12 @@ def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"fingerprint": "model-2"}, r"another model \(fingerprint model-1, here model-2\)"),
-        ({"policy": "oscar"}, r"another policy: key_group=\d+, here 32; .*sinks=4, here 0"),
+        (
+            {"policy": "oscar"},
+            r"with policy 'compact', and here it is 'oscar': choose policy='compact'",
+        ),
         ({"policy": KVPolicy(window=64)}, r"another policy: window=32, here 64$"),
-        ({"store": PageStore("kivi")}, "another policy"),
+        ({"store": PageStore("kivi")}, "here it is 'kivi'"),
         (
             {"policy": KVPolicy(value_scale="plain")},
             r"another policy: value_scale='unbiased', here 'plain'$",
