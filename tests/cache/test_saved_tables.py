@@ -149,7 +149,10 @@ FORGED = {
     "type of 16 bit": (replaced("layer.1.recent", lambda x: x.long()), "in 16 bit are I64"),
     "heads": (replaced("layer.1.recent", lambda x: x[:, :, :1].clone()), "damaged"),
     "dimensions": (replaced("layer.1.recent", lambda x: x.flatten()), "damaged"),
-    "sigma": (altered("layer.0.sigma", (0, 0), float("nan")), "sigma is not positive"),
+    "sigma": (
+        altered("layer.0.sigma", (0, 0), float("nan")),
+        "sigma is beyond what balancing gives",
+    ),
     "sigma's shape": (replaced("layer.0.sigma", lambda x: x[:, 1:].clone()), "sigma is"),
 }
 

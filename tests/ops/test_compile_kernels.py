@@ -43,7 +43,13 @@ POLICIES = {
     "stream 3/3 and 4/4": stream_policy({"text": 4, "image": 3, "video": 3, "audio": 3}),
     "stream, groups of 32": stream_policy(value_group=32),
 }
-DEFAULTS = ("compact", "stream 2/2", "stream 3/2", "stream 4/2")
+DEFAULTS = ("compact", "stream 3/2")
+USUAL = (*DEFAULTS, "oscar", "quarot", "mixed", "stream 2/2", "stream 4/2", "stream 2/2 and 4/2")
+EVERY = [
+    pytest.param(*one, marks=() if one[0] in USUAL and one[1] == 128 else pytest.mark.soak)
+    for one in product(POLICIES, (64, 128))
+]
+"""The usual ones every day; the tests on a GPU compile the others too."""
 
 
 def specialization(policy: KVPolicy, head_dim: int, columns: int = 4) -> Specialization:
@@ -91,7 +97,7 @@ def test_defaults_on_every_architecture(
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+@pytest.mark.parametrize(("name", "head_dim"), EVERY)
 def test_every_specialization(
     compiled: Callable[..., Report | None], name: str, head_dim: int, columns: int
 ) -> None:

@@ -33,6 +33,13 @@ POLICIES = {
     "groups of 64": stream_policy((4, 4), value_group=64),
 }
 
+USUAL = ("2/2", "3/2", "4/2", "quarot", "groups of 64")
+EVERY = [
+    pytest.param(*one, marks=() if one[0] in USUAL and one[1] == 128 else pytest.mark.soak)
+    for one in product(POLICIES, (64, 128))
+]
+"""The usual ones every day; the tests on a GPU compile the others too."""
+
 
 def recipe_of(name: str, head_dim: int, kv_heads: int = 3) -> Recipe:
     policy = POLICIES[name]
@@ -59,12 +66,12 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
-@pytest.mark.parametrize("name", ["3/2", "4/2"])
+@pytest.mark.parametrize("name", ["3/2"])
 def test_compiles(name: str, arch: str) -> None:
     compiled(arch, recipe_of(name, 128), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
+@pytest.mark.parametrize(("name", "head_dim"), EVERY)
 def test_specializations(name: str, head_dim: int) -> None:
     compiled("sm_90a", recipe_of(name, head_dim), torch.float16)
 
