@@ -15,14 +15,14 @@ from benchmarks.decoder import Decoder
 from benchmarks.feed import text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
+from oscar_mm.capacity import ModelShape
 from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_bytes
 from oscar_mm.decoding.graphs import record_cuda_graph
 from oscar_mm.decoding.steps import DecodeSteps
 from oscar_mm.modality import Modality
-from oscar_mm.policy import PLAIN, Bits
+from oscar_mm.policy import Bits
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits after one more token of each row; arguments as of a step of ``DecodeSteps``."""
@@ -192,10 +192,7 @@ class Oscar(Way):
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
         """See ``Way``."""
         config, policy = decoder.config, KVPolicy.of(self.policy)
-        shape = (config.num_key_value_heads, config.head_dim)
-        sizes = {PLAIN: 2 * shape[0] * shape[1] * 2}
-        for bits in policy.packed_bits:
-            sizes[bits] = PageFormat.of(policy, bits, *shape).page_bytes
+        sizes = ModelShape.of(config, 0).slot_bytes(policy)
         row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
         return config.num_hidden_layers * row
 

@@ -139,7 +139,7 @@ class KVPolicy:
                 f"KVPolicy value_scale='unbiased' with fit={self.fit!r}: must be 'plain', as only "
                 "a least-squares fit ('lsq') shrinks values"
             )
-        if self.key_axis == "token":
+        if self.by_token:
             self._check("token_scaling", (None,), "a token's scale is its own already")
             self._check("norm", ("plain", "unbiased"), "keys have a scale and no norm")
         else:
@@ -163,6 +163,11 @@ class KVPolicy:
     def bits_for(self, modality: Modality) -> Bits:
         """Bits per stored value of a modality; ``PLAIN`` where it is not packed."""
         return self.bits[int(modality)]
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens are packed one by one (stream pages); else whole pages."""
+        return self.key_axis == "token"
 
     @property
     def packed_bits(self) -> tuple[Bits, ...]:

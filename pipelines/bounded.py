@@ -160,7 +160,7 @@ class Bounded:
             # Text at the end, so that media are in full pages as far as can be. In another order
             # other tokens may be in the window, and fewer wait for a page.
             row = [np.full(tokens[one.label], int(one), np.int8) for one in reversed(Modality)]
-            waiting = sum(first_page_tokens(self.policy.bits_for(one)) for one in Modality)
+            waiting = sum(first_page_tokens(bits) for bits in self.policy.bits if bits.packed)
             order = self.policy.window + self.policy.sinks + waiting
             self._check_bytes(asked, np.concatenate(row)[doubt:], past, order)
 

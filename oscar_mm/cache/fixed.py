@@ -64,7 +64,7 @@ class FixedTables:
 
     def __init__(self, rows: int, policy: KVPolicy) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
-        self.packs_at_end = policy.key_axis == "token" and policy.window > 0
+        self.packs_at_end = policy.by_token and policy.window > 0
         self._kinds: dict[Any, _Kind] = {}
         # Of a step's own tokens, by kind; and by kind and device what layers have asked for.
         self._tokens: dict[str, np.ndarray] = {}
@@ -98,7 +98,7 @@ class FixedTables:
             one.after_write(written[one.row]) if one.row in written else one
             for one in step.fillings
         ]
-        for bits in self._policy.packed_bits if self._policy.key_axis == "token" else ():
+        for bits in self._policy.packed_bits if self._policy.by_token else ():
             jobs = np.full((self.rows, HEAD + TILE), -1, dtype=np.int32)
             begins = np.full((self.rows, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
             for filling in fillings:

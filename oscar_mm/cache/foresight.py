@@ -111,8 +111,9 @@ def foreseen(
             in_window = _in_window(recent, code, time, policy.window)
             if code == Modality.TEXT:
                 in_window = in_window + np.minimum(said[code], np.minimum(time, policy.window))
-            packed = _packed(policy, stream, np.maximum(total - in_window, 0))
-            room = stream.room if policy.key_axis == "token" else 0
+            waiting = np.maximum(total - in_window, 0)
+            packed = packed_of(policy, bits, waiting, begun=bool(stream.pages))
+            room = stream.room if policy.by_token else 0
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
             held[bits] += len(set(stream.pages)) + begun
             pages[code] = len(stream.pages) + begun
@@ -143,14 +144,6 @@ def foreseen(
     for slots in (held[PLAIN], added[PLAIN]):
         slots += found
     return Growth(held, added)
-
-
-def _packed(policy: KVPolicy, stream: Stream, waiting: np.ndarray) -> np.ndarray:
-    """Tokens that are packed by then, of the numbers of those that have left the window."""
-    begun = bool(stream.pages)
-    return np.array(
-        [packed_of(policy, stream.bits, int(count), begun=begun) for count in waiting], np.int64
-    )
 
 
 def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:

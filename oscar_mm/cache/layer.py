@@ -133,7 +133,7 @@ class OscarLayer(CacheLayerMixin):
         if by_weights and module is not None and hasattr(module, "k_norm"):
             sigma = sigma_from_norms(module.q_norm, module.k_norm, self.head_dim)
         if sigma is None and wanted in ("prompt", "auto") and queries is not None:
-            centered = self.cache.policy.key_axis == "channel"
+            centered = not self.cache.policy.by_token
             sigma = sigma_from_prompt(queries, keys, tokens, centered=centered)
         if sigma is None and wanted in ("weights", "prompt"):
             needs = {
@@ -181,7 +181,7 @@ class OscarLayer(CacheLayerMixin):
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
         """Pack what a step says, tokens in 16 bit and new ones, which may be any where it needs
         none."""
-        policy, by_token = self.cache.policy, self.cache.policy.key_axis == "token"
+        policy, by_token = self.cache.policy, self.cache.policy.by_token
         tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
         for bits, of_bits in tables.items():
             (store if by_token else pack_jobs)(

@@ -115,9 +115,7 @@ class PageFormat:
             head_dim=head_dim,
             key_axis=policy.key_axis,
             key_group=(
-                policy.key_group
-                if policy.key_axis == "channel"
-                else divided_group(policy.key_group, head_dim)
+                divided_group(policy.key_group, head_dim) if policy.by_token else policy.key_group
             ),
             value_group=divided_group(policy.value_group, head_dim),
             token_scaling=policy.token_scaling,

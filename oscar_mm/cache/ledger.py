@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,22 +27,25 @@ from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.store_torch import CENTER_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
+Count = TypeVar("Count", int, np.ndarray)
 
-def packed_of(policy: KVPolicy, bits: Bits, waiting: int, *, begun: bool) -> int:
+
+def packed_of(policy: KVPolicy, bits: Bits, waiting: Count, *, begun: bool) -> Count:
     """How many of a stream's tokens that have left the window are packed.
 
     A stream page takes any number. The first one begins when so many wait that it takes no more
     bytes than they do in 16 bit.
 
     Args:
-        waiting: tokens of the stream that are in 16 bit and not in the window.
+        waiting: tokens of the stream that are in 16 bit and not in the window; of an array each
+            number by itself.
         begun: whether the stream has a page.
     """
     if bits == PLAIN:
-        return 0
-    if policy.key_axis == "channel":
+        return waiting * 0
+    if not policy.by_token:
         return waiting // PAGE_TOKENS * PAGE_TOKENS
-    return waiting if begun or waiting >= first_page_tokens(bits) else 0
+    return waiting * (begun | (waiting >= first_page_tokens(bits)))
 
 
 def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> int:
@@ -56,7 +60,7 @@ def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> 
         in_16_bit: tokens that the sequence has there.
         begun: whether the stream has a page.
     """
-    if begun and bits.packed and policy.key_axis == "token":
+    if begun and bits.packed and policy.by_token:
         return 1
     return min(max(1, in_16_bit // 4), _MOST_SPARE)
 
@@ -341,7 +345,7 @@ class _Advance:
         if not count:
             return [], new
         slots = self._allocators[stream.bits]
-        room = stream.room if policy.key_axis == "token" else 0
+        room = stream.room if policy.by_token else 0
         in_last = min(room, count)
         pages = [self._own_last_page(stream, slots)] if in_last else []
         begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))

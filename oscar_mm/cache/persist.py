@@ -383,7 +383,7 @@ def _checked_shapes(
         formats = [PageFormat.of(policy, bits, heads, width) for bits in policy.packed_bits]
         for page in formats:
             wanted[page.bits] = ((page.page_bytes,), "U8")
-        reordered = text["version"] == 1 and policy.key_axis == "token"
+        reordered = text["version"] == 1 and policy.by_token
         if formats and about["page_order"] != ("plain" if reordered else _page_order(formats)):
             raise ValueError(f"layer {index}: its pages are in another order")
         for bits, (slot, dtype) in wanted.items():

@@ -100,7 +100,11 @@ class DecodeSteps:
         if (self._fixed.version, *ledger.store.layout) != self._layout:
             return
         step = ledger.foretold(_codes(ended))
-        if step is None or self._is_eager(step) or (step.fillings and not self._fills_slots):
+        if (
+            step is None
+            or self._is_eager(step)
+            or (step.fillings and not self.cache.policy.by_token)
+        ):
             return
         self._ids.copy_(tokens[:, None])
         self._fixed.refill_tokens(step)
@@ -149,14 +153,9 @@ class DecodeSteps:
 
     def _is_eager(self, step: Step) -> bool:
         """Whether a step does what no graph has in it."""
-        if self._fills_slots:
+        if self.cache.policy.by_token:
             return bool(step.copies) or not self._fixed.takes(step)
         return any((filling.source >= 0).any() for filling in step.fillings)
-
-    @property
-    def _fills_slots(self) -> bool:
-        """Whether tokens are packed in the step, not whole pages before it."""
-        return self.cache.policy.key_axis == "token"
 
     def _state(self) -> tuple[Any, ...]:
         """The same as long as the past is."""
@@ -190,7 +189,7 @@ class DecodeSteps:
         if layout != self._layout:
             for layer in self.cache.layers:
                 layer.reserve()
-        if step.fillings and not self._fills_slots:
+        if step.fillings and not self.cache.policy.by_token:
             self._pack_first(step)
         if not self._fixed.known:
             # The first step is eager: it asks for tables, and for kernels that are compiled now.

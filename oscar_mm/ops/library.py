@@ -15,6 +15,8 @@ from torch.library import Library, register_fake
 _LIBRARY = Library("oscar_mm", "DEF")
 STATES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of queries, keys and values."""
+_FITS = ("minmax", "lsq")
+_SCALES = ("plain", "unbiased")
 
 
 def define(schema: str, implementation: Callable, fake: Callable) -> Callable:
@@ -109,6 +111,22 @@ class Arguments:
             self.check("sigma", sigma, shape, torch.float32, device)
             if len(sigma) not in (1, kv_heads):
                 self.refuse("sigma", f"of {len(sigma)} rows", f"of {kv_heads} or 1")
+
+    def check_recipe(self, fit: str, norm: str, norms: Sequence[str], value_scale: str) -> None:
+        """Raise unless the parts of a recipe are ones that pages are made by.
+
+        Args:
+            fit, norm, value_scale: as in ``KVPolicy``.
+            norms: of which ``norm`` must be one.
+        """
+        choices = (
+            ("fit", fit, _FITS),
+            ("norm", norm, norms),
+            ("value_scale", value_scale, _SCALES),
+        )
+        for name, value, allowed in choices:
+            if value not in allowed:
+                self.refuse(name, repr(value), f"one of {allowed}")
 
     def refuse(self, name: str, found: object, wanted: object) -> None:
         """Raise a ValueError of an argument that is not a tensor, or a relation of several."""

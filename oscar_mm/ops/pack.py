@@ -41,9 +41,7 @@ from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 
 NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
-_FITS = ("minmax", "lsq")
 _NORMS = ("plain", "refit", "unbiased")
-_VALUE_SCALES = ("plain", "unbiased")
 _arguments = Arguments("pack")
 
 
@@ -137,12 +135,7 @@ def _check(
         _arguments.refuse(
             "format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'"
         )
-    if fit not in _FITS:
-        _arguments.refuse("fit", repr(fit), f"one of {_FITS}")
-    if norm not in _NORMS:
-        _arguments.refuse("norm", repr(norm), f"one of {_NORMS}")
-    if value_scale not in _VALUE_SCALES:
-        _arguments.refuse("value_scale", repr(value_scale), f"one of {_VALUE_SCALES}")
+    _arguments.check_recipe(fit, norm, _NORMS, value_scale)
 
 
 def _pack(

@@ -51,9 +51,7 @@ from oscar_mm.ops.store_torch import (
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 
-_FITS = ("minmax", "lsq")
 _NORMS = ("plain", "unbiased")
-_VALUE_SCALES = ("plain", "unbiased")
 _arguments, _arguments_of_layers = Arguments("store"), Arguments("store_layers")
 
 
@@ -187,12 +185,7 @@ def _check_recipe(
         arguments.refuse("format", "of key_axis 'channel'", "of key_axis 'token'")
     if begins and not page_format.center:
         arguments.refuse("begins", f"of {begins} pages", "empty, as pages have no center")
-    if fit not in _FITS:
-        arguments.refuse("fit", repr(fit), f"one of {_FITS}")
-    if norm not in _NORMS:
-        arguments.refuse("norm", repr(norm), f"one of {_NORMS}")
-    if value_scale not in _VALUE_SCALES:
-        arguments.refuse("value_scale", repr(value_scale), f"one of {_VALUE_SCALES}")
+    arguments.check_recipe(fit, norm, _NORMS, value_scale)
 
 
 def _store(

@@ -129,11 +129,16 @@ def tokens_of(
     source: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Keys (side 0) or values of tokens, (n, KV heads, head_dim): new ones, or of ``~source``."""
+    """Keys (side 0) or values of tokens, (*shape of source, KV heads, head_dim); does not wait.
+
+    Args:
+        source: of each token, the index of a new one or ~slot of ``recent``.
+        rows: of the batch, broadcast to ``source``.
+    """
     if not len(recent):
         return states[rows, :, source]
     kept = recent[(~source).clamp(min=0), side]
     if not states.shape[2]:
         return kept
     new = states[rows, :, source.clamp(min=0)]
-    return torch.where((source >= 0)[:, None, None], new, kept)
+    return torch.where((source >= 0)[..., None, None], new, kept)

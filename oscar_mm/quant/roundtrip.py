@@ -65,7 +65,7 @@ def roundtrip(
     ids = _modality_ids(modality, batch, tokens)
     sigma = None
     if q is not None and policy.balance is not None:
-        sigma = sigma_from_prompt(q, k, centered=policy.key_axis == "channel")
+        sigma = sigma_from_prompt(q, k, centered=not policy.by_token)
     basis = Basis(head_dim, policy.rotate, sigma)
     keys, values, stored_bytes, pages = k.clone(), v.clone(), 0, 0
     for row in range(batch):

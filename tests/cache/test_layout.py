@@ -119,6 +119,19 @@ def test_heads_are_contiguous() -> None:
     assert ((touched[:, 1] >= start) & (touched[:, 1] < stop)).all()
 
 
+def in_fragments(token: int, channel: int) -> dict[str, tuple[int, ...]]:
+    """Of a key's and of a value's code, as the text of fragments.py states it: half of the tokens,
+    odd, half of the channels, step, lane and tile."""
+    tile, half, group = token // 16, token // 8 % 2, token % 8
+    step, chalf, quad, odd = channel // 16, channel // 8 % 2, channel // 2 % 4, channel % 2
+    key = (half, odd, chalf, step, 4 * group + quad, tile)
+    tile, thalf, quad, odd = token // 16, token // 8 % 2, token // 2 % 4, token % 2
+    step = channel // 32 * 2 + channel // 4 % 2
+    group = 2 * (channel // 8 % 4) + channel % 2
+    value = (thalf, odd, channel // 2 % 2, step, 4 * group + quad, tile)
+    return {"key": key, "value": value}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("policy", "bits"), [(KVPolicy(), 2), (KVPolicy(), 4), (STREAM, 2), (STREAM, 4)]
@@ -130,14 +143,7 @@ def test_place_of_a_code_for_the_kernels(policy: KVPolicy, bits: int, head_dim: 
     parity = 2 if bits == 2 else 1
     near = min(4, head_dim // 16 // parity)
     for token, channel in product((0, 1, 9, 38, 127), (0, 3, 8, 21, 37, head_dim - 1)):
-        tile, half, group = token // 16, token // 8 % 2, token % 8
-        step, chalf, quad, odd = channel // 16, channel // 8 % 2, channel // 2 % 4, channel % 2
-        key = (half, odd, chalf, step, 4 * group + quad, tile)
-        tile, thalf, quad, odd = token // 16, token // 8 % 2, token // 2 % 4, token % 2
-        step = channel // 32 * 2 + channel // 4 % 2
-        group = 2 * (channel // 8 % 4) + channel % 2
-        value = (thalf, odd, channel // 2 % 2, step, 4 * group + quad, tile)
-        for name, (high, odd, low, step, lane, tile) in (("key", key), ("value", value)):
+        for name, (high, odd, low, step, lane, tile) in in_fragments(token, channel).items():
             pages = torch.zeros(1, page.page_bytes, dtype=torch.uint8)
             codes = torch.zeros(1, 1, PAGE_TOKENS, head_dim)
             codes[0, 0, token, channel] = 1
@@ -191,14 +197,7 @@ def test_place_of_a_high_bit_for_the_kernels(head_dim: int) -> None:
     page = PageFormat.of(STREAM, Bits(3, 3), 1, head_dim)
     near = head_dim // 64
     for token, channel in product((0, 1, 9, 38, 127), (0, 3, 8, 21, 37, 58, head_dim - 1)):
-        tile, half, group = token // 16, token // 8 % 2, token % 8
-        step, chalf, quad, odd = channel // 16, channel // 8 % 2, channel // 2 % 4, channel % 2
-        key = (half, odd, chalf, step, 4 * group + quad, tile)
-        tile, thalf, quad, odd = token // 16, token // 8 % 2, token // 2 % 4, token % 2
-        step = channel // 32 * 2 + channel // 4 % 2
-        group = 2 * (channel // 8 % 4) + channel % 2
-        value = (thalf, odd, channel // 2 % 2, step, 4 * group + quad, tile)
-        for name, (high, odd, low, step, lane, tile) in (("key", key), ("value", value)):
+        for name, (high, odd, low, step, lane, tile) in in_fragments(token, channel).items():
             pages = torch.zeros(1, page.page_bytes, dtype=torch.uint8)
             codes = torch.zeros(1, 1, PAGE_TOKENS, head_dim)
             codes[0, 0, token, channel] = 4
