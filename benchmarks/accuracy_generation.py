@@ -14,9 +14,9 @@ from examples.train_pocket.studio import Studio
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.compare.forced import IGNORE
 from oscar_mm.compare.methods import DEFAULT, REFERENCE
-from oscar_mm.decoding.loop import decode
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import PADDING
 
 POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset(DEFAULT)}

@@ -15,7 +15,7 @@ from benchmarks.decoder import Decoder
 from benchmarks.record import now
 from benchmarks.step_kernels import kernels_of
 from benchmarks.ways import Oscar, Run, Way
-from oscar_mm.decoding.choice import Choices
+from oscar_mm.generation.sampling import Choices
 from oscar_mm.ranks import Ranks
 
 WARM_UP, STEPS = 8, 16
@@ -117,7 +117,7 @@ def _measured(
 
 
 class Stepping:
-    """Steps one after the other, in the order of ``oscar_mm.decoding.loop.decode``."""
+    """Steps one after the other, in the order of ``oscar_mm.generation.decode_loop.decode``."""
 
     def __init__(self, run: Run, device: torch.device, rows: int) -> None:
         self._run, self._choose = run, Choices([], Ranks())

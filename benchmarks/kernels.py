@@ -22,10 +22,10 @@ from benchmarks.record import Record, command, device_name, finish, parser, show
 from benchmarks.reference import error_of, stored_pair
 from benchmarks.timing import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidth
 from oscar_mm import KVPolicy
-from oscar_mm.cache.attend import attend_stored
 from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.pending import attend_stored
 from oscar_mm.cache.step import Step
-from oscar_mm.ops.packed_attention import packed_attention
+from oscar_mm.ops.decode_kernel import packed_attention
 
 POLICIES = {
     "compact": KVPolicy.preset("compact"),

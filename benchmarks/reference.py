@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from oscar_mm.cache.held import Held
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.rows import Row
+from oscar_mm.cache.token_places import TokenPlaces
 
 
 def stored_pair(
-    layer: OscarLayer, sequence: Sequence, heads: list[int]
+    layer: OscarLayer, sequence: Row, heads: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some KV heads as the pages say, (heads, tokens, head_dim) float64.
 
@@ -21,7 +21,7 @@ def stored_pair(
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for stream in sequence.streams.values():
         # Float32, so that nothing is rounded on the way.
-        for pair in layer.parts(Held.of([stream], layer.device), torch.float32):
+        for pair in layer.parts(TokenPlaces.of([stream], layer.device), torch.float32):
             for parts, side in zip(sides, pair, strict=True):
                 parts.append(side[heads].double())
     keys, values = (torch.cat(parts, dim=1) for parts in sides)

@@ -24,7 +24,7 @@ from benchmarks.feed import filled, text_and_images
 from benchmarks.record import Record
 from benchmarks.reference import error_of, stored_pair
 from oscar_mm import KVPolicy, roundtrip
-from oscar_mm.cache.layout import PageFormat
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from tests.quant.synthetic import relative_error
 

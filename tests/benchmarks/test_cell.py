@@ -9,7 +9,7 @@ import torch
 from benchmarks import cell
 from benchmarks.decoder import Decoder
 from benchmarks.ways import WAYS, Dynamic, Run
-from oscar_mm.decoding.choice import Choice
+from oscar_mm.generation.sampling import Choice
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

@@ -14,7 +14,7 @@ from benchmarks.record import Record
 from benchmarks.released import RELEASED
 from benchmarks.replay import Call, difference, joined, recorded, replay, with_steps
 from oscar_mm import OscarCache, OscarVLPipeline
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt
 from tests.prompts import noise
 
 # As the hub counts the safetensors of each; Omni's without talker (its Thinking checkpoint).
