@@ -15,10 +15,18 @@ import torch
 from PIL import Image
 from transformers import DynamicCache
 
-from benchmarks.allocator import allocated, held
-from benchmarks.random_model import build
-from benchmarks.released import Released
-from benchmarks.replay import Call, difference, joined, recorded, replay, step_ms, with_steps
+from benchmarks.profiling import allocated, allocated_since
+from benchmarks.random_model import Released, build
+from benchmarks.replay import (
+    Call,
+    difference,
+    joined,
+    recorded,
+    replay,
+    step_ms,
+    tensors_on,
+    with_steps,
+)
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.chat.session import Chat
@@ -141,7 +149,9 @@ class Bench:
                 "audio_s": sum(len(samples) / rate for samples, rate in media.get("audio", [])),
                 "request_s": first.timings.prefill_s,
                 "memory": first.memory.to_dict(),
-                "held": held(before, allocated(self.device), calls, self.device),
+                "held": allocated_since(
+                    before, allocated(self.device), tensors_on(self.device, calls)
+                ),
                 "kernels": kernels_used(self.pipe),
             }
             answers = [
@@ -165,7 +175,7 @@ class Bench:
         before = allocated(self.device)
         with self.chunked.chat() as chat, recorded(self.pipe.model) as calls:
             self.ask(chat, **media)
-            found = held(before, allocated(self.device), calls, self.device)
+            found = allocated_since(before, allocated(self.device), tensors_on(self.device, calls))
         chunk = self.load.chunk
         [seconds], _ = replay(self.pipe.model, calls, OscarCache(POLICY), chunk)
         return {"chunk": chunk, "held": found, "prefill_ms": 1e3 * seconds}

@@ -9,11 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.cell import STEPS, WARM_UP, WITHIN, agrees, measure
+from benchmarks.cache_variants import WAYS
 from benchmarks.decoder import Decoder
 from benchmarks.record import show
-from benchmarks.sweep import Rows, add_ways, numbers, options_of, sweep
-from benchmarks.ways import WAYS
+from benchmarks.sweep import (
+    STEPS,
+    WARM_UP,
+    WITHIN,
+    Rows,
+    add_ways,
+    agrees,
+    measure,
+    numbers,
+    options_of,
+    sweep,
+)
 
 CONTEXTS, TINY_CONTEXTS = (2048, 32768, 131072, 262144), (300,)
 BATCHES = (1,)

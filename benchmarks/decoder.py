@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.conversation import TINY, Bench, Load
-from benchmarks.released import RELEASED
+from benchmarks.random_model import RELEASED
 
 MOST_POSITIONS = 1 << 19
 _TOWERS = ("visual", "vision", "audio", "projector")

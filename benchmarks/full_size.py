@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.conversation import TINY, Bench, Load
-from benchmarks.record import Record, command, device_name, finish, now, parser, show
-from benchmarks.released import RELEASED
-from benchmarks.said import Said
+from benchmarks.random_model import RELEASED
+from benchmarks.record import Record, Said, command, device_name, finish, now, parser, show
 
 NOTES = [
     "Shapes, RoPE and layer counts of the released config.json, random weights in bfloat16, a "

@@ -16,14 +16,24 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.bounds import MEASURES, MOST_ERROR, QUICK, SHAPES, Shape, check, rate, verdict
-from benchmarks.feed import begin, filled
+from benchmarks.kernel_bounds import (
+    MEASURES,
+    MOST_ERROR,
+    QUICK,
+    SHAPES,
+    Shape,
+    check,
+    rate,
+    verdict,
+)
+from benchmarks.profiling import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.reference import error_of, stored_pair
-from benchmarks.timing import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidth
+from benchmarks.synthetic_cache import begin, filled
 from oscar_mm import KVPolicy
 from oscar_mm.cache.attend import attend_stored
+from oscar_mm.cache.held import Held
 from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.sequence import Sequence as StoredSequence
 from oscar_mm.cache.step import Step
 from oscar_mm.ops.packed_attention import packed_attention
 
@@ -265,6 +275,52 @@ def main(arguments: Sequence[str]) -> int:
     record.extra["copy_bytes_per_second"] = bandwidth
     finish(record, options.out)
     return 0
+
+
+def stored_pair(
+    layer: OscarLayer, sequence: StoredSequence, heads: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some KV heads as the pages say, (heads, tokens, head_dim) float64.
+
+    Stream by stream instead of in sequence order, which attention of a last token cannot see.
+    """
+    sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for stream in sequence.streams.values():
+        # Float32, so that nothing is rounded on the way.
+        for pair in layer.parts(Held.of([stream], layer.device), torch.float32):
+            for parts, side in zip(sides, pair, strict=True):
+                parts.append(side[heads].double())
+    keys, values = (torch.cat(parts, dim=1) for parts in sides)
+    return keys, values
+
+
+def exact(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Float64 attention: queries (heads, group, d), keys and values (heads, tokens, d)."""
+    scores = queries.double() @ keys.double().transpose(1, 2) * keys.shape[-1] ** -0.5
+    return scores.softmax(-1) @ values.double()
+
+
+def error_of(
+    output: torch.Tensor,
+    queries: torch.Tensor,
+    kv_heads: int,
+    pair_of: Callable[[int, list[int]], tuple[torch.Tensor, torch.Tensor]],
+) -> float:
+    """Relative error of the first and last KV heads of the first and last rows.
+
+    Args:
+        output: (batch, query heads, 1, head_dim); queries likewise.
+        kv_heads: their number.
+        pair_of: keys and values, (heads, tokens, head_dim), of a row and KV heads.
+    """
+    heads = sorted({0, kv_heads - 1})
+    wrong = norm = 0.0
+    for row in sorted({0, len(output) - 1}):
+        found, asked = (x[row, :, 0].unflatten(0, (kv_heads, -1))[heads] for x in (output, queries))
+        expected = exact(asked, *pair_of(row, heads))
+        wrong += float((found.double() - expected).square().sum())
+        norm += float(expected.square().sum())
+    return (wrong / norm) ** 0.5
 
 
 if __name__ == "__main__":

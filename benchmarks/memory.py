@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.feed import filled
 from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.synthetic_cache import filled
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.memory import KINDS

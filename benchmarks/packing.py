@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.profiling import Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.timing import Timer, copy_bandwidth
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops.append import append

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import re
 import shlex
@@ -132,3 +133,19 @@ def finish(record: Record, folder: Path) -> None:
     for note in record.notes:
         print(f"- {note}")
     print(f"{record.device}, {record.date}: {record.write(folder)}\n")
+
+
+class Said(logging.Handler):
+    """Keeps what the library warns of, such as operations that are not done by their kernels."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("oscar_mm").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def close(self) -> None:
+        logging.getLogger("oscar_mm").removeHandler(self)
+        super().close()

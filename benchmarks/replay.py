@@ -103,6 +103,12 @@ def replay(
     return seconds, found
 
 
+def tensors_on(device: torch.device, calls: Sequence[Call]) -> list[torch.Tensor]:
+    """Inputs and positions of the calls that lie on such a device."""
+    tensors = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
+    return [tensor for tensor in tensors if tensor.device.type == device.type]
+
+
 def joined(family: Any, calls: Sequence[Call]) -> Call:
     """All calls as one: the whole conversation read afresh. Its logits are the last call's."""
     prompts = [call.prompt for call in calls]

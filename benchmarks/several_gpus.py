@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import distributed
 
-from benchmarks.cell import release
-from benchmarks.random_model import NEVER, build
+from benchmarks.profiling import release
+from benchmarks.random_model import NEVER, RELEASED, Released, build
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.released import RELEASED, Released
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.placement import device_of
 

@@ -9,11 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.cell import STEPS, WARM_UP, WITHIN, agrees, measure, room
+from benchmarks.cache_variants import WAYS, Way
 from benchmarks.decoder import Decoder
+from benchmarks.profiling import room
 from benchmarks.record import show
-from benchmarks.sweep import Rows, add_ways, options_of, sweep
-from benchmarks.ways import WAYS, Way
+from benchmarks.sweep import (
+    STEPS,
+    WARM_UP,
+    WITHIN,
+    Rows,
+    add_ways,
+    agrees,
+    measure,
+    options_of,
+    sweep,
+)
 
 CONTEXTS, TINY_CONTEXTS = (32768, 131072), (400,)
 PLAIN, OURS = "dynamic", "compact-graph"

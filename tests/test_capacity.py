@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.feed import filled
+from benchmarks.synthetic_cache import filled
 from oscar_mm.capacity import RESERVED, ModelShape
 from oscar_mm.policy import KVPolicy
 from tests.cache.invariants import STREAM

@@ -24,3 +24,8 @@ def quick_collection() -> None:
     """Benchmarks collect garbage for each cell: what earlier files left is not looked through."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)

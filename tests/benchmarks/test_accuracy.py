@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from benchmarks import accuracy, accuracy_report
-from benchmarks.accuracy_bounds import Bound, verdict
-from benchmarks.accuracy_generation import answered, generate
+from benchmarks.accuracy import answered, generate
+from benchmarks.accuracy_report import Bound, verdict
 from benchmarks.record import Record
-from benchmarks.stress import FACTORS, outlier_channels
-from benchmarks.tasks import TASKS, Task, conversations, load
+from benchmarks.tasks import FACTORS, TASKS, Task, conversations, load, outlier_channels
 from examples.train_pocket.configs import NAMES
 from examples.train_pocket.glyphs import draw
 from examples.train_pocket.studio import Studio

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks import decode_step, sweep
-from benchmarks.cell import STEPS, WARM_UP
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record
+from benchmarks.sweep import STEPS, WARM_UP
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 WAYS = ["dynamic", "bf16-eager", "bf16-graph", "compact-eager", "compact-graph"]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks import throughput
+from benchmarks.cache_variants import Dynamic, Run
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record
-from benchmarks.ways import Dynamic, Run
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

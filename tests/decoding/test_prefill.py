@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.random_model import build
-from benchmarks.released import RELEASED
+from benchmarks.random_model import RELEASED, build
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.decoding import pieces
 from oscar_mm.decoding.loop import decode, read

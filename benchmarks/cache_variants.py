@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 from benchmarks.decoder import Decoder
-from benchmarks.feed import text_and_images
+from benchmarks.synthetic_cache import text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.ledger import Ledger

@@ -1,4 +1,4 @@
-"""The benchmarks report what the library says, on small sizes; timing itself needs a GPU."""
+"""The benchmark of decode attention on small sizes; timing itself needs a GPU."""
 
 import re
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from time import perf_counter
 import pytest
 import torch
 
-from benchmarks import fidelity, kernels, memory
-from benchmarks.bounds import (
+from benchmarks import kernels
+from benchmarks.kernel_bounds import (
     BOUNDS,
     HEAD_64,
     QWEN_BATCH,
@@ -20,24 +20,15 @@ from benchmarks.bounds import (
     rate,
     verdict,
 )
-from benchmarks.feed import filled, text_and_images
+from benchmarks.kernels import error_of, stored_pair
 from benchmarks.record import Record
-from benchmarks.reference import error_of, stored_pair
-from oscar_mm import KVPolicy, roundtrip
-from oscar_mm.cache.layout import PageFormat
 from oscar_mm.policy import Bits
-from tests.quant.synthetic import relative_error
 
 SMALL = Shape(2, 4, 2, 800)
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
-
-
 class HostTimer:
-    """The interface of ``timing.Timer`` on a CPU, where nothing is captured."""
+    """The interface of ``profiling.Timer`` on a CPU, where nothing is captured."""
 
     def cold(self, call: Callable[[], torch.Tensor]) -> float:
         start = perf_counter()
@@ -48,53 +39,6 @@ class HostTimer:
 
     def graph(self, call: Callable[[], torch.Tensor]) -> tuple[None, str]:
         return None, "no GPU"
-
-
-@pytest.mark.parametrize("preset", KVPolicy.preset_names())
-def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.Generator) -> None:
-    [row] = memory.measure([1024], [preset])
-    shape = (1, memory.KV_HEADS, 1024, memory.HEAD_DIM)
-    cache = filled(preset, shape, memory.QUERY_HEADS, generator, memory.ANSWER)
-    report = cache.memory().to_dict()
-    assert row == {"preset": preset, "context": 1024, "page_bits": row["page_bits"]} | report
-    [layer] = cache.layers
-    pools = [layer.recent, *layer.pages.values()]
-    held = sum(pool.storage.nbytes for pool in pools) + cache.ledger.table_bytes + layer.bad.nbytes
-    assert row["kv_bytes"] == held + (0 if layer.sigma is None else layer.sigma.nbytes)
-    assert (layer.sigma is not None) == (cache.policy.balance is not None and cache.policy.packs)
-    assert sum(row["tokens"].values()) == cache.get_seq_length() == 1024
-    assert row["tokens"]["image"] == int((text_and_images(1024 - memory.ANSWER) == 1).sum())
-
-
-def test_longer_contexts_come_nearer_to_the_page_format() -> None:
-    rows = memory.measure([1024, 4096], ["compact"])
-    assert rows[0]["ratio"] < rows[1]["ratio"] < 16 / rows[1]["page_bits"]
-    page_bits = PageFormat.of(
-        KVPolicy(), Bits(2, 2), memory.KV_HEADS, memory.HEAD_DIM
-    ).bits_per_value
-    assert rows[0]["page_bits"] == page_bits
-
-
-def test_fidelity_rows_are_those_of_roundtrip() -> None:
-    scenario = fidelity.SCENARIOS["all four"]
-    policies = {"compact": KVPolicy(), "bf16": KVPolicy.preset("bf16")}
-    packed, plain = fidelity.measure([3], policies, {"one": scenario}, tokens=1024)
-    queries, keys, values, ids = scenario.inputs(3, 1024)
-    back = roundtrip(keys, values, "compact", ids, q=queries)
-    assert packed["bits_per_value"] == back.bits_per_value
-    assert packed["key_error"] == relative_error(back.k, keys)
-    assert packed["value_error"] == relative_error(back.v, values)
-    assert packed["kl_by_seed"] == [packed["kl"]] and packed["kl"] > 0
-    assert all(plain[name] == pytest.approx(0, abs=1e-12) for name in fidelity.MEASURES)
-
-
-def test_stress_leaves_exact_attention_alone() -> None:
-    last = slice(-8, None)
-    outputs = []
-    for name in ("plain", "rotary pairs x8, queries /8"):
-        queries, keys, values, _ = fidelity.SCENARIOS[name].inputs(0, 256)
-        outputs.append(fidelity.attention(queries[:, :, last], keys, values)[0])
-    torch.testing.assert_close(outputs[0], outputs[1])
 
 
 @pytest.mark.parametrize("name", kernels.POLICIES)
@@ -177,26 +121,3 @@ def test_kernels_need_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels.main(["--quick"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and re.fullmatch(r"[^\n]*CUDA[^\n]*\n", printed.err)
-
-
-def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = Record("memory", "python -m x", "Some (R) CPU", [{"a": 1.5}], ["note"], {"b": 2})
-    path = record.write(tmp_path / "new")
-    assert path.name == "memory-some-r-cpu.json"
-    assert Record.load(path) == record
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record.date)
-    assert {"oscar_mm", "python", "torch", "transformers"} <= set(record.versions)
-
-
-def test_main_prints_and_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "SIZES", (1024,))
-    assert memory.main(["--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    [path] = tmp_path.iterdir()
-    record = Record.load(path)
-    assert record.command == "python -m benchmarks.memory", "no folder of one machine"
-    assert [row["preset"] for row in record.rows] == list(KVPolicy.preset_names())
-    assert all(f"{row['ratio']:.2f}x" in printed for row in record.rows)
-    assert all(note in printed for note in record.notes)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 COLD_REPEATS, GRAPH_CALLS, GRAPH_REPLAYS, COPY_REPEATS = 30, 20, 10, 20
 _WARM_UP = 3
@@ -115,3 +119,95 @@ def _first_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def release(device: torch.device) -> None:
+    """Give memory that nobody uses back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def room(device: torch.device) -> int:
+    """Bytes that a GPU has left for this process."""
+    release(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def allocated(device: torch.device) -> dict[str, int]:
+    """Bytes that are handed out on a GPU, and the most since the last call; {} on a CPU.
+
+    Returns:
+        "requested": as asked for; "allocated": rounded up; "peak": most requested.
+    """
+    gc.collect()
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "requested": stats["requested_bytes.all.current"],
+        "allocated": stats["allocated_bytes.all.current"],
+        "peak": stats["requested_bytes.all.peak"],
+    }
+
+
+def allocated_since(
+    before: dict[str, int], now: dict[str, int], recorded: Iterable[torch.Tensor]
+) -> dict[str, int]:
+    """What came to be held in between.
+
+    Args:
+        before, now: of ``allocated``.
+        recorded: tensors of the benchmark itself, which do not count.
+
+    Returns:
+        "requested" and "allocated" bytes; "activations": most on top of what is held; {} on a CPU.
+    """
+    if not now:
+        return {}
+    storages = [tensor.untyped_storage() for tensor in recorded]
+    not_ours = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    kept = {name: now[name] - before[name] - not_ours for name in ("requested", "allocated")}
+    return kept | {"activations": now["peak"] - before["requested"] - kept["requested"]}
+
+
+_LISTED = 16
+
+
+def kernels_of(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Run a step under torch's profiler.
+
+    Args:
+        step: waits for what it launches.
+
+    Returns:
+        "launches": kernels and copies, those of a CUDA graph too (on a CPU operations); "busy_ms":
+        their time; "span_ms": from the first one's begin to the last one's end; "most": [name,
+        launches, busy ms, added ms] of those that take most of it. Added is what a kernel's end
+        comes after all ends before it: kernels overlap, so it is this that adds up to the span.
+    """
+    on_gpu = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
+        step()
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    # Calls of the driver are events too, of the CPU; operations of a CPU lie within each other.
+    events = [one for one in profiler.events() if one.device_type == wanted]
+    events.sort(key=lambda one: (one.time_range.end, one.time_range.start))
+    kinds: dict[str, list[float]] = {}
+    begin = reached = min((one.time_range.start for one in events), default=0.0)
+    for event in events:
+        kind = kinds.setdefault(event.name, [0, 0.0, 0.0])
+        kind[0] += 1
+        kind[1] += (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e3
+        kind[2] += max(event.time_range.end - reached, 0.0) / 1e3
+        reached = max(reached, event.time_range.end)
+    found = sorted(([name, *kind] for name, kind in kinds.items()), key=lambda one: -one[3])
+    return {
+        "launches": sum(count for _, count, _, _ in found),
+        "busy_ms": sum(busy for _, _, busy, _ in found),
+        "span_ms": (reached - begin) / 1e3,
+        "most": found[:_LISTED],
+    }

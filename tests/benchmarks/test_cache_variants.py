@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.cache_variants import WAYS, Run
 from benchmarks.decoder import Decoder
-from benchmarks.ways import WAYS, Run
 from oscar_mm import KVPolicy
 from oscar_mm.compare.quantized_cache import not_installed
 from oscar_mm.policy import PLAIN, Bits

@@ -1,0 +1,37 @@
+"""Memory as the allocator counts it, and the operations of a step as the profiler sees them."""
+
+import pytest
+import torch
+
+from benchmarks.profiling import allocated, allocated_since, kernels_of
+from benchmarks.replay import Call, tensors_on
+from oscar_mm.decoding.prompt import Prompt
+
+CPU = torch.device("cpu")
+
+
+def test_operations_of_a_step() -> None:
+    left, right = torch.randn(2, 300, 300)
+    found = kernels_of(lambda: [left @ right for _ in range(3)], torch.device("cpu"))
+    kinds = {name: figures for name, *figures in found["most"]}
+    count, busy, added = kinds["aten::mm"]
+    assert count == 3 and added > 0 and 0 < busy <= found["busy_ms"]
+    assert found["launches"] >= 3
+    # Operations on a CPU lie within each other: what they add is the time from begin to end.
+    assert sum(figures[2] for figures in kinds.values()) == pytest.approx(found["span_ms"])
+
+
+def test_what_the_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"requested_bytes.all.current": 1800, "allocated_bytes.all.current": 2500}
+    peak = {"requested_bytes.all.peak": 5000}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: now | peak)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    before = {"requested": 1000, "allocated": 1500, "peak": 0}
+    inputs = torch.zeros(50)
+    elsewhere = torch.zeros(7, device="meta")
+    shown = {"a": inputs, "b": inputs[:2], "c": elsewhere}
+    calls = [Call(Prompt(shown, inputs, inputs, inputs), inputs)] * 2
+    found = allocated_since(before, allocated(torch.device("cuda")), tensors_on(CPU, calls))
+    assert found == {"requested": 600, "allocated": 800, "activations": 3400}
+    assert allocated_since({}, allocated(CPU), []) == {}
