@@ -1,4 +1,4 @@
-"""Timing on a GPU: one cold call, a call inside a CUDA graph, the host's share, copy bandwidth."""
+"""Time, memory and kernel launches of a GPU, as its events, its allocator and a profiler say."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 
 COLD_REPEATS, GRAPH_CALLS, GRAPH_REPLAYS, COPY_REPEATS = 30, 20, 10, 20
 _WARM_UP = 3
-_SAME = 1e-2
+_TOLERANCE = 1e-2
 """Relative difference that the order of sums in bfloat16 may make."""
 _FLUSH_BYTES = 256 << 20
 _FLUSHES = 4
-"""Zeroings before a timed call: about 0.3 ms in which the host can enqueue it, so that what is
-timed is the device's work, as far as the host is not slower than that."""
+"""Zeroings before a timed call. They take about 0.3 ms, in which the host enqueues the call; so the
+time is the device's, unless the host is slower than that."""
 _COPY_BYTES = 1_000_000_000
+_LISTED_KERNELS = 16
 
 Call = Callable[[], torch.Tensor]
 
@@ -33,16 +34,16 @@ class Timer:
         self._sum = torch.empty((), dtype=torch.int64, device="cuda")
 
     def cold(self, call: Call, repeats: int = COLD_REPEATS) -> float:
-        """Median of single calls, each after the L2 cache was flushed.
+        """Median of single calls, each after a flush of the L2 cache.
 
         The flush zeroes 256 MB and then reads them, so that the call does not pay for writing the
         zeros back to memory.
         """
         for _ in range(_WARM_UP):
             call()
-        return 1e3 * median(self._one(call) for _ in range(repeats))
+        return 1e3 * median(self._cold_call_ms(call) for _ in range(repeats))
 
-    def _one(self, call: Call) -> float:
+    def _cold_call_ms(self, call: Call) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         for _ in range(_FLUSHES):
@@ -55,9 +56,9 @@ class Timer:
         return start.elapsed_time(end)
 
     def graph(self, call: Call) -> tuple[float | None, str]:
-        """Time of a call in a CUDA graph of 20, or None and why it could not be captured.
+        """Time of a call in a CUDA graph of 20, or None and why the capture failed.
 
-        Calls follow each other on the same data: what fits in the L2 cache is read from there.
+        Calls follow each other on the same data and read from the L2 cache what fits there.
         """
         graph = torch.cuda.CUDAGraph()
         expected = call()
@@ -76,7 +77,7 @@ class Timer:
         # A kernel on another stream would escape the capture and seem to take no time.
         output.fill_(torch.nan)
         graph.replay()
-        if not bool((output - expected).norm() <= _SAME * expected.norm()):
+        if not bool((output - expected).norm() <= _TOLERANCE * expected.norm()):
             return None, "its replay does not repeat the output"
         times = []
         for _ in range(GRAPH_REPLAYS):
@@ -94,9 +95,9 @@ class Timer:
         start = perf_counter()
         for _ in range(GRAPH_CALLS):
             call()
-        spent = perf_counter() - start
+        seconds = perf_counter() - start
         torch.cuda.synchronize()
-        return 1e6 * spent / GRAPH_CALLS
+        return 1e6 * seconds / GRAPH_CALLS
 
 
 def copy_bandwidth() -> float:
@@ -115,30 +116,31 @@ def copy_bandwidth() -> float:
 
 
 def _first_cause(error: BaseException) -> str:
-    """First line of what went wrong first: ending a broken capture fails once more."""
+    """First line of the first error: the end of a broken capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def release(device: torch.device) -> None:
-    """Give memory that nobody uses back to the device."""
+    """Give unused memory back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def room(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Bytes that a GPU has left for this process."""
     release(device)
     return torch.cuda.mem_get_info(device)[0]
 
 
 def allocated(device: torch.device) -> dict[str, int]:
-    """Bytes that are handed out on a GPU, and the most since the last call; {} on a CPU.
+    """Bytes that torch's allocator has handed out on a GPU; {} on a CPU.
 
     Returns:
-        "requested": as asked for; "allocated": rounded up; "peak": most requested.
+        "requested": bytes that callers asked for; "allocated": the same rounded up; "peak": most
+        requested bytes since the last call.
     """
     gc.collect()
     if device.type != "cuda":
@@ -154,60 +156,59 @@ def allocated(device: torch.device) -> dict[str, int]:
 
 
 def allocated_since(
-    before: dict[str, int], now: dict[str, int], recorded: Iterable[torch.Tensor]
+    before: dict[str, int], after: dict[str, int], ignored: Iterable[torch.Tensor]
 ) -> dict[str, int]:
-    """What came to be held in between.
+    """Bytes that the allocator handed out between two calls of ``allocated``; {} on a CPU.
 
     Args:
-        before, now: of ``allocated``.
-        recorded: tensors of the benchmark itself, which do not count.
+        before, after: results of the two calls.
+        ignored: tensors of the benchmark itself, which do not count.
 
     Returns:
-        "requested" and "allocated" bytes; "activations": most on top of what is held; {} on a CPU.
+        "requested" and "allocated" bytes; "activations": most bytes on top of these.
     """
-    if not now:
+    if not after:
         return {}
-    storages = [tensor.untyped_storage() for tensor in recorded]
-    not_ours = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    kept = {name: now[name] - before[name] - not_ours for name in ("requested", "allocated")}
-    return kept | {"activations": now["peak"] - before["requested"] - kept["requested"]}
+    storages = [tensor.untyped_storage() for tensor in ignored]
+    own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    growth = {name: after[name] - before[name] - own for name in ("requested", "allocated")}
+    return growth | {"activations": after["peak"] - before["requested"] - growth["requested"]}
 
 
-_LISTED = 16
-
-
-def kernels_of(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+def kernel_launches(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     """Run a step under torch's profiler.
 
     Args:
         step: waits for what it launches.
+        device: on a CPU operations take the place of kernels.
 
     Returns:
-        "launches": kernels and copies, those of a CUDA graph too (on a CPU operations); "busy_ms":
-        their time; "span_ms": from the first one's begin to the last one's end; "most": [name,
-        launches, busy ms, added ms] of those that take most of it. Added is what a kernel's end
-        comes after all ends before it: kernels overlap, so it is this that adds up to the span.
+        "launches": number of kernels and copies, also those of a CUDA graph; "busy_ms": sum of
+        their times; "span_ms": from the begin of the first to the end of the last; "most": [name,
+        launches, busy ms, added ms] of those with the largest times. Kernels overlap: the added
+        time of a kernel is how much later it ends than all before it, so added times sum to the
+        span.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiler:
         step()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     # Calls of the driver are events too, of the CPU; operations of a CPU lie within each other.
-    events = [one for one in profiler.events() if one.device_type == wanted]
-    events.sort(key=lambda one: (one.time_range.end, one.time_range.start))
-    kinds: dict[str, list[float]] = {}
-    begin = reached = min((one.time_range.start for one in events), default=0.0)
+    events = [event for event in profiler.events() if event.device_type == kind]
+    events.sort(key=lambda event: (event.time_range.end, event.time_range.start))
+    figures: dict[str, list[float]] = {}
+    begin = reached = min((event.time_range.start for event in events), default=0.0)
     for event in events:
-        kind = kinds.setdefault(event.name, [0, 0.0, 0.0])
-        kind[0] += 1
-        kind[1] += (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e3
-        kind[2] += max(event.time_range.end - reached, 0.0) / 1e3
+        figure = figures.setdefault(event.name, [0, 0.0, 0.0])
+        figure[0] += 1
+        figure[1] += (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e3
+        figure[2] += max(event.time_range.end - reached, 0.0) / 1e3
         reached = max(reached, event.time_range.end)
-    found = sorted(([name, *kind] for name, kind in kinds.items()), key=lambda one: -one[3])
+    most = sorted(([name, *figure] for name, figure in figures.items()), key=lambda row: -row[3])
     return {
-        "launches": sum(count for _, count, _, _ in found),
-        "busy_ms": sum(busy for _, _, busy, _ in found),
+        "launches": sum(count for _, count, _, _ in most),
+        "busy_ms": sum(busy for _, _, busy, _ in most),
         "span_ms": (reached - begin) / 1e3,
-        "most": found[:_LISTED],
+        "most": most[:_LISTED_KERNELS],
     }

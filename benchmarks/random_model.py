@@ -1,4 +1,4 @@
-"""Released models: the sizes of their config.json, and the same in small."""
+"""Released models with random weights: sizes of their config.json, made on the device, no hub."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
 
 @dataclass(frozen=True)
 class Released:
-    """A model as it was released.
+    """Shapes of a released model.
 
     Attributes:
-        source: hub id of the checkpoint whose config.json and preprocessor_config.json say this.
-        family: ``config.model_type``; ``benchmarks.random_model`` builds it.
-        text: of its text_config, as far as shapes and RoPE go.
-        vision: of its vision_config; audio: of its audio_config.
+        source: hub id of the checkpoint that has these in config.json and preprocessor_config.json.
+        family: ``config.model_type``.
+        text: fields of text_config that give shapes and RoPE.
+        vision, audio: fields of vision_config and audio_config.
         pixels: least and most pixels of an image.
     """
 
@@ -55,13 +55,13 @@ class Released:
     pixels: tuple[int, int] = (65536, 16777216)
 
     def with_positions(self, least: int) -> Released:
-        """The same with room for at least so many tokens, for which RoPE needs no weights."""
-        known = self.text["max_position_embeddings"]
-        return replace(self, text=self.text | {"max_position_embeddings": max(known, least)})
+        """The same with room for at least so many tokens; RoPE needs no weights for them."""
+        released = self.text["max_position_embeddings"]
+        return replace(self, text=self.text | {"max_position_embeddings": max(released, least)})
 
     def tiny(self) -> Released:
-        """The same in small, for a CPU: each layer of its kind is there, and so is its ratio of
-        query heads to KV heads."""
+        """The same in small, for a CPU, with each kind of layer and, up to 4, the query heads of a
+        KV head."""
         queries = min(self.text["num_attention_heads"] // self.text["num_key_value_heads"], 4)
         text = {
             "hidden_size": 64,
@@ -225,8 +225,10 @@ def build(
 ) -> tuple[PreTrainedModel, Any]:
     """A model with random weights, and a processor with a tokenizer of some hundred tokens.
 
+    No weights are initialized on the CPU.
+
     Args:
-        released: what to build.
+        released: the model's shapes.
         device: where the weights are made.
         dtype: of the weights.
         seed: of the weights.
@@ -236,7 +238,7 @@ def build(
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
     model = model.to_empty(device=device)
-    # Buffers, such as the frequencies of RoPE, get their values here; weights the default ones.
+    # This gives buffers such as the frequencies of RoPE their values, and weights default ones.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
@@ -248,8 +250,11 @@ def build(
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Linear maps keep the size of their input; with queries longer than keys, and an embedding
-    small beside what the layers add, logits depend on the whole context."""
+    """Fill weights so that linear maps keep the size of their input.
+
+    Queries are longer than keys and the embedding is small beside what layers add, so that logits
+    depend on the whole context.
+    """
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             of_norm = "norm" in name and name.endswith("weight")
@@ -305,8 +310,8 @@ def _qwen3_vl(released: Released, *, moe: bool = False) -> tuple[type[PreTrained
         tie_word_embeddings=False,
         **_places(tokenizer, "image", "video"),
     )
-    whole = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
-    return whole, config, processor
+    model_class = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
+    return model_class, config, processor
 
 
 def _qwen3_vl_moe(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:

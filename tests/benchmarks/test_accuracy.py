@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, accuracy_report
-from benchmarks.accuracy import answered, generate
+from benchmarks.accuracy import generate, greedy_answers
 from benchmarks.accuracy_report import Bound, verdict
 from benchmarks.record import Record
 from benchmarks.tasks import FACTORS, TASKS, Task, conversations, load, outlier_channels
@@ -108,7 +108,7 @@ def test_free_answers_are_those_of_teacher_forcing(studio: Studio) -> None:
     pocket = studio.writer.pocket
     task = Task("read", clips=8) if pocket.name == "pocket-omni" else Task("read", images=8)
     [talks] = conversations(studio, task, 2)
-    greedy = answered(pocket, talks, KVPolicy.preset("bf16"), frozenset([-1]))
+    greedy = greedy_answers(pocket, talks, KVPolicy.preset("bf16"), frozenset([-1]))
     layers = talks.record(pocket.generator).layers
     logits = answer_logits(pocket.generator, as_recorded(layers), len(talks.ids), talks.forced)
     first = torch.zeros(2, dtype=torch.long)
@@ -200,11 +200,11 @@ def test_the_verdict_states_each_bound() -> None:
         "mean KL of compact, groups 32 to that of OScaR, published, plain": True,
     }
     ratio = found["mean KL of standard to that of OScaR, published, plain"]
-    assert ratio.found == pytest.approx(1.5) and "NOT met" in str(ratio)
+    assert ratio.value == pytest.approx(1.5) and "NOT met" in str(ratio)
     # Means 0.03 and 0.02, their errors hypot(0.001, 0.005) / 2 and hypot(0.002, 0.002) / 2.
     assert ratio.error == pytest.approx(1.5 * (0.085**2 + 0.0707**2) ** 0.5, rel=0.01)
     assert "1.5 ± 0.17 <= 0.5" in str(ratio)
-    assert found["points of exact match lost, copy, plain"].found == pytest.approx(20)
+    assert found["points of exact match lost, copy, plain"].value == pytest.approx(20)
     assert Bound("m", "x", 500, 500, least=True).met and not Bound("m", "x", 1.1, 1).met
 
 

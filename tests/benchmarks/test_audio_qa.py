@@ -20,8 +20,8 @@ def quiet(monkeypatch) -> None:
 
 
 def test_questions_about_recordings(quiet, tmp_path: Path) -> None:
-    rows = audio_qa.questions(tmp_path, recordings=2, clips=5, asked=4)
-    found = read_rows(audio_qa.save(tmp_path / "q.jsonl", rows))
+    rows = audio_qa.spoken_questions(tmp_path, recordings=2, clips=5, questions=4)
+    found = read_rows(audio_qa.write_jsonl(tmp_path / "q.jsonl", rows))
     assert [len(group) for group in by_recording(found)] == [4, 4]
     assert not any(row.error for row in found)
     assert {row.group for row in found} == {"free", "choices"}
@@ -29,7 +29,9 @@ def test_questions_about_recordings(quiet, tmp_path: Path) -> None:
         assert len(row.audio) == 5 and (not row.choices or row.answer[0] in row.choices)
         for path in row.audio:
             assert 1 <= load_audio(path).seconds <= 3.5
-    apart = read_rows(audio_qa.save(tmp_path / "apart.jsonl", audio_qa.unshared(tmp_path, rows)))
+    apart = read_rows(
+        audio_qa.write_jsonl(tmp_path / "apart.jsonl", audio_qa.with_own_files(tmp_path, rows))
+    )
     assert [len(group) for group in by_recording(apart)] == [1] * 8
     assert [row.question for row in apart] == [row.question for row in found]
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 WAYS = ["dynamic", "bf16-eager", "bf16-graph", "compact-eager", "compact-graph"]
 
 
-def test_every_way_of_stepping_is_measured(
+def test_every_variant_is_measured(
     tmp_path, mixture: Decoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sweep, "Decoder", lambda name, device, *, tiny: mixture)
@@ -46,7 +46,9 @@ def test_the_compiled_peer_once_unless_chosen(
         return [cell for cell in found if "compiled" in cell[0]]
 
     monkeypatch.setattr(
-        decode_step, "measure", lambda _, way, rows, context, __, **___: (way.title, context)
+        decode_step,
+        "measure_cell",
+        lambda _, variant, rows, context, __, **___: (variant.title, context),
     )
     assert cells(None) == [("StaticCache, compiled", 32768)]
     assert len(cells(["static-compiled"])) == 2

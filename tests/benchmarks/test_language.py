@@ -72,9 +72,9 @@ def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch,
 def test_what_is_missing_replaces_nothing_measured() -> None:
     row = {"model": "m", "context": 1, "method": "hqq, 2 bit"}
     measured, missing = row | {"kl": 1.0}, row | {"missing": "hqq is not installed"}
-    assert language.merged([measured], [missing]) == [measured]
-    assert language.merged([missing], [measured]) == [measured]
-    assert language.merged([], [missing]) == language.merged([missing], [missing]) == [missing]
+    assert language.merge([measured], [missing]) == [measured]
+    assert language.merge([missing], [measured]) == [measured]
+    assert language.merge([], [missing]) == language.merge([missing], [missing]) == [missing]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.record import Record
-from benchmarks.synthetic_cache import filled, text_and_images
+from benchmarks.synthetic_cache import synthetic_cache, text_and_images
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.policy import Bits
@@ -17,7 +17,7 @@ from oscar_mm.policy import Bits
 def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.Generator) -> None:
     [row] = memory.measure([1024], [preset])
     shape = (1, memory.KV_HEADS, 1024, memory.HEAD_DIM)
-    cache = filled(preset, shape, memory.QUERY_HEADS, generator, memory.ANSWER)
+    cache = synthetic_cache(preset, shape, memory.QUERY_HEADS, generator, memory.ANSWER)
     report = cache.memory().to_dict()
     assert row == {"preset": preset, "context": 1024, "page_bits": row["page_bits"]} | report
     [layer] = cache.layers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.profiling import allocated, allocated_since, kernels_of
+from benchmarks.profiling import allocated, allocated_since, kernel_launches
 from benchmarks.replay import Call, tensors_on
 from oscar_mm.decoding.prompt import Prompt
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def test_operations_of_a_step() -> None:
     left, right = torch.randn(2, 300, 300)
-    found = kernels_of(lambda: [left @ right for _ in range(3)], torch.device("cpu"))
+    found = kernel_launches(lambda: [left @ right for _ in range(3)], torch.device("cpu"))
     kinds = {name: figures for name, *figures in found["most"]}
     count, busy, added = kinds["aten::mm"]
     assert count == 3 and added > 0 and 0 < busy <= found["busy_ms"]

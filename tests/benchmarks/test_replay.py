@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.random_model import RELEASED, build
-from benchmarks.replay import difference, joined, recorded, replay, with_steps
+from benchmarks.replay import difference, join_calls, record_calls, replay, with_steps
 from oscar_mm import OscarCache, OscarVLPipeline
 from tests.prompts import noise
 
@@ -20,7 +20,7 @@ def pipe() -> OscarVLPipeline:
 
 def test_recorded_passes_repeat_and_join(pipe: OscarVLPipeline) -> None:
     pictures = [noise(64, 96, seed) for seed in range(3)]
-    with pipe.chat() as chat, recorded(pipe.model) as calls:
+    with pipe.chat() as chat, record_calls(pipe.model) as calls:
         answers = [
             chat.ask("What is it?", images=pictures[:1], max_new_tokens=3),
             chat.ask("And this?", images=pictures[1:], max_new_tokens=2),
@@ -38,8 +38,8 @@ def test_recorded_passes_repeat_and_join(pipe: OscarVLPipeline) -> None:
         assert difference(again[3], prompts[1]) < 1e-5
         said = [int(call.logits.argmax()) for call in again]
         assert said[:3] == answers[0].token_ids and said[3:] == answers[1].token_ids
-    _, [whole] = replay(pipe.model, [joined(pipe.family, calls)], DynamicCache())
+    _, [whole] = replay(pipe.model, [join_calls(pipe.family, calls)], DynamicCache())
     assert int(whole.logits.argmax()) == answers[1].token_ids[-1]
-    _, [whole] = replay(pipe.model, [joined(pipe.family, calls[:4])], DynamicCache())
+    _, [whole] = replay(pipe.model, [join_calls(pipe.family, calls[:4])], DynamicCache())
     assert difference(whole, prompts[1]) < 1e-5
     assert difference(prompts[0], prompts[1]) > 0.1, "logits depend on the conversation"

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs fastapi")
 
-from benchmarks.serving import Load, asking, friendly, hostile, text
+from benchmarks.serving import Load, chat_request, friendly, hostile, text
 from tests.apps.serve.conftest import omni, served  # noqa: F401
 
 
@@ -13,7 +13,7 @@ def test_all_are_answered_whatever_others_send(omni) -> None:  # noqa: F811
     used = omni.store.memory().used_bytes
     with served(omni) as address:
         load = Load(int(address.rpartition(":")[2]), psutil.Process())
-        row = load.identical(asking(text("Why?")), clients=8, count=4)
+        row = load.identical(chat_request(text("Why?")), clients=8, count=4)
         assert (row["answered"], row["not answered"]) == (32, 0)
         row = load.mixed(clients=8, count=40, share=0.1)
         assert (row["answered"], row["not answered"]) == (36, 0)

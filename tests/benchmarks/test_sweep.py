@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import sweep
-from benchmarks.cache_variants import WAYS, Dynamic, Run
+from benchmarks.cache_variants import VARIANTS, Dynamic, FilledCache
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record
 from oscar_mm.decoding.choice import Choice
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 class Failing(Dynamic):
     def __init__(self, error: Exception) -> None:
-        self.error, self.held, self.finished = error, None, False
+        self.error, self.held, self.released = error, None, False
 
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         large = torch.zeros(1000)
         self.held = weakref.ref(large)
         raise self.error
 
-    def finish(self) -> None:
+    def release(self) -> None:
         gc.collect()
-        self.finished = self.held() is None
+        self.released = self.held() is None
 
 
 @pytest.mark.parametrize(
@@ -39,36 +39,36 @@ class Failing(Dynamic):
     ],
 )
 def test_what_fails_is_in_its_row(decoder: Decoder, error: Exception, memory: bool) -> None:
-    way = Failing(error)
-    row = sweep.measure(decoder, way, 2, 100, 1e9)
+    variant = Failing(error)
+    row = sweep.measure_cell(decoder, variant, 2, 100, 1e9)
     assert row["out_of_memory"] is memory and "ms" not in row
     assert row["error"] == f"{type(error).__name__}: {str(error).splitlines()[0]}"
     assert (row["batch"], row["context"], row["way"]) == (2, 100, "DynamicCache")
     assert error.__traceback__ is not None
     # What the failed cell held is given back, unless somebody keeps the error.
     error.__traceback__ = None
-    way.finish()
-    assert way.finished
+    variant.release()
+    assert variant.released
 
 
 def test_figures_of_a_cell(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     stats = iter([{"requested": 50, "peak": 60}, {}, {"requested": 950, "peak": 1_000_000}])
     monkeypatch.setattr(sweep, "allocated", lambda device: next(stats))
-    row = sweep.measure(decoder, WAYS["bf16-eager"], 2, 100, 1e9)
+    row = sweep.measure_cell(decoder, VARIANTS["bf16-eager"], 2, 100, 1e9)
     assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"])
     assert row["floor_ms"] == pytest.approx(1e-6 * (row["weights"] + row["kv_bytes"]))
     report = decoder.resident + row["kv_bytes"]
     assert row["memory"] == {"report": report, "peak": 1_000_000, "held": 900}
     assert decoder.resident == sum(weight.nbytes for weight in decoder.model.parameters())
     for peak, same in ((1.009, True), (1.011, False), (0.98, False)):
-        assert sweep.agrees(row | {"memory": {"report": 1000, "peak": 1000 * peak}}) is same
-    assert sweep.agrees(row | {"ours": False}) is None
+        assert sweep.report_agrees(row | {"memory": {"report": 1000, "peak": 1000 * peak}}) is same
+    assert sweep.report_agrees(row | {"ours": False}) is None
 
 
 def test_a_package_that_lacks(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = WAYS["quantized-hqq"]
-    monkeypatch.setattr(type(way), "missing", lambda self: "hqq is not installed")
-    row = sweep.measure(decoder, way, 1, 100, 1e9)
+    variant = VARIANTS["quantized-hqq"]
+    monkeypatch.setattr(type(variant), "missing", lambda self: "hqq is not installed")
+    row = sweep.measure_cell(decoder, variant, 1, 100, 1e9)
     assert row["error"] == "hqq is not installed" and "out_of_memory" not in row
 
 
@@ -85,14 +85,16 @@ def test_the_next_step_is_launched_before_its_tokens_are_waited_for(
         fed.append(tokens)
         return torch.eye(9)[tokens + 1]
 
-    run = Run(step, int, ahead=lambda tokens, ended: (log.append("ahead"), fed.append(tokens)))
-    stepping = sweep.Stepping(run, torch.device("cpu"), 2)
-    stepping.once()
-    stepping.once(last=True)
+    cache = FilledCache(
+        step, int, ahead=lambda tokens, ended: (log.append("ahead"), fed.append(tokens))
+    )
+    loop = sweep.DecodeLoop(cache, torch.device("cpu"), 2)
+    loop.step()
+    loop.step(last=True)
     assert log == ["step", "ahead", "wait", "step", "wait"]
     assert [tokens.tolist() for tokens in fed] == [[1, 2], [2, 3], [2, 3]]
     assert fed[1] is fed[2]
-    sweep.Stepping(Run(step, int), torch.device("cpu"), 2).once()
+    sweep.DecodeLoop(FilledCache(step, int), torch.device("cpu"), 2).step()
     assert log[-2:] == ["step", "wait"]
 
 
@@ -158,7 +160,7 @@ def test_bad_arguments(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = sweep.options_of("decode_step", None, (100,))
-    sweep.add_ways(options, None)
+    sweep.add_variants(options, None)
     with pytest.raises(SystemExit):
         options.parse_args(arguments)
     assert message in capsys.readouterr().err
