@@ -175,7 +175,7 @@ class Oscar(CacheVariant):
             # Pools that start as large as needed are never copied.
             slots = cache.store.allocators[bits]
             slots.release(reversed(slots.allocate(rows * count)))
-        self._fill(cache, decoder, rows, tokens)
+        self._store_prompt(cache, decoder, rows, tokens)
         captures: list[str] = []
 
         def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -208,7 +208,7 @@ class Oscar(CacheVariant):
             most = {bits: max(most[bits], slots.used) for bits, slots in ledger.allocators.items()}
         return most
 
-    def _fill(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
+    def _store_prompt(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
         generator = torch.Generator(decoder.device).manual_seed(_SEED)
         modalities = text_and_images(tokens)
         for start, stop in decoder.pieces(rows, tokens, _ROUND):

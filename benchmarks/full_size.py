@@ -194,8 +194,8 @@ def main(arguments: Sequence[str]) -> int:
         record.write(options.out)
         print(f"{name}: {seconds[name]:.0f} s", flush=True)
     _tables(record.rows)
-    for line in (*warnings, *(f"FAILED {name}: {why}" for name, why in failures.items())):
-        print(line)
+    for message in (*warnings, *(f"FAILED {name}: {why}" for name, why in failures.items())):
+        print(message)
     finish(record, options.out)
     return int(bool(failures))
 

@@ -17,7 +17,7 @@ from benchmarks.cache_variants import VARIANTS, CacheVariant, FilledCache, Oscar
 from benchmarks.decoder import Decoder
 from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
 from benchmarks.random_model import RELEASED
-from benchmarks.record import Record, WarningLog, command, device_name, finish, now, parser
+from benchmarks.record import Record, Row, WarningLog, command, device_name, finish, now, parser
 from oscar_mm.decoding.choice import Choices
 from oscar_mm.ranks import Ranks
 
@@ -25,9 +25,7 @@ MODELS = ("qwen3-vl-8b", "llava-1.6-vicuna-7b", "qwen3-vl-30b-a3b", "qwen3-omni-
 _PRETENDED_BANDWIDTH = 1e10
 """Bytes per second that a rehearsal on a CPU assumes."""
 
-Rows = list[dict[str, Any]]
-
-
+Rows = list[Row]
 WARM_UP, STEPS = 8, 16
 WITHIN = 0.01
 """How far our report may be off the allocator's peak, as a share."""
@@ -41,7 +39,7 @@ def measure_cell(
     bandwidth: float,
     *,
     kernels: bool = False,
-) -> dict[str, Any]:
+) -> Row:
     """Fill a cache, time decode steps on it and free everything.
 
     Args:
@@ -58,7 +56,7 @@ def measure_cell(
         most bytes that the allocator had handed out while steps ran; "held", how many more it had
         handed out at the end than before. "peak" and "held" are requested bytes.
     """
-    row: dict[str, Any] = {
+    row: Row = {
         "model": decoder.name,
         "way": variant.title,
         "batch": rows,
@@ -88,7 +86,7 @@ def _figures(
     context: int,
     bandwidth: float,
     kernels: bool,
-) -> dict[str, Any]:
+) -> Row:
     before, start = allocated(decoder.device), perf_counter()
     cache = variant.fill(decoder, rows, context, WARM_UP + STEPS + 2 * kernels)
     allocated(decoder.device)  # waits, and begins a new peak
@@ -152,7 +150,7 @@ def step_ms(loop: DecodeLoop) -> float:
     return 1e3 * median(times[WARM_UP:])
 
 
-def report_agrees(row: dict[str, Any]) -> bool | None:
+def report_agrees(row: Row) -> bool | None:
     """Whether our report is within 1% of the peak; None for other caches and on a CPU."""
     if "memory" not in row or not row["ours"]:
         return None
@@ -197,7 +195,7 @@ def sweep(
     arguments: Sequence[str],
     options: argparse.Namespace,
     notes: list[str],
-    rows_of: Callable[[Decoder, float], Iterator[dict[str, Any]]],
+    rows_of: Callable[[Decoder, float], Iterator[Row]],
     report: Callable[[Rows], None],
     cell: Sequence[str],
 ) -> int:
@@ -247,14 +245,17 @@ def sweep(
         print(f"{name}: {seconds[name]:.0f} s", flush=True)
     warnings.close()
     report(sorted(record.rows, key=lambda row: (row["model"], row["context"], row["batch"])))
-    for line in (*warnings.messages, *(f"FAILED {name}: {why}" for name, why in failures.items())):
-        print(line)
+    for message in (
+        *warnings.messages,
+        *(f"FAILED {name}: {why}" for name, why in failures.items()),
+    ):
+        print(message)
     finish(record, options.out)
     broken = any(row.get("out_of_memory") is False for row in new)
     return int(broken or bool(failures))
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     place = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,}: "
     if "error" in row:
         return place + row["error"]

@@ -1,4 +1,4 @@
-"""The audio QA benchmark: its recordings and questions, without the program that speaks."""
+"""Recordings and questions of the audio QA benchmark, without the program that speaks."""
 
 from pathlib import Path
 
@@ -21,11 +21,11 @@ def quiet(monkeypatch) -> None:
 
 def test_questions_about_recordings(quiet, tmp_path: Path) -> None:
     rows = audio_qa.spoken_questions(tmp_path, recordings=2, clips=5, questions=4)
-    found = read_rows(audio_qa.write_jsonl(tmp_path / "q.jsonl", rows))
-    assert [len(group) for group in by_recording(found)] == [4, 4]
-    assert not any(row.error for row in found)
-    assert {row.group for row in found} == {"free", "choices"}
-    for row in found:
+    read = read_rows(audio_qa.write_jsonl(tmp_path / "q.jsonl", rows))
+    assert [len(group) for group in by_recording(read)] == [4, 4]
+    assert not any(row.error for row in read)
+    assert {row.group for row in read} == {"free", "choices"}
+    for row in read:
         assert len(row.audio) == 5 and (not row.choices or row.answer[0] in row.choices)
         for path in row.audio:
             assert 1 <= load_audio(path).seconds <= 3.5
@@ -33,7 +33,7 @@ def test_questions_about_recordings(quiet, tmp_path: Path) -> None:
         audio_qa.write_jsonl(tmp_path / "apart.jsonl", audio_qa.with_own_files(tmp_path, rows))
     )
     assert [len(group) for group in by_recording(apart)] == [1] * 8
-    assert [row.question for row in apart] == [row.question for row in found]
+    assert [row.question for row in apart] == [row.question for row in read]
 
 
 def test_ratios() -> None:

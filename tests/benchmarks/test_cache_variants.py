@@ -1,4 +1,4 @@
-"""Caches that are filled at random hold what they are said to hold, and steps attend to it."""
+"""Random caches report the bytes that they hold, and steps attend to their tokens."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ def fill(decoder: Decoder, name: str) -> FilledCache:
 
 
 def logits(decoder: Decoder, run: FilledCache) -> torch.Tensor:
-    """Of all steps, (STEPS, rows, vocabulary)."""
-    found = []
+    """Logits of all steps, (STEPS, rows, vocabulary)."""
+    steps = []
     for step in range(STEPS):
         tokens = torch.arange(ROWS) + step
-        found.append(run.step(tokens, torch.zeros(ROWS, dtype=torch.bool)).float())
-    return torch.stack(found)
+        steps.append(run.step(tokens, torch.zeros(ROWS, dtype=torch.bool)).float())
+    return torch.stack(steps)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def expected(decoder: Decoder) -> torch.Tensor:
         return logits(decoder, fill(decoder, "dynamic"))
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("name", ["bf16-eager", "bf16-graph"])

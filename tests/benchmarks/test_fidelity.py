@@ -11,13 +11,13 @@ from tests.quant.synthetic import relative_error
 def test_fidelity_rows_are_those_of_roundtrip() -> None:
     scenario = fidelity.SCENARIOS["all four"]
     policies = {"compact": KVPolicy(), "bf16": KVPolicy.preset("bf16")}
-    packed, plain = fidelity.measure([3], policies, {"one": scenario}, tokens=1024)
+    compact, plain = fidelity.measure([3], policies, {"one": scenario}, tokens=1024)
     queries, keys, values, ids = scenario.inputs(3, 1024)
     back = roundtrip(keys, values, "compact", ids, q=queries)
-    assert packed["bits_per_value"] == back.bits_per_value
-    assert packed["key_error"] == relative_error(back.k, keys)
-    assert packed["value_error"] == relative_error(back.v, values)
-    assert packed["kl_by_seed"] == [packed["kl"]] and packed["kl"] > 0
+    assert compact["bits_per_value"] == back.bits_per_value
+    assert compact["key_error"] == relative_error(back.k, keys)
+    assert compact["value_error"] == relative_error(back.v, values)
+    assert compact["kl_by_seed"] == [compact["kl"]] and compact["kl"] > 0
     assert all(plain[name] == pytest.approx(0, abs=1e-12) for name in fidelity.MEASURES)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of full-size models, with the same models in small."""
+"""The benchmark of full-size models with the same models in small."""
 
 from pathlib import Path
 
@@ -35,9 +35,9 @@ def test_a_model_of_each_family_in_small(
     assert longer["chunked"]["prefill_ms"] > 0
     for row in record.rows:
         assert full_size.TINY_CONTEXT * 0.75 < row["prompt_tokens"] <= full_size.TINY_CONTEXT
-        held = row["memory"]["tokens"]
-        assert sum(held.values()) == row["prompt_tokens"] + TINY.answer - 1
-        assert bool(held["audio"]) == bool(row["audio_s"]) == ("omni" in row["model"])
+        tokens = row["memory"]["tokens"]
+        assert sum(tokens.values()) == row["prompt_tokens"] + TINY.answer - 1
+        assert bool(tokens["audio"]) == bool(row["audio_s"]) == ("omni" in row["model"])
         assert row["same_after_load"] and row["freed_bytes"] > 0
         assert 0 < row["kept"]["difference"] < 0.05 and row["kept"]["dynamic"] < 0.05
         assert all(ms > 0 for cache in ("oscar", "dynamic") for ms in row["ms"][cache].values())

@@ -49,9 +49,9 @@ def test_reference_reads_what_the_cache_unpacks(name: str, generator: torch.Gene
     unpacked = layer.unpacked(step.past, past)
     for row, sequence in enumerate(step.past):
         order = [torch.from_numpy(sequence.positions(code)) for code in sequence.streams]
-        held = [where[where < past] for where in order]
+        places = [where[where < past] for where in order]
         for side, pair in zip(stored_pair(layer, sequence, [1]), unpacked, strict=True):
-            assert torch.equal(side.bfloat16(), pair[row, [1]][:, torch.cat(held)])
+            assert torch.equal(side.bfloat16(), pair[row, [1]][:, torch.cat(places)])
     # Keys and values as the model made them differ from what is stored; attention must not.
     assert call.error() < 4e-3
 
@@ -60,23 +60,23 @@ def test_bytes_read_are_pages_and_tokens_in_16_bit(generator: torch.Generator) -
     token = 2 * SMALL.kv_heads * SMALL.head_dim * 2
     plain = kernels.LayerCall(kernels.POLICIES["bf16"], SMALL, generator)
     assert kernels.bytes_read(plain.layer, plain.step) == 2 * (SMALL.context - 1) * token
-    packed = kernels.LayerCall(kernels.POLICIES["compact"], SMALL, generator)
+    compact = kernels.LayerCall(kernels.POLICIES["compact"], SMALL, generator)
     two = Bits(2, 2)
-    begun = sum(len(filling.pages) for filling in packed.step.fillings)
-    used = packed.cache.ledger.allocators[two].used - begun
-    in_16_bit = 2 * (SMALL.context - 1) - 128 * used
-    pages = used * packed.layer.formats[two].page_bytes
-    assert used and kernels.bytes_read(packed.layer, packed.step) == pages + in_16_bit * token
+    partial = sum(len(filling.pages) for filling in compact.step.fillings)
+    full = compact.cache.ledger.allocators[two].used - partial
+    in_16_bit = 2 * (SMALL.context - 1) - 128 * full
+    pages = full * compact.layer.formats[two].page_bytes
+    assert full and kernels.bytes_read(compact.layer, compact.step) == pages + in_16_bit * token
 
 
 def test_an_error_is_seen() -> None:
     keys, values, queries = torch.randn(3, 2, 4, 50, 16).unbind()
     pair = lambda row, heads: (keys[row, heads], values[row, heads])  # noqa: E731
-    asked = queries[:, :, :1]
-    found = torch.nn.functional.scaled_dot_product_attention(asked, keys, values)
-    assert error_of(found, asked, 4, pair) < 1e-6
-    found[1, 3] *= 1.5
-    assert 0.1 < error_of(found, asked, 4, pair) < 0.5
+    last = queries[:, :, :1]
+    output = torch.nn.functional.scaled_dot_product_attention(last, keys, values)
+    assert error_of(output, last, 4, pair) < 1e-6
+    output[1, 3] *= 1.5
+    assert 0.1 < error_of(output, last, 4, pair) < 0.5
 
 
 def test_kernel_rows_without_a_gpu(

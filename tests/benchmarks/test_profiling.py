@@ -1,4 +1,4 @@
-"""Memory as the allocator counts it, and the operations of a step as the profiler sees them."""
+"""Memory as the allocator counts it, and operations of a step as the profiler lists them."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ CPU = torch.device("cpu")
 
 def test_operations_of_a_step() -> None:
     left, right = torch.randn(2, 300, 300)
-    found = kernel_launches(lambda: [left @ right for _ in range(3)], torch.device("cpu"))
-    kinds = {name: figures for name, *figures in found["most"]}
-    count, busy, added = kinds["aten::mm"]
-    assert count == 3 and added > 0 and 0 < busy <= found["busy_ms"]
-    assert found["launches"] >= 3
+    report = kernel_launches(lambda: [left @ right for _ in range(3)], torch.device("cpu"))
+    kinds = {name: figures for name, *figures in report["most"]}
+    count, busy, beyond = kinds["aten::mm"]
+    assert count == 3 and beyond > 0 and 0 < busy <= report["busy_ms"]
+    assert report["launches"] >= 3
     # Operations on a CPU lie within each other: what they add is the time from begin to end.
-    assert sum(figures[2] for figures in kinds.values()) == pytest.approx(found["span_ms"])
+    assert sum(figures[2] for figures in kinds.values()) == pytest.approx(report["span_ms"])
 
 
 def test_what_the_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,6 @@ def test_what_the_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = torch.zeros(7, device="meta")
     shown = {"a": inputs, "b": inputs[:2], "c": elsewhere}
     calls = [Call(Prompt(shown, inputs, inputs, inputs), inputs)] * 2
-    found = allocated_since(before, allocated(torch.device("cuda")), tensors_on(CPU, calls))
-    assert found == {"requested": 600, "allocated": 800, "activations": 3400}
+    growth = allocated_since(before, allocated(torch.device("cuda")), tensors_on(CPU, calls))
+    assert growth == {"requested": 600, "allocated": 800, "activations": 3400}
     assert allocated_since({}, allocated(CPU), []) == {}

@@ -36,10 +36,10 @@ def test_recorded_passes_repeat_and_join(pipe: OscarVLPipeline) -> None:
         assert len(seconds) == len(calls) == len(again)
         assert difference(again[0], prompts[0]) < 1e-5
         assert difference(again[3], prompts[1]) < 1e-5
-        said = [int(call.logits.argmax()) for call in again]
-        assert said[:3] == answers[0].token_ids and said[3:] == answers[1].token_ids
-    _, [whole] = replay(pipe.model, [join_calls(pipe.family, calls)], DynamicCache())
-    assert int(whole.logits.argmax()) == answers[1].token_ids[-1]
-    _, [whole] = replay(pipe.model, [join_calls(pipe.family, calls[:4])], DynamicCache())
-    assert difference(whole, prompts[1]) < 1e-5
+        choices = [int(call.logits.argmax()) for call in again]
+        assert choices[:3] == answers[0].token_ids and choices[3:] == answers[1].token_ids
+    _, [conversation] = replay(pipe.model, [join_calls(pipe.family, calls)], DynamicCache())
+    assert int(conversation.logits.argmax()) == answers[1].token_ids[-1]
+    _, [conversation] = replay(pipe.model, [join_calls(pipe.family, calls[:4])], DynamicCache())
+    assert difference(conversation, prompts[1]) < 1e-5
     assert difference(prompts[0], prompts[1]) > 0.1, "logits depend on the conversation"

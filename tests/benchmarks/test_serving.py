@@ -1,4 +1,4 @@
-"""benchmarks.serving: its clients against a small server."""
+"""The clients of the serving benchmark against a small server."""
 
 import psutil
 import pytest
@@ -10,7 +10,7 @@ from tests.apps.serve.conftest import omni, served  # noqa: F401
 
 
 def test_all_are_answered_whatever_others_send(omni) -> None:  # noqa: F811
-    used = omni.store.memory().used_bytes
+    before = omni.store.memory().used_bytes
     with served(omni) as address:
         load = Load(int(address.rpartition(":")[2]), psutil.Process())
         row = load.identical(chat_request(text("Why?")), clients=8, count=4)
@@ -19,7 +19,7 @@ def test_all_are_answered_whatever_others_send(omni) -> None:  # noqa: F811
         assert (row["answered"], row["not answered"]) == (36, 0)
         assert row["hostile by status"] == {"400": 3, "499": 1}
         assert row["p50 ms"] <= row["p99 ms"] and row["RSS peak MB"] > 0
-    assert omni.store.memory().used_bytes == used
+    assert omni.store.memory().used_bytes == before
 
 
 def test_hostile_requests_are_small_enough_to_be_read() -> None:

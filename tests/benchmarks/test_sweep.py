@@ -1,4 +1,4 @@
-"""Cells of decode steps, the benchmarks that measure many of them, and models that fail."""
+"""Sweeps: figures of a cell, command line and record, cells and models that fail."""
 
 import gc
 import weakref
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 class Failing(Dynamic):
     def __init__(self, error: Exception) -> None:
-        self.error, self.held, self.released = error, None, False
+        self.error, self.tensor, self.freed = error, None, False
 
     def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         large = torch.zeros(1000)
-        self.held = weakref.ref(large)
+        self.tensor = weakref.ref(large)
         raise self.error
 
     def release(self) -> None:
         gc.collect()
-        self.released = self.held() is None
+        self.freed = self.tensor() is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_fails_is_in_its_row(decoder: Decoder, error: Exception, memory: bo
     # What the failed cell held is given back, unless somebody keeps the error.
     error.__traceback__ = None
     variant.release()
-    assert variant.released
+    assert variant.freed
 
 
 def test_figures_of_a_cell(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path, arguments: list[str], batches: dict[str, list[int]], speed: float) -> int:
     arguments = ["--tiny", "--out", str(tmp_path), *arguments]
-    chosen = sweep.options_of("decode_step", None, (100,)).parse_args(arguments)
+    options = sweep.options_of("decode_step", None, (100,)).parse_args(arguments)
 
     def measure(decoder: Decoder, bandwidth: float) -> Iterator[dict]:
         for batch in batches[decoder]:
@@ -115,7 +115,7 @@ def run(tmp_path, arguments: list[str], batches: dict[str, list[int]], speed: fl
             yield place | {"ms": 1.0, "tokens_per_s": speed}
 
     cell = ("model", "way", "context", "batch")
-    return sweep.sweep("decode_step", arguments, chosen, [], measure, lambda rows: None, cell)
+    return sweep.sweep("decode_step", arguments, options, [], measure, lambda rows: None, cell)
 
 
 def test_rows_that_are_not_measured_again_stay(tmp_path) -> None:
@@ -124,8 +124,8 @@ def test_rows_that_are_not_measured_again_stay(tmp_path) -> None:
     assert run(tmp_path, both, {names[0]: [1, 2], names[1]: [1]}, 10.0) == 0
     assert run(tmp_path, ["--add", "--models", names[0]], {names[0]: [2, 3]}, 20.0) == 0
     [path] = tmp_path.iterdir()
-    found = {(x["model"], x["batch"]): x["tokens_per_s"] for x in Record.load(path).rows}
-    assert found == {
+    speeds = {(x["model"], x["batch"]): x["tokens_per_s"] for x in Record.load(path).rows}
+    assert speeds == {
         (names[0], 1): 10.0,
         (names[0], 2): 20.0,
         (names[0], 3): 20.0,
@@ -168,6 +168,6 @@ def test_bad_arguments(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_needs_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = sweep.options_of("throughput", None, (100,)).parse_args([])
-    assert sweep.sweep("throughput", [], chosen, [], None, None, ()) == 2
+    options = sweep.options_of("throughput", None, (100,)).parse_args([])
+    assert sweep.sweep("throughput", [], options, [], None, None, ()) == 2
     assert "CUDA" in capsys.readouterr().err

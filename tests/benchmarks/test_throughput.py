@@ -23,13 +23,13 @@ class Small(Dynamic):
         return super().fill(decoder, rows, tokens, steps)
 
 
-@pytest.mark.parametrize(("fit", "tried"), [(5, [5]), (3, [5, 4, 3])])
-def test_the_largest_batch_that_fits(decoder: Decoder, fit: int, tried: list[int]) -> None:
+@pytest.mark.parametrize(("fit", "batches"), [(5, [5]), (3, [5, 4, 3])])
+def test_the_largest_batch_that_fits(decoder: Decoder, fit: int, batches: list[int]) -> None:
     variant = Small(fit)
     free = 5 * variant.row_bytes(decoder, 64, 24) + 1
     rows = list(throughput.largest(decoder, variant, 64, 1e9, free))
-    assert [row["batch"] for row in rows] == tried
-    assert ["error" in row for row in rows] == [True] * (len(tried) - 1) + [False]
+    assert [row["batch"] for row in rows] == batches
+    assert ["error" in row for row in rows] == [True] * (len(batches) - 1) + [False]
     assert {row["free"] for row in rows} == {free}
 
 
@@ -61,12 +61,12 @@ def test_verdicts() -> None:
         row("DynamicCache", 6, 100.0),
         row("compact, graph", 30, 449.0),
     ]
-    assert [(one["found"], one["met"]) for one in throughput.bounds(rows)] == [
+    assert [(bound["found"], bound["met"]) for bound in throughput.bounds(rows)] == [
         (5.0, True),
         (4.49, False),
     ]
-    shorter = [one | {"context": 32768} for one in rows]
-    assert [one["met"] for one in throughput.bounds(shorter)] == [None, None]
+    shorter = [row | {"context": 32768} for row in rows]
+    assert [bound["met"] for bound in throughput.bounds(shorter)] == [None, None]
     assert throughput.bounds(rows[:2]) == [] and throughput.bounds(rows[2:]) == []
 
 
