@@ -45,7 +45,7 @@ BATCHES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Load:
+class Sizes:
     """Sizes of a conversation.
 
     Attributes:
@@ -67,7 +67,7 @@ class Load:
     chunk: int = 8192
 
 
-TINY = Load((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
+TINY = Sizes((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
 
 
 class Bench:
@@ -75,18 +75,18 @@ class Bench:
 
     Args:
         released: the model.
-        load: sizes of its conversations.
+        sizes: of its conversations.
         device: where it runs.
     """
 
-    def __init__(self, released: Released, load: Load, device: torch.device) -> None:
-        self.load, self.device = load, device
+    def __init__(self, released: Released, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
         start = perf_counter()
         model, self.processor = build(released, device, torch.bfloat16)
         kind = OscarOmniPipeline if released.audio else OscarVLPipeline
         self.pipe = kind(model, processor=self.processor, policy=POLICY)
         self.exact = kind(model, processor=self.processor, policy="bf16")
-        more = {"policy": POLICY, "prefill_chunk": load.chunk}
+        more = {"policy": POLICY, "prefill_chunk": sizes.chunk}
         self.chunked = kind(model, processor=self.processor, **more)
         self.numbers = np.random.default_rng(0)
         self.facts = {
@@ -100,7 +100,7 @@ class Bench:
         """Pictures of about so many tokens, with a recording among them if the model hears."""
         media: dict[str, list[Any]] = {}
         if Modality.AUDIO in self.pipe.family.reads:
-            seconds = int(tokens * self.load.audio_share / 13)
+            seconds = int(tokens * self.sizes.audio_share / 13)
             noise = self.numbers.standard_normal(seconds * RATE)
             media["audio"] = [((0.1 * noise).astype(np.float32), RATE)]
             tokens -= 13 * seconds
@@ -111,7 +111,7 @@ class Bench:
 
     def picture(self) -> Image.Image:
         """A picture of noise."""
-        width, height = self.load.picture
+        width, height = self.sizes.picture
         pixels = self.numbers.integers(0, 256, (height, width, 3), dtype=np.uint8)
         return Image.fromarray(pixels)
 
@@ -119,12 +119,12 @@ class Bench:
         """Text of about as many tokens as a later turn has."""
         tokenizer = self.processor.tokenizer
         ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-        times = -(-self.load.text // len(ids))
-        return tokenizer.decode((ids * times)[: self.load.text])
+        times = -(-self.sizes.text // len(ids))
+        return tokenizer.decode((ids * times)[: self.sizes.text])
 
     def ask(self, chat: Chat, prompt: str = "What is it?", **media: list[Any]) -> Any:
-        """A greedy answer of ``load.answer`` tokens."""
-        return chat.ask(prompt, **media, max_new_tokens=self.load.answer, temperature=0)
+        """A greedy answer of ``sizes.answer`` tokens."""
+        return chat.ask(prompt, **media, max_new_tokens=self.sizes.answer, temperature=0)
 
     def warm_up(self) -> None:
         """Compile and check the kernels, and let libraries allocate their workspaces."""
@@ -178,13 +178,13 @@ class Bench:
         with self.chunked.chat() as chat, record_calls(self.pipe.model) as calls:
             self.ask(chat, **media)
             memory = allocated_since(before, allocated(self.device), tensors_on(self.device, calls))
-        chunk = self.load.chunk
+        chunk = self.sizes.chunk
         [seconds], _ = replay(self.pipe.model, calls, OscarCache(POLICY), chunk)
         return {"chunk": chunk, "held": memory, "prefill_ms": 1e3 * seconds}
 
     def kept_cache_error(self) -> dict[str, Any]:
         """Difference of a later turn's logits on a kept cache from a fresh read of everything."""
-        media = self.media(self.load.checked)
+        media = self.media(self.sizes.checked)
         with self.exact.chat() as chat, record_calls(self.exact.model) as calls:
             first = self.ask(chat, **media)
             self.ask(chat, self.text(), images=[self.picture()])
@@ -212,14 +212,14 @@ class Bench:
             for name in ("grouped_mm", "batched_mm"):
                 model.set_experts_implementation(name)
                 cache = DynamicCache()
-                seconds, _ = replay(model, [several] * self.load.answer, cache)
+                seconds, _ = replay(model, [several] * self.sizes.answer, cache)
                 times[f"{name} x {batch}"] = step_ms(seconds[1:])
         model.set_experts_implementation(usual)
         return times
 
     def _part_times(self, calls: Sequence[Call], rounds: int) -> dict[str, dict[str, float]]:
         """Milliseconds of the parts of a conversation, by cache."""
-        turn = self.load.answer
+        turn = self.sizes.answer
         steps = [index for index in range(len(calls)) if index % turn]
         times: dict[str, dict[str, float]] = {}
         for name, attention in (("oscar", IMPLEMENTATION), ("dynamic", "sdpa")):
@@ -241,10 +241,10 @@ class Bench:
     def _step_ms(self, chat: Chat) -> float:
         """Time of a token of a long answer: how much longer it takes than a short one."""
         seconds = []
-        for tokens in (self.load.answer, self.load.answer + self.load.steps):
+        for tokens in (self.sizes.answer, self.sizes.answer + self.sizes.steps):
             with chat.fork() as twin:
                 seconds.append(twin.ask("?", max_new_tokens=tokens, temperature=0).timings.decode_s)
-        return 1e3 * (seconds[1] - seconds[0]) / self.load.steps
+        return 1e3 * (seconds[1] - seconds[0]) / self.sizes.steps
 
     def _save(self, chat: Chat) -> dict[str, Any]:
         """Save and load, and compare the next answers of both chats."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.conversation import TINY, Bench, Load
+from benchmarks.conversation import TINY, Bench, Sizes
 from benchmarks.random_model import RELEASED
 
 MOST_POSITIONS = 1 << 19
@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, name: str, device: torch.device, *, tiny: bool) -> None:
         released = RELEASED[name].with_positions(MOST_POSITIONS)
-        bench = Bench(released.tiny() if tiny else released, TINY if tiny else Load(), device)
+        bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
         bench.warm_up()
         bench.pipe.store.trim()  # frees the pools of the warm-up's chat
         self.name, self.device, self.model = name, device, bench.pipe.model

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import TINY, Bench, Load
+from benchmarks.conversation import TINY, Bench, Sizes
 from benchmarks.profiling import release
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, WarningLog, command, device_name, finish, now, parser, show
@@ -78,7 +78,7 @@ def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[dict[str
     if tiny:
         contexts = tuple(TINY_CONTEXT * context // CONTEXT for context in contexts)
     released = RELEASED[name].with_positions(max(contexts) + ROOM)
-    bench = Bench(released.tiny() if tiny else released, TINY if tiny else Load(), device)
+    bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
     bench.warm_up()
     for number, context in enumerate(contexts):
         row = {"model": name, "date": now()} | bench.conversation(context, full=not number)

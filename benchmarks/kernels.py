@@ -165,7 +165,7 @@ def _normal(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
 
 
-def _timed(timer: Timer, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
+def _time_call(timer: Timer, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
     cold, host = timer.cold(call), timer.host(call)
     graph, why = timer.graph(call)
     times: dict[str, Any] = {"us": {"cold": cold, "graph": graph}, "host_us": host}
@@ -182,7 +182,7 @@ def _ours(name: str, shape: Shape, timer: Timer, generator: torch.Generator) -> 
     columns = shape.query_heads // shape.kv_heads
     kernel = packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
     path = "kernel" if kernel is not None else "PyTorch operations"
-    return {"name": name, "bytes": size, "error": error, "path": path} | _timed(timer, call)
+    return {"name": name, "bytes": size, "error": error, "path": path} | _time_call(timer, call)
 
 
 def _peers(shape: Shape, timer: Timer, generator: torch.Generator) -> list[dict[str, Any]]:
@@ -205,7 +205,7 @@ def _peers(shape: Shape, timer: Timer, generator: torch.Generator) -> list[dict[
                 print(f"{shape}: {name} refuses: {str(refusal).splitlines()[0]}")
                 continue
             row = {"name": name, "bytes": keys.nbytes + values.nbytes, "error": error}
-            rows.append(row | _timed(timer, call))
+            rows.append(row | _time_call(timer, call))
     return rows
 
 

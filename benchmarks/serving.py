@@ -146,7 +146,7 @@ _Call = tuple[Callable[[bytes], tuple[int, float]], bytes, bool]
 """A function that sends a request, the body, and whether the server must answer."""
 
 
-class Load:
+class Clients:
     """Clients of a server.
 
     Args:
@@ -236,7 +236,7 @@ class Load:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Load]:
+def serving(*options: str) -> Iterator[Clients]:
     """Inside, a server with the bundled model runs; gives its clients."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -251,7 +251,7 @@ def serving(*options: str) -> Iterator[Load]:
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with {process.returncode}")
             time.sleep(0.2)
-        yield Load(port, psutil.Process(process.pid))
+        yield Clients(port, psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait(60)
@@ -265,11 +265,11 @@ def main(arguments: Sequence[str]) -> int:
     command_line.add_argument("--identical", type=int, default=IDENTICAL, help="of each client")
     options = command_line.parse_args(arguments)
     rows, load_before = [], os.getloadavg()[0]
-    with serving("--model", "pocket-omni", "--device", options.device) as load:
-        load.mixed(CLIENTS, 40, 0.0)  # compiles and caches what the first use needs
-        rows.append(load.identical(friendly(0)[1], CLIENTS, options.identical))
+    with serving("--model", "pocket-omni", "--device", options.device) as clients:
+        clients.mixed(CLIENTS, 40, 0.0)  # compiles and caches what the first use needs
+        rows.append(clients.identical(friendly(0)[1], CLIENTS, options.identical))
         for share in (0.0, HOSTILE, 0.0, HOSTILE):
-            rows.append(load.mixed(CLIENTS, options.requests, share))
+            rows.append(clients.mixed(CLIENTS, options.requests, share))
     columns = [name for name in rows[0] if name != "hostile by status"]
     show("Serving", columns, ([str(row[name]) for name in columns] for row in rows))
     print({row["run"]: row["hostile by status"] for row in rows})

@@ -82,7 +82,7 @@ def _about_images(*counts: int, copied: int) -> list[Task]:
     ]
 
 
-# 8 images are 144 tokens of Qwen's models and fill no page outside of the window. To copy 30 images
+# 8 images are 144 tokens of Qwen's models and fill no page outside of the window. Copying 30 images
 # out takes 200 tokens and more; pocket-llava cannot do that yet.
 TASKS = {
     "pocket-vl": _about_images(16, 30, 60, 120, 320, copied=30),
