@@ -107,7 +107,7 @@ def _devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
-    from oscar_mm.ops.gpu import architecture, switched_off
+    from oscar_mm.kernels.launch import architecture, switched_off
 
     memory = psutil.virtual_memory()
     devices = [
@@ -197,7 +197,7 @@ def _roundtrip_check(preset: str, device: str) -> Check:
     def trial() -> tuple[bool, str]:
         import torch
 
-        from oscar_mm.quant.roundtrip import roundtrip
+        from oscar_mm.round_trip import roundtrip
 
         generator = torch.Generator().manual_seed(0)
         keys, values = (

@@ -9,35 +9,30 @@ from statistics import median
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.cache.tables import assign
+from oscar_mm.fast_decode import experts as mixture_module
+from oscar_mm.fast_decode import linear as linear_module
+from oscar_mm.fast_decode import linear_rows
+from oscar_mm.fast_decode import rope as rope_module
+from oscar_mm.fast_decode.experts import Experts, mixture_of_experts
+from oscar_mm.fast_decode.linear import Norm, linear
+from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import copies_in_bulk, multiprocessors
+from oscar_mm.kernels.self_check import Verdict
 from oscar_mm.ops import append as append_module
-from oscar_mm.ops import linear as linear_module
-from oscar_mm.ops import (
-    linear_rows,
-    pack_kernel,
-    packed_attention,
-    store_kernel,
-    unpack_kernel,
-)
-from oscar_mm.ops import mixture as mixture_module
-from oscar_mm.ops import rope as rope_module
+from oscar_mm.ops import decode_kernel, pack_kernel, store_kernel, unpack_kernel
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
-from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.gpu import copies_in_bulk, multiprocessors
-from oscar_mm.ops.linear import Norm, linear
-from oscar_mm.ops.mixture import Experts, mixture
-from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.ops.decode_kernel import Specialization
+from oscar_mm.ops.decode_tables import assign
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import pack_jobs
-from oscar_mm.ops.packed_attention import Specialization
-from oscar_mm.ops.quantize import Recipe
-from oscar_mm.ops.rope import rope_
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import store, whole_page_tables
-from oscar_mm.ops.trust import Verdict
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
+from oscar_mm.quant.quantize import Recipe
 
 OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
@@ -75,7 +70,7 @@ def checked(operation: str, device: torch.device) -> Verdict:
         specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
         if isinstance(specialization, str):
             raise KernelError(specialization)
-        return packed_attention.TRUSTED.check(specialization, device)
+        return decode_kernel.TRUSTED.check(specialization, device)
     if operation == "linear":
         verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
         if not verdict.agrees or not copies_in_bulk(device):
@@ -193,7 +188,7 @@ def _mixture(device: torch.device) -> Job:
         *(made.chosen, made.normalized),
     )
     read = experts.gate_and_up[: made.chosen].nbytes + experts.down[: made.chosen].nbytes
-    return Job(partial(mixture, x, Norm(x[0], 1e-6), experts), read)
+    return Job(partial(mixture_of_experts, x, Norm(x[0], 1e-6), experts), read)
 
 
 def _rope(device: torch.device) -> Job:

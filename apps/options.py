@@ -99,7 +99,7 @@ def checked_sampling(**given: Any) -> dict[str, Any]:
     Raises:
         InputError: a value that is not allowed.
     """
-    from oscar_mm.decoding.sampling import Sampling  # brings torch
+    from oscar_mm.generation.sampling import Sampling  # brings torch
 
     chosen = {name: value for name, value in given.items() if value is not None}
     Sampling(**chosen)

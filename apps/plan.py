@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
-from oscar_mm.gpus import GPUS
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import format_bytes, parse_bytes
 
@@ -89,7 +89,7 @@ def _print(made: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from oscar_mm.capacity import RESERVED
+    from oscar_mm.admission.capacity import RESERVED
 
     def table(*heads: str) -> Table:
         made_table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)

@@ -17,7 +17,7 @@ def written(pieces: Iterable[str]) -> Iterator[str]:
     Returns:
         The pieces, each once it is written.
     """
-    from oscar_mm.decoding.reasoning import Reasoning
+    from oscar_mm.generation.reasoning import Reasoning
 
     reasons = False
     for piece in pieces:

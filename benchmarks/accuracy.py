@@ -38,9 +38,9 @@ from oscar_mm.compare.methods import (
     main_methods,
     selected,
 )
-from oscar_mm.decoding.loop import decode
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import PADDING
 
 PROMPTS, GENERATED = {"cuda": 512, "cpu": 8}, {"cuda": 64, "cpu": 2}

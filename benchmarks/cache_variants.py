@@ -14,13 +14,13 @@ from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, Sta
 from benchmarks.decoder import Decoder
 from benchmarks.synthetic_cache import text_and_images
 from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
-from oscar_mm.capacity import ModelShape
 from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_bytes
-from oscar_mm.decoding.graphs import record_cuda_graph
-from oscar_mm.decoding.steps import DecodeSteps
+from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.fast_decode.graphs import record_cuda_graph
 from oscar_mm.modality import Modality
 from oscar_mm.policy import Bits
 

@@ -29,14 +29,14 @@ from benchmarks.replay import (
 )
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.chat.session import Chat
-from oscar_mm.experts import IMPLEMENTATION as EXPERTS
+from oscar_mm.chat.chat import Chat
 from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality
-from oscar_mm.ops import append, pack_kernel, packed_attention, unpack_kernel
-from oscar_mm.ops.quantize import Recipe
+from oscar_mm.moe_switch import IMPLEMENTATION as EXPERTS
+from oscar_mm.ops import append, decode_kernel, pack_kernel, unpack_kernel
 from oscar_mm.pipelines.media import Medium
 from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.quant.quantize import Recipe
 from tests.tiny import TEXT
 
 POLICY = "compact"
@@ -304,7 +304,7 @@ def kernels_used(pipe: Pipeline) -> dict[str, bool]:
     group = config.num_attention_heads // config.num_key_value_heads
     formats = [pools.formats[bits] for bits in sorted(pools.formats)]
     how = (pools.dtype, pools.device)
-    decode = packed_attention.packed_attention(
+    decode = decode_kernel.packed_attention(
         formats, pools.head_dim, policy.rotate, pools.dtype, group, pools.device
     )
     packs = [pack_kernel.kernel_for(Recipe.of(form, policy), *how) for form in formats]

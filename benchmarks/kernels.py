@@ -30,12 +30,12 @@ from benchmarks.profiling import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidt
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from benchmarks.synthetic_cache import begin_step, synthetic_cache
 from oscar_mm import KVPolicy
-from oscar_mm.cache.attend import attend_stored
-from oscar_mm.cache.held import Held
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.sequence import Sequence as StoredSequence
+from oscar_mm.cache.pending import attend_stored
+from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
-from oscar_mm.ops.packed_attention import packed_attention
+from oscar_mm.cache.token_places import TokenPlaces
+from oscar_mm.ops.decode_kernel import packed_attention
 
 POLICIES = {
     "compact": KVPolicy.preset("compact"),
@@ -79,7 +79,7 @@ def bytes_read(layer: OscarLayer, step: Step) -> int:
 
 
 def stored_pair(
-    layer: OscarLayer, sequence: StoredSequence, heads: list[int]
+    layer: OscarLayer, sequence: Row, heads: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
 
@@ -89,7 +89,7 @@ def stored_pair(
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for stream in sequence.streams.values():
         # Float32 rounds nothing on the way.
-        for pair in layer.parts(Held.of([stream], layer.device), torch.float32):
+        for pair in layer.parts(TokenPlaces.of([stream], layer.device), torch.float32):
             for parts, side in zip(sides, pair, strict=True):
                 parts.append(side[heads].double())
     keys, values = (torch.cat(parts, dim=1) for parts in sides)

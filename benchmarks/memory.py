@@ -14,8 +14,8 @@ import torch
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from benchmarks.synthetic_cache import synthetic_cache
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.memory import KINDS
+from oscar_mm.cache.memory import KINDS
+from oscar_mm.pages.layout import PageFormat
 
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 8, 32, 128
 SIZES = (300, *(1024 << power for power in range(6)))

@@ -15,12 +15,12 @@ import torch
 from benchmarks.profiling import Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops.append import append
-from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.store import store, whole_page_tables
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 TOKENS, KV_HEADS, HEAD_DIM = 131_072, 8, 128
 BATCHES = (1, 8, 32)

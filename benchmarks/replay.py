@@ -14,9 +14,9 @@ import torch
 from transformers import Cache
 
 from oscar_mm import OscarCache
-from oscar_mm.decoding import loop
-from oscar_mm.decoding.loop import read
-from oscar_mm.decoding.prompt import Prompt, forward
+from oscar_mm.generation import decode_loop
+from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.modality import Modality
 
 
@@ -47,12 +47,12 @@ def record_calls(model: Any) -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def read_and_record(reader: Any, prompt: Prompt, *arguments: Any) -> torch.Tensor:
-        logits = read(reader, prompt, *arguments)
+        logits = read_prompt(reader, prompt, *arguments)
         if reader is model:
             calls.append(Call(prompt, logits[0].float().cpu()))
         return logits
 
-    with patch.object(loop, "read", read_and_record):
+    with patch.object(decode_loop, "read_prompt", read_and_record):
         yield calls
 
 
@@ -94,7 +94,7 @@ def replay(
         _wait(prompt.positions.device)
         start = perf_counter()
         if isinstance(cache, OscarCache):
-            logits = read(model, prompt, cache, prefill_chunk)
+            logits = read_prompt(model, prompt, cache, prefill_chunk)
         else:
             logits = forward(model, prompt, cache)
         logits[0].argmax().item()

@@ -18,7 +18,7 @@ from benchmarks.decoder import Decoder
 from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, WarningLog, command, device_name, finish, now, parser
-from oscar_mm.decoding.choice import Choices
+from oscar_mm.generation.sampling import Choices
 from oscar_mm.ranks import Ranks
 
 MODELS = ("qwen3-vl-8b", "llava-1.6-vicuna-7b", "qwen3-vl-30b-a3b", "qwen3-omni-30b-a3b")

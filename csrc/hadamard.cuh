@@ -1,4 +1,4 @@
-// Normalized Hadamard transform of one vector of HEAD_DIM by lanes of a warp (quant/rotation.py).
+// Normalized Hadamard transform of one vector of HEAD_DIM by lanes of a warp (quant/basis.py).
 #pragma once
 
 #include "page.cuh"

@@ -63,13 +63,13 @@ __device__ constexpr uint32_t first_word(bool one_step) {
   return 0u - sum;
 }
 
-// Place of an element in a run of 32: quad, step % 2, half, odd (cache/fragments.py).
+// Place of an element in a run of 32: quad, step % 2, half, odd (pages/fragments.py).
 __device__ __forceinline__ int in_fragments(int index) {
   const int within = index % 32;
   return index - within + within / 2 % 4 * 8 + within / 16 * 4 + within / 8 % 2 * 2 + within % 2;
 }
 
-// Place of a token's norm: in a run of 64 tokens group, tile % 4, half (cache/fragments.py).
+// Place of a token's norm: in a run of 64 tokens group, tile % 4, half (pages/fragments.py).
 __device__ __forceinline__ int norm_place(int token) {
   const int within = token % 64;
   return token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;

@@ -1,4 +1,4 @@
-// The bytes of a page: the twin of oscar_mm/cache/layout.py, which explains them.
+// The bytes of a page: the twin of oscar_mm/pages/layout.py, which explains them.
 //
 // Compiled with: HEAD_DIM (64 or 128), KEY_GROUP, VALUE_GROUP, SCALING (0 none, 1 per head, 2
 // shared), STREAM (0: keys have scales by channel, for KEY_GROUP tokens; 1: by token), CENTER (1: a

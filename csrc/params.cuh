@@ -20,7 +20,7 @@ constexpr int RECORD = HEAD_DIM + 3;
 
 struct Params;
 
-// What a thread block is told (oscar_mm/cache/tables.py): its part [begin, end) of the line, and the
+// What a thread block is told (oscar_mm/ops/decode_tables.py): its part [begin, end) of the line, and the
 // segment that the part begins in.
 struct alignas(16) Assignment {
   int begin, end;

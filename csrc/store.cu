@@ -1,7 +1,7 @@
 // store: 16-bit keys and values of tokens -> slots of stream pages. A warp for the keys, and one
 // for the values, of a job (up to 16 tokens of a tile) and KV head.
 //
-// Lanes have the elements whose codes they write (page.cuh, cache/fragments.py): of keys those of
+// Lanes have the elements whose codes they write (page.cuh, pages/fragments.py): of keys those of
 // two tokens and a quarter of their channels, of values those of four tokens and an eighth. Eight
 // tokens' keys, or four tokens' values, are in registers at a time; the rotation's butterflies run
 // over the elements of a lane and, by shuffles, over the lanes that share a token, as do the sums
@@ -14,7 +14,7 @@
 // Where there are few jobs, as in a decode step, each looks for its page among those that begin and
 // does this itself: a launch less, though two jobs of a page both do it, to the same bytes.
 //
-// (oscar_mm/ops/store.py says what jobs are, oscar_mm/ops/quantize.py all of it in PyTorch.)
+// (oscar_mm/ops/store.py says what jobs are, oscar_mm/quant/quantize.py all of it in PyTorch.)
 //
 // Compiled with, besides page.cuh's (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT (__half,
 // __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS

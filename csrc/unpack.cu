@@ -1,7 +1,7 @@
 // unpack: pages -> 16-bit keys and values in the model's coordinates. A thread block per page and
 // KV head, a warp per tile of 16 tokens, first its keys, then its values.
 //
-// A lane keeps the elements whose codes it reads (page.cuh, cache/fragments.py): of keys 2 tokens
+// A lane keeps the elements whose codes it reads (page.cuh, pages/fragments.py): of keys 2 tokens
 // and a quarter of their channels, of values 4 tokens and an eighth. The rotation's butterflies
 // run over the elements of a lane and, by shuffles, over the lanes that share a token. Lanes then
 // trade elements, so that each has eight channels in a row and four of them write 64 bytes.

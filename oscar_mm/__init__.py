@@ -11,14 +11,14 @@ from oscar_mm.registration import register as _register
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
-    from oscar_mm.decoding.answer import Answer
+    from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.errors import InputError
+    from oscar_mm.generation.answer import Answer
     from oscar_mm.media import MediaLimits
-    from oscar_mm.memory import MemoryReport
     from oscar_mm.modality import Modality, Span
     from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
     from oscar_mm.policy import KVPolicy
-    from oscar_mm.quant.roundtrip import roundtrip
+    from oscar_mm.round_trip import roundtrip
 
 __version__ = "0.1.0"
 
@@ -38,17 +38,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "Answer": "oscar_mm.decoding.answer",
+    "Answer": "oscar_mm.generation.answer",
     "InputError": "oscar_mm.errors",
     "KVPolicy": "oscar_mm.policy",
     "MediaLimits": "oscar_mm.media",
-    "MemoryReport": "oscar_mm.memory",
+    "MemoryReport": "oscar_mm.cache.memory",
     "Modality": "oscar_mm.modality",
     "OscarCache": "oscar_mm.cache.cache",
     "OscarOmniPipeline": "oscar_mm.pipelines",
     "OscarVLPipeline": "oscar_mm.pipelines",
     "Span": "oscar_mm.modality",
-    "roundtrip": "oscar_mm.quant.roundtrip",
+    "roundtrip": "oscar_mm.round_trip",
 }
 
 

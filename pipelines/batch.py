@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.foresight import Growth
 from oscar_mm.cache.join import join
-from oscar_mm.cache.sequence import NOWHERE
-from oscar_mm.decoding.answer import Answer
-from oscar_mm.decoding.answer_writer import AnswerWriter
-from oscar_mm.decoding.loop import decode, read
-from oscar_mm.decoding.prefixes import LEAST_TOKENS, processor_settings
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.remaining import beginning, remaining
-from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.cache.memory import MemoryReport, token_bytes
+from oscar_mm.cache.rows import NOWHERE
+from oscar_mm.cache.slot_growth import Growth
 from oscar_mm.errors import InputError
-from oscar_mm.memory import MemoryReport, token_bytes
+from oscar_mm.generation.answer import Answer, AnswerWriter
+from oscar_mm.generation.decode_loop import decode, read_prompt
+from oscar_mm.generation.prefix_cache import LEAST_TOKENS, processor_settings
+from oscar_mm.generation.prompt import Prompt, beginning, remaining
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.packing import Batching, Prepared
-from oscar_mm.pipelines.padding import left_padded
+from oscar_mm.pipelines.batching import Batching, Prepared, left_padded
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -192,7 +189,7 @@ def _known_past(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
             past = pipe.new_cache() if past is None else past
             new = remaining(first, known) if known else first
             pipe.make_room(pipe.growth(new, 0, past), new.tokens)
-            read(pipe.model, new, past, pipe.prefill_chunk)
+            read_prompt(pipe.model, new, past, pipe.prefill_chunk)
             pipe.prefixes.keep(first, settings, past)
         return past
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers.image_processing_utils import select_best_resolution
 
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.base import Encoded, Family
+from oscar_mm.pipelines.family import Encoded, Family
 from oscar_mm.pipelines.media import Medium
 
 _NEARBY = 64

@@ -6,10 +6,10 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from oscar_mm.decoding.answer import Answer, AnswerStream
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
+from oscar_mm.generation.answer import Answer, AnswerStream
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
@@ -76,7 +76,7 @@ class OscarOmniPipeline(Pipeline):
                 reasoning of a thinking model (at most half of the context).
             temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
                 generation_config says how tokens are chosen, which may be by sampling.
-            top_p, top_k, repetition_penalty, seed, stop: see ``oscar_mm.decoding.sampling``. The
+            top_p, top_k, repetition_penalty, seed, stop: see ``oscar_mm.generation.sampling``. The
                 first three are by default the checkpoint's too, but off beside a temperature.
 
         Raises:

@@ -12,21 +12,21 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from oscar_mm.budget import KVBudget
+from oscar_mm.admission.kv_budget import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
-from oscar_mm.chat.saved import read_chat
-from oscar_mm.chat.session import Chat
-from oscar_mm.decoding.answer import Answer
-from oscar_mm.decoding.generation import Generation
-from oscar_mm.decoding.prefixes import Prefixes
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.chat.chat import Chat
+from oscar_mm.chat.chat_file import read_chat
 from oscar_mm.errors import InputError
 from oscar_mm.fingerprint import model_fingerprint
+from oscar_mm.generation.answer import Answer
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prefix_cache import PrefixCache
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
+from oscar_mm.pipelines.admission import Bounded
 from oscar_mm.pipelines.batch import Batched
-from oscar_mm.pipelines.bounded import Bounded
 from oscar_mm.pipelines.loading import load
 from oscar_mm.pipelines.media import Media, read_media
 from oscar_mm.pipelines.placement import Placement
@@ -58,17 +58,17 @@ class Pipeline(Batched, Bounded):
         max_context: most tokens of a conversation with its answer; by default, and at most, what
             the model was made for. A request with more is refused before it is read.
         prefill_chunk: read prompts this many tokens at a time, which bounds activations; later
-            chunks then read packed history (``oscar_mm.decoding.prefill``). None: in one go, exact.
+            chunks then read packed history. None: in one go, exact.
         allow_remote: let images and recordings be http(s) addresses.
         limits: bounds on media.
         video_fps: frames per second that are sampled from videos.
         prefix_cache: bytes ("2GB") in which the beginnings of prompts are kept, so that the same
-            media under the same system prompt are read once (``oscar_mm.decoding.prefixes``). None:
-            none are kept. Off by default: it takes memory beyond the request, and what follows
-            a shared beginning reads it from packed pages.
-        kv_budget: bytes ("8GB") that all chats and requests together may hold, see
-            ``oscar_mm.budget``: chats that wait are written to disk, and what cannot fit even so
-            is refused before it is read. None: no bound.
+            media under the same system prompt are read once. None: none are kept. Off by default:
+            it takes memory beyond the request, and what follows a shared beginning reads it from
+            packed pages.
+        kv_budget: bytes ("8GB") that all chats and requests together may hold: chats that wait
+            are written to disk, and what cannot fit even so is refused before it is read. None: no
+            bound.
         spill: folder for them; True for a temporary one; False to refuse turns instead.
         model_kwargs: handed to ``from_pretrained``: quantization_config, revision, ...
 
@@ -114,7 +114,7 @@ class Pipeline(Batched, Bounded):
         self.lock = self.store.lock
         self.prefixes = self.budget = None
         if prefix_cache is not None:
-            self.prefixes = Prefixes(parse_bytes("prefix_cache", prefix_cache))
+            self.prefixes = PrefixCache(parse_bytes("prefix_cache", prefix_cache))
         if kv_budget is not None:
             limit = parse_bytes("kv_budget", kv_budget)
             self.budget = KVBudget(self.store, limit, spill, self.prefixes)

@@ -9,10 +9,10 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding.answer import Answer, Timings
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
+from oscar_mm.generation.answer import Answer, Timings
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy

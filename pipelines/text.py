@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from oscar_mm.admission.capacity import layers_of_states
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.capacity import layers_of_states
-from oscar_mm.decoding.prompt import Prompt
 from oscar_mm.errors import InputError
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.pipelines.loading import FAMILIES, config_of, dtype_of, first_line, source_of
 from oscar_mm.pipelines.placement import device_of, on_meta
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.chat.session import Chat
+from oscar_mm.chat.chat import Chat
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
 

@@ -3,8 +3,12 @@
 import gc
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.prompts import Reference
 
 # Tiny tensors gain nothing from threads, and on busy cores threads waiting for each other cost
 # more than the work. Said before torch is there, and so to processes that tests start. Nothing here
@@ -70,3 +74,11 @@ def qwen3_omni_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen3_omni_talker_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-Omni that can speak."""
     return built("qwen3_omni_talker", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def oscar(qwen3_vl_folder: Path) -> "Reference":
+    """A tiny Qwen3-VL with attention "oscar"; nobody changes it."""
+    from tests.prompts import Reference
+
+    return Reference(qwen3_vl_folder, attention={"text_config": "oscar"})

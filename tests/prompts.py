@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media import load_video
 from oscar_mm.modality import token_modalities
 
@@ -89,7 +89,7 @@ class Reference:
         return [row[: row.index(end)] if end in row else row for row in rows]
 
     def prompt(self, requests: Sequence[Request]) -> Prompt:
-        """A batch for ``oscar_mm.decoding.loop.decode``."""
+        """A batch for ``oscar_mm.generation.decode_loop.decode``."""
         inputs = dict(self.inputs(requests))
         types, mask = inputs.pop("mm_token_type_ids"), inputs["attention_mask"]
         ids = inputs["input_ids"]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend
 from oscar_mm.cache import layer as layer_module
-from oscar_mm.cache.attend import attend_stored
+from oscar_mm.cache.pending import attend_stored
 from oscar_mm.cache.step import Step
 from oscar_mm.modality import PADDING
 from tests.cache.invariants import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from oscar_mm.decoding.prefixes import processor_settings
 from oscar_mm.fingerprint import attributes_digest
+from oscar_mm.generation.prefix_cache import processor_settings
 from oscar_mm.models import BUNDLED, bundled
 
 

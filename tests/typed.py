@@ -4,7 +4,7 @@ from typing import Any, assert_type
 
 from oscar_mm import Answer, KVPolicy, MemoryReport, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.apps.audio_qa import audio_qa
-from oscar_mm.chat.session import Chat
+from oscar_mm.chat.chat import Chat
 from oscar_mm.policy import ModalityBits
 
 

@@ -13,13 +13,13 @@ from oscar_mm.apps.audio_qa.results import Result, answered, chosen, failed, tol
 from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.apps.audio_qa.settings import Settings
 from oscar_mm.cache.join import can_join
-from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.pipelines.batch import answers
-from oscar_mm.pipelines.choosing import choose
+from oscar_mm.pipelines.batching import Prepared
 from oscar_mm.pipelines.media import Media
-from oscar_mm.pipelines.packing import Prepared
-from oscar_mm.pipelines.reading import Reading
+from oscar_mm.pipelines.multiple_choice import choose
+from oscar_mm.pipelines.shared_media import SharedMedia
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -30,7 +30,7 @@ class _Asked:
     """A row that is ready for a batch."""
 
     row: Row
-    reading: Reading
+    reading: SharedMedia
     prepared: Prepared
     choices: list[list[int]]
     needed: int
@@ -93,7 +93,7 @@ class Engine:
         start = time.perf_counter()
         try:
             heard = media.result()
-            reading = Reading(self.pipe, heard, self.settings.system)
+            reading = SharedMedia(self.pipe, heard, self.settings.system)
         except Exception as error:  # Whatever a file makes a library raise is its rows' own.
             yield from (failed(row, told(error)) for row in rows)
             return
@@ -129,7 +129,7 @@ class Engine:
         if all(asked.reading is not reading for asked in waiting):
             reading.close()
 
-    def _asked(self, reading: Reading, row: Row, share: float) -> _Asked:
+    def _asked(self, reading: SharedMedia, row: Row, share: float) -> _Asked:
         start = time.perf_counter()
         question, texts = self.settings.prompt(row.question, row.choices)
         correct(row, "", 0 if row.choices else None)  # An answer that is no choice is told now.
@@ -146,7 +146,7 @@ class Engine:
         growth = self.pipe.growth(prepared.prompt, new + sum(map(len, choices)), prepared.past)
         return self.pipe.growth_bytes(growth)
 
-    def _bytes(self, reading: Reading) -> int:
+    def _bytes(self, reading: SharedMedia) -> int:
         if self.pipe.budget is None or reading.prompt is None:
             return 0
         return self.pipe.growth_bytes(self.pipe.growth(reading.prompt, 0))
@@ -176,7 +176,7 @@ class Engine:
             and can_join(pasts)
         )
 
-    def _flush(self, waiting: list[_Asked], keep: Reading | None = None) -> Iterator[Result]:
+    def _flush(self, waiting: list[_Asked], keep: SharedMedia | None = None) -> Iterator[Result]:
         """Answer the rows that wait, and give up what they are about, but for ``keep``."""
         rows = waiting[:]
         waiting.clear()

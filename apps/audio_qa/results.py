@@ -6,10 +6,10 @@ from typing import Any
 
 from oscar_mm.apps.audio_qa.marking import correct
 from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.decoding.answer import Answer
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.errors import InputError
-from oscar_mm.memory import MemoryReport
-from oscar_mm.pipelines.choosing import Choice
+from oscar_mm.generation.answer import Answer
+from oscar_mm.pipelines.multiple_choice import Choice
 
 Result = dict[str, Any]
 """A line of the output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oscar_mm.memory import MemoryReport
+from oscar_mm.cache.memory import MemoryReport
 
 TABLES = "tables"
 PARTS = ("text", "image", "video", "audio", TABLES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from oscar_mm.capacity import ModelShape
-from oscar_mm.gpus import GPUS
+from oscar_mm.admission.capacity import ModelShape
+from oscar_mm.admission.gpus import GPUS
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
 
@@ -37,7 +37,7 @@ def how_many(
     Args:
         stored: tokens of the conversation by modality.
         policy: of the conversation.
-        gpu: a key of ``oscar_mm.gpus.GPUS``.
+        gpu: a key of ``oscar_mm.admission.gpus.GPUS``.
         shape: of the model.
         length: a key of LENGTHS.
     """

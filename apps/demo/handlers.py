@@ -11,6 +11,7 @@ from typing import Any
 
 import gradio as gr
 
+from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.examples import Example
 from oscar_mm.apps.demo.fits import MODELS, how_many
@@ -19,7 +20,6 @@ from oscar_mm.apps.demo.report import report_json
 from oscar_mm.apps.demo.settings import chosen, whole
 from oscar_mm.apps.demo.transcript import history, live
 from oscar_mm.apps.demo.visitor import Visitor
-from oscar_mm.capacity import ModelShape
 from oscar_mm.errors import InputError
 
 THIS_MODEL = "the model of this page"

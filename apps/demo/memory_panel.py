@@ -6,7 +6,7 @@ from html import escape
 
 from oscar_mm.apps.demo.charts import Line, chart
 from oscar_mm.apps.demo.curve import PARTS, Curve
-from oscar_mm.decoding.answer import Timings
+from oscar_mm.generation.answer import Timings
 from oscar_mm.sizes import format_bytes
 
 _POINTS = 160

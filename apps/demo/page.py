@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.examples import EXAMPLES
 from oscar_mm.apps.demo.fits import LENGTHS, MODELS
@@ -16,7 +17,6 @@ from oscar_mm.apps.demo.segments import SCRIPT as FORGETTING
 from oscar_mm.apps.demo.settings import AS_PRESET, WIDTHS
 from oscar_mm.apps.demo.transcript import SCRIPT as SCROLLING
 from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
-from oscar_mm.gpus import GPUS
 from oscar_mm.media.suffixes import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.curve import Curve
-from oscar_mm.decoding.answer import Timings
-from oscar_mm.decoding.reasoning import Reasoning
+from oscar_mm.generation.answer import Timings
+from oscar_mm.generation.reasoning import Reasoning
 
 if TYPE_CHECKING:
-    from oscar_mm.chat.session import Chat
+    from oscar_mm.chat.chat import Chat
 
 UPDATES_PER_S = 10
 """How often a page is told about an answer that is being written."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oscar_mm.decoding.answer import Answer
+    from oscar_mm.generation.answer import Answer
 
 
 def failure(

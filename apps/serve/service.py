@@ -24,9 +24,9 @@ from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
 from oscar_mm.apps.serve.refusals import RETRY_S, Gone, Refused, busy, refusals
 from oscar_mm.apps.serve.replies import chunk, completion
-from oscar_mm.decoding.reasoning import Reasoning
-from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import Busy
+from oscar_mm.generation.reasoning import Reasoning
+from oscar_mm.generation.sampling import Sampling
 
 _READERS = 2
 """Requests that are parsed at once, each in a thread."""

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from oscar_mm.cache.chunk import Chunk, KeyLength
-from oscar_mm.cache.expected import Expected
+from oscar_mm.cache.announcements import Announcements
 from oscar_mm.cache.layer import OscarLayer, pack_together
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.linear import LinearLayer
+from oscar_mm.cache.linear_state import LinearLayer
+from oscar_mm.cache.memory import MemoryReport, measure
+from oscar_mm.cache.pending import Chunk, KeyLength
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
-from oscar_mm.memory import MemoryReport, measure
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
 
@@ -89,7 +89,7 @@ class OscarCache(Cache):
         self.store = PageStore(self.policy) if store is None else store
         self.ledger = Ledger(self.store)
         self._sigmas = sigmas_of_model(model) if model is not None else {}
-        self._expected = Expected()
+        self._expected = Announcements()
         self._warned = False
         # Whether layers on a GPU have taken in a prompt or pages since the last check.
         self.unchecked = False
@@ -423,7 +423,7 @@ class OscarCache(Cache):
             self.store = PageStore(self.policy)
         self.ledger = Ledger(self.store)
         self.layers.clear()
-        self._expected, self.unchecked = Expected(), False
+        self._expected, self.unchecked = Announcements(), False
 
     def close(self) -> None:
         """Give up all pages; the cache takes no more tokens. A second time does nothing."""

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.checked_file import Kind
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat, unpack_bits
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
-from oscar_mm.quant.bits import unpack_bits
 
 _BLOCK_TOKENS = 32
 _BITS = (Bits(2, 2), Bits(4, 4), PLAIN)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.sequence import NOWHERE, Sequence
+from oscar_mm.cache.rows import NOWHERE, Row
 from oscar_mm.errors import InputError
 
 
@@ -49,7 +49,7 @@ def join(caches: SequenceOf[OscarCache]) -> OscarCache:
     source = next((cache for cache in caches if cache.layers), None)
     if source is None:
         return joined
-    rows = [row for cache in caches for row in cache.ledger.sequences or [Sequence()]]
+    rows = [row for cache in caches for row in cache.ledger.sequences or [Row()]]
     longest = max(len(row.codes) for row in rows)
     joined.ledger.hold([_padded(row, longest) for row in rows])
     joined.ledger.steps = source.ledger.steps
@@ -57,7 +57,7 @@ def join(caches: SequenceOf[OscarCache]) -> OscarCache:
     return joined
 
 
-def _padded(row: Sequence, length: int) -> Sequence:
+def _padded(row: Row, length: int) -> Row:
     twin = row.copy()
     twin.codes[:0] = bytes([NOWHERE]) * (length - len(twin.codes))
     return twin

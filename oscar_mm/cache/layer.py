@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from oscar_mm.cache.held import Held
-from oscar_mm.cache.layout import PAGE_TOKENS
-from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
+from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
-from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 from oscar_mm.quant.basis import Basis
@@ -199,7 +199,9 @@ class OscarLayer(CacheLayerMixin):
         if bool(self.bad):
             raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
 
-    def parts(self, held: Held, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def parts(
+        self, held: TokenPlaces, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, (KV heads, n, head_dim) each, a part at a time.
 
         In the model's coordinates; first those in pages, then those in 16 bit.
@@ -219,7 +221,7 @@ class OscarLayer(CacheLayerMixin):
             yield keys, values
 
     def unpacked(
-        self, sequences: list[Sequence], length: int, dtype: torch.dtype | None = None
+        self, sequences: list[Row], length: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored keys and values in sequence order: (batch, KV heads, length, head_dim) each.
 
@@ -233,7 +235,7 @@ class OscarLayer(CacheLayerMixin):
             target = both[:, row]
             for code, stream in sequence.streams.items():
                 places = torch.from_numpy(sequence.positions(code)).to(self.device)
-                for keys, values in self.parts(Held.of([stream], self.device), dtype):
+                for keys, values in self.parts(TokenPlaces.of([stream], self.device), dtype):
                     where, places = places.tensor_split([keys.shape[1]])
                     target[0][:, where], target[1][:, where] = keys, values
         return both[0], both[1]

@@ -16,15 +16,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from oscar_mm.cache.layout import PAGE_TOKENS
-from oscar_mm.cache.pool import SlotAllocator
-from oscar_mm.cache.sequence import NOWHERE, SINK, Sequence
+from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
 from oscar_mm.cache.step import Filling, Step
-from oscar_mm.cache.store import PageStore
-from oscar_mm.cache.stream import Stream
+from oscar_mm.cache.store import PageStore, SlotAllocator
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.store_torch import CENTER_TOKENS
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 Count = TypeVar("Count", int, np.ndarray)
@@ -84,7 +82,7 @@ class Ledger:
     def __init__(self, store: PageStore) -> None:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
         # Always the same list: the store takes its slots back once the ledger is gone.
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Row] = []
         self.steps = self.changes = 0
         self.last = Step()
         store.register(self)
@@ -96,7 +94,7 @@ class Ledger:
         twin.hold([sequence.copy() for sequence in self.sequences])
         return twin
 
-    def hold(self, sequences: list[Sequence]) -> None:
+    def hold(self, sequences: list[Row]) -> None:
         """Become an owner of all slots of these sequences, which take the place of those held."""
         old = self.sequences[:]
         self.changes += 1
@@ -115,7 +113,7 @@ class Ledger:
         self.store.collect()
         self.changes += 1
         if not self.sequences:
-            self.sequences += [Sequence() for _ in range(len(modalities))]
+            self.sequences += [Row() for _ in range(len(modalities))]
         self.last = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
         self.steps += 1
         return self.last
@@ -246,7 +244,7 @@ class _Advance:
         self._writes: list[np.ndarray] = []
         self._freed: list[int] = []
 
-    def of(self, sequences: list[Sequence], modalities: np.ndarray) -> Step:
+    def of(self, sequences: list[Row], modalities: np.ndarray) -> Step:
         """Take (batch, tokens) modality ids into the sequences."""
         step = self._step
         step.past = [sequence.before() for sequence in sequences]
@@ -263,7 +261,7 @@ class _Advance:
         step.writes = np.concatenate(self._writes, axis=1) if self._writes else None
         return step
 
-    def _stream_codes(self, sequence: Sequence, ids: np.ndarray) -> np.ndarray:
+    def _stream_codes(self, sequence: Row, ids: np.ndarray) -> np.ndarray:
         """Stream code of each new token; counts them as stored."""
         codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
         real = np.flatnonzero(ids != PADDING)
@@ -273,7 +271,7 @@ class _Advance:
         sequence.stored += len(real)
         return codes
 
-    def _take_one(self, row: int, sequence: Sequence, code: int) -> None:
+    def _take_one(self, row: int, sequence: Row, code: int) -> None:
         """A token of a decode step. It gets a spare slot, and the token that leaves the window
         leaves its own: nothing is allocated at most steps."""
         stream, spare = self._stream(sequence, code), sequence.spare
@@ -299,7 +297,7 @@ class _Advance:
         spare[most:] = []
         spare += kept
 
-    def _take_many(self, row: int, sequence: Sequence, codes: np.ndarray) -> None:
+    def _take_many(self, row: int, sequence: Row, codes: np.ndarray) -> None:
         self._recent.release(sequence.spare)
         sequence.spare = []
         for code in np.unique(codes[codes != NOWHERE]).tolist():
@@ -318,7 +316,7 @@ class _Advance:
             self._write(row, stream, new, slots[: len(new)])
             slots = slots[len(new) :]
 
-    def _stream(self, sequence: Sequence, code: int) -> Stream:
+    def _stream(self, sequence: Row, code: int) -> Stream:
         """That of a code, made if it was not there."""
         if code not in sequence.streams:
             modality = Modality(code % SINK)
@@ -332,7 +330,7 @@ class _Advance:
         stream.slots += slots
 
     def _pack(
-        self, row: int, sequence: Sequence, code: int, new: np.ndarray, in_window: int
+        self, row: int, sequence: Row, code: int, new: np.ndarray, in_window: int
     ) -> tuple[list[int], np.ndarray]:
         """Pack what is to be packed of a stream, old and new tokens together.
 
@@ -373,7 +371,7 @@ class _Advance:
         return stream.pages[-1]
 
     def _beginnings(
-        self, sequence: Sequence, code: int, source: np.ndarray, first: int, pages: list[int]
+        self, sequence: Row, code: int, source: np.ndarray, first: int, pages: list[int]
     ) -> dict[int, np.ndarray]:
         """Sources of the tokens whose mean is a page's center.
 

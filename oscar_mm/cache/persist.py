@@ -6,7 +6,7 @@ Tensors of the file (slots are renumbered from 0; a slot that sequences share is
     streams              (n, 4) int64               row, stream code, entries, tokens in 16 bit
     entries              (entries, 3) int32         page, first token in use, the one after the last
     recent               (tokens,) int32            slots of 16 bit, stream by stream
-    layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.cache.layout``
+    layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.pages.layout``
     layer.<i>.recent     (slots, 2, KV heads, head_dim)
     layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with balancing
     given.<name>         tensors of the caller
@@ -32,10 +32,10 @@ from oscar_mm.cache import first_version
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.layout import PageFormat, all_finite
-from oscar_mm.cache.saved_tables import SavedTables, renumbered
 from oscar_mm.cache.store import LayerShape, PageStore
+from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.errors import InputError
+from oscar_mm.pages.layout import PageFormat, all_finite
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 FORMAT_VERSION = 2

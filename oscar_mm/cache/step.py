@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS
-from oscar_mm.cache.sequence import Sequence
-from oscar_mm.cache.tables import upload
+from oscar_mm.cache.rows import Row
+from oscar_mm.ops.decode_tables import Tables, tables_of, upload
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits
 
 if TYPE_CHECKING:
-    from oscar_mm.cache.fixed import FixedTables
+    from oscar_mm.cache.fixed_tables import FixedTables
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Step:
     fillings: list[Filling] = field(default_factory=list)
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
-    past: list[Sequence] = field(default_factory=list)
+    past: list[Row] = field(default_factory=list)
     from_pages: bool | None = None
     promised: bool = False
     fixed: FixedTables | None = None
@@ -143,6 +143,21 @@ class Step:
             return WholePages(*(upload(x.astype(np.int32), device) for x in (source, rows, slots)))
 
         return self.once(("whole pages", device), lambda: self._by_bits(tables))
+
+    def tables(
+        self,
+        bits: tuple[Bits | None, Bits | None],
+        kv_heads: int,
+        columns: int,
+        workers: int,
+        device: torch.device,
+    ) -> Tables:
+        """Tables of attention over ``past``; the arguments are those of ``Row.entries`` and of
+        ``oscar_mm.ops.decode_tables.tables_of``."""
+        if self.fixed is not None:
+            return self.fixed.tables(self.past, bits, kv_heads, columns, workers, device)
+        entries = [row.entries(bits) for row in self.past]
+        return tables_of(entries, kv_heads, columns, workers, device)
 
     def slots_on(self, device: torch.device) -> dict[Bits, Slots]:
         """Bits -> slots to fill, likewise."""

@@ -1,4 +1,8 @@
-"""PageStore: the slots that caches keep their pages in, and the bytes under them in every layer."""
+"""PageStore: the slots that caches keep their pages in, and the bytes under them in every layer.
+
+All layers of a model store the same tokens, so slots are allocated once for all of them:
+``SlotAllocator`` hands out the ids, each layer's ``Pool`` has the bytes of its layer under them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,126 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.cache.pool import Pool, SlotAllocator
+from oscar_mm.cache.memory import StoreReport, measure_store
 from oscar_mm.errors import InputError
-from oscar_mm.memory import StoreReport, measure_store
 from oscar_mm.modality import Modality
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
 from oscar_mm.ranks import Ranks
 
 if TYPE_CHECKING:
     from oscar_mm.cache.ledger import Ledger
-    from oscar_mm.cache.sequence import Sequence
+    from oscar_mm.cache.rows import Row
+
+
+class SlotAllocator:
+    """Free list and reference counts of slots. Slots are shared by forks of a sequence.
+
+    Attributes:
+        promises: how often slots were given out or foretold. If it has grown since a free slot was
+            foretold, others may have written to that slot.
+    """
+
+    def __init__(self) -> None:
+        self.promises = 0
+        self._references: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Slots that pools must hold."""
+        return len(self._references)
+
+    @property
+    def free(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Slots with at least one owner."""
+        return self.capacity - self.free
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` slots with one owner each.
+
+        A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
+        nothing and a long answer seldom moves the pool.
+        """
+        if not count:
+            return []
+        self.promises += 1
+        missing = count - len(self._free)
+        if missing > 0:
+            grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
+            self._references += [0] * len(grown)
+            self._free += reversed(grown)
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self._references[slot] = 1
+        return slots
+
+    def foretell(self, index: int) -> int | None:
+        """The slot that the allocation after ``index`` others will give; None if pools must grow
+        for it."""
+        self.promises += 1
+        return self._free[-1 - index] if index < len(self._free) else None
+
+    def share(self, slots: Iterable[int]) -> None:
+        """Add an owner to each slot."""
+        for slot in slots:
+            self._references[slot] += 1
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Take an owner from each slot; a slot without owners is free."""
+        for slot in slots:
+            self._references[slot] -= 1
+            if not self._references[slot]:
+                self._free.append(slot)
+
+    def compact(self) -> list[int]:
+        """Leave out the free slots: slot i of now is the i-th of the returned ones of before."""
+        kept = [slot for slot, owners in enumerate(self._references) if owners]
+        self._references = [self._references[slot] for slot in kept]
+        self._free = []
+        return kept
+
+    def owners(self, slot: int) -> int:
+        """How many owners a slot has."""
+        return self._references[slot]
+
+    def is_shared(self, slot: int) -> bool:
+        """Whether the slot has more than one owner and so must not be written to."""
+        return self._references[slot] > 1
+
+
+class Pool:
+    """The slots of one layer: a tensor (capacity, *slot_shape), uninitialized until written."""
+
+    def __init__(
+        self, slot_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # A pool that is made in inference mode must be writable outside of it too.
+        with torch.inference_mode(False):
+            self.storage = torch.empty((0, *slot_shape), dtype=dtype, device=device)
+
+    def reserve(self, capacity: int) -> None:
+        """Grow to ``capacity`` slots, keeping what is stored."""
+        if capacity > len(self.storage):
+            with torch.inference_mode(False):
+                grown = self.storage.new_empty((capacity, *self.storage.shape[1:]))
+            grown[: len(self.storage)] = self.storage
+            self.storage = grown
+
+    def keep(self, slots: list[int]) -> None:
+        """Shrink to these slots, in this order."""
+        with torch.inference_mode(False):
+            self.storage = self.storage[slots]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.storage[0:1].nbytes if len(self.storage) else 0
 
 
 class LayerShape(NamedTuple):
@@ -108,7 +221,7 @@ class PageStore:
         self.trims = 0
         self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
-        self._dropped: deque[list[Sequence]] = deque()
+        self._dropped: deque[list[Row]] = deque()
 
     def register(self, ledger: Ledger) -> None:
         """A ledger that holds slots; those of its sequences come back when it is gone.
@@ -150,16 +263,16 @@ class PageStore:
             )
         return pools
 
-    def share(self, sequences: Iterable[Sequence]) -> None:
+    def share(self, sequences: Iterable[Row]) -> None:
         """Add an owner to every slot of the sequences."""
         self._change_owners(sequences, SlotAllocator.share)
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
+    def release(self, sequences: Iterable[Row]) -> None:
         """Take an owner from every slot of the sequences."""
         self._change_owners(sequences, SlotAllocator.release)
 
     def _change_owners(
-        self, sequences: Iterable[Sequence], change: Callable[[SlotAllocator, list[int]], None]
+        self, sequences: Iterable[Row], change: Callable[[SlotAllocator, list[int]], None]
     ) -> None:
         for sequence in sequences:
             for stream in sequence.streams.values():

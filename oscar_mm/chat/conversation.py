@@ -1,4 +1,4 @@
-"""Conversation: what a chat holds between two turns; Turn and Segment: what it is made of."""
+"""Conversation: what a chat keeps between two turns; Turn, Segment and Message: its parts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ from dataclasses import dataclass, replace
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.reasoning import Reasoned
-from oscar_mm.memory import span_bytes
+from oscar_mm.cache.memory import span_bytes
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.reasoning import Reasoned
 from oscar_mm.modality import MediumSpan, Modality
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message for the chat template.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        text: may be empty.
+        images: how many of the turn's images it shows: those after the ones of messages before it.
+        audio: how many of the turn's recordings it shows.
+    """
+
+    role: str
+    text: str
+    images: int = 0
+    audio: int = 0
+
 
 _LABEL = 40
 """Characters of a prompt that name its segment."""

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oscar_mm.chat.message import Message
-from oscar_mm.chat.next_turn import check_turn, next_prompt
-from oscar_mm.decoding.loop import read
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.remaining import beginning
+from oscar_mm.chat.conversation import Message
+from oscar_mm.chat.turn import check_turn, next_prompt
+from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
-    from oscar_mm.chat.session import Chat
+    from oscar_mm.chat.chat import Chat
     from oscar_mm.pipelines.pipeline import Pipeline
 
 
@@ -53,7 +52,7 @@ def tell(
         chat._held.make_room(asked, len(ids) + 1)  # all of them are stored
         cache = held.cache.fork()
         try:
-            read(pipe.model, _with_answer(asked, ids), cache, pipe.prefill_chunk)
+            read_prompt(pipe.model, _with_answer(asked, ids), cache, pipe.prefill_chunk)
         except BaseException:
             cache.close()
             raise

@@ -12,9 +12,9 @@ from oscar_mm.compare.divergence import Scores
 from oscar_mm.compare.forced import Forced, Recorder, answer_logits, as_recorded
 from oscar_mm.compare.methods import Method, StoredPast, bits_per_value
 from oscar_mm.compare.paged import Paged
-from oscar_mm.decoding.loop import decode
-from oscar_mm.decoding.prompt import Prompt, forward
-from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.prompt import Prompt, forward
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:

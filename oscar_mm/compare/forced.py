@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-from oscar_mm.cache.chunk import KeyLength
+from oscar_mm.cache.pending import KeyLength
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 
 IGNORE = -100

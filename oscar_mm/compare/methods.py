@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.compare.forced import LayerStates, Pair
 from oscar_mm.compare.paged import Paged, Restored
 from oscar_mm.compare.quantized_cache import quantized_cache_methods
-from oscar_mm.memory import MemoryReport
 from oscar_mm.policy import KVPolicy
 
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.cache.step import Filling
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.forced import LayerStates, Pair
-from oscar_mm.memory import MemoryReport
 from oscar_mm.modality import Modality
-from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import NOT_STORABLE, pack
 from oscar_mm.ops.store import store
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.compare.divergence import Scores, ratio
 from oscar_mm.compare.forced import Forced, ForcedCache, LayerStates, Recorder, as_recorded
 from oscar_mm.compare.methods import PUBLISHED, REFERENCE, Method, StoredPast, bits_per_value
 from oscar_mm.compare.paged import Paged
 from oscar_mm.errors import InputError
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
 
 JUDGED = 64

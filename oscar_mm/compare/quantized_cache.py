@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.compare.forced import LayerStates
 from oscar_mm.compare.paged import Paged, Restored
-from oscar_mm.memory import MemoryReport
 
 # Backend to its package, its layer and the axis that transformers' documentation advises.
 BACKENDS = {

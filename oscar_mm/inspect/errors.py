@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.inspect.probe import LayerStates
 from oscar_mm.modality import Modality
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.roundtrip import roundtrip
+from oscar_mm.round_trip import roundtrip
 
 SAMPLE_TOKENS = 8192
 """Most tokens of a layer that are quantized; of a longer prompt, pages at even distances."""

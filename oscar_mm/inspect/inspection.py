@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from oscar_mm.decoding.prompt import Prompt, forward
 from oscar_mm.errors import InputError
+from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.inspect.errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.inspect.norms import Norms, channel_outliers, measure_norms
 from oscar_mm.inspect.probe import LayerStates, Probe

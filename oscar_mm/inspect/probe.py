@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-from oscar_mm.cache.chunk import KeyLength
+from oscar_mm.cache.pending import KeyLength
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from functools import partial
 
 import torch
 
-from oscar_mm.ops.gpu import current_stream
-from oscar_mm.ops.kernel import Kernel, load_kernel, tell_once
+from oscar_mm.kernels.launch import Kernel, current_stream, load_kernel, tell_once
+from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops.library import STATES, Arguments, define
-from oscar_mm.ops.trust import Trusted
 
 _MAX_THREADS = 256
 _UNITS = (16, 8, 4)
@@ -171,7 +170,9 @@ def _disagreement(
     return differing
 
 
-TRUSTED: Trusted[tuple[torch.dtype, int], Kernel] = Trusted("append", _make, _disagreement, 0.0)
+TRUSTED: CheckedKernels[tuple[torch.dtype, int], Kernel] = CheckedKernels(
+    "append", _make, _disagreement, 0.0
+)
 append = define(
     "append(Tensor keys, Tensor values, Tensor(a!) recent, Tensor writes, Tensor(b!) bad) -> ()",
     _append,

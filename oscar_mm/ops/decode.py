@@ -11,9 +11,9 @@
     pages         one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two
     recent        (slots, 2, KV heads, head_dim): tokens in 16 bit
     sigma         (KV heads or 1, head_dim) float32: balancing of the pages; None for none
-    items, recents, counts, assignments   of ``oscar_mm.cache.tables.Tables``
+    items, recents, counts, assignments   of ``oscar_mm.ops.decode_tables.Tables``
     scaling       factor of the scores
-    formats       of the pages (``oscar_mm.ops.formats``), by ascending bits
+    formats       of the pages (``oscar_mm.ops.library``), by ascending bits
     rotate        whether pages are stored rotated
     result        (batch, query heads, tokens, head_dim), in memory by tokens, then heads
 
@@ -27,12 +27,11 @@ from functools import lru_cache
 
 import torch
 
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.cache.tables import FIELDS
+from oscar_mm.ops.decode_kernel import MAX_QUERY_TOKENS, packed_attention
+from oscar_mm.ops.decode_tables import FIELDS
 from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.formats import format_of
-from oscar_mm.ops.library import STATES, Arguments, define
-from oscar_mm.ops.packed_attention import MAX_QUERY_TOKENS, packed_attention
+from oscar_mm.ops.library import STATES, Arguments, define, format_of
+from oscar_mm.pages.layout import PageFormat
 
 _arguments = Arguments("decode")
 

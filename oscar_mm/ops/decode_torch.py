@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.cache.stream import START
-from oscar_mm.cache.tables import SECOND
-from oscar_mm.ops.dequantize import unpack_stored
+from oscar_mm.ops.decode_tables import SECOND, START
 from oscar_mm.ops.running_attention import RunningAttention
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import unpack_stored
 
 _TOKENS_AT_ONCE = 2048
 """Tokens of the past that are in memory at a time, in float32."""

@@ -1,16 +1,20 @@
-"""The namespace ``torch.ops.oscar_mm``, and what its operations say to arguments that do not fit.
+"""The namespace ``torch.ops.oscar_mm``, page formats as its arguments, and errors of bad arguments.
 
 An operation has a schema, one implementation for every device (a kernel where there is one, plain
-PyTorch elsewhere) and a fake one that tells shapes. All check their arguments before anything is
-launched; what an index points to is the caller's part, as looking would wait for the device.
+PyTorch elsewhere) and a fake one that tells shapes. All check their arguments before a launch; the
+caller answers for what an index points to, as looking would wait for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch.library import Library, register_fake
+
+from oscar_mm.pages.layout import PageFormat
+from oscar_mm.policy import Bits
 
 _LIBRARY = Library("oscar_mm", "DEF")
 STATES = (torch.bfloat16, torch.float16, torch.float32)
@@ -134,3 +138,49 @@ class Arguments:
 
     def _said(self, name: str, found: object, wanted: object) -> str:
         return f"oscar_mm.{self._operation}: {name} is {found}, must be {wanted}"
+
+
+@lru_cache(maxsize=256)
+def text_of(page_format: PageFormat) -> str:
+    """Like "3/2 bits, 8 heads of 128, token 128, value 128, plain, center"."""
+    scaling = page_format.token_scaling
+    return (
+        f"{page_format.bits} bits, {page_format.kv_heads} heads of {page_format.head_dim}, "
+        f"{page_format.key_axis} {page_format.key_group}, value {page_format.value_group}, "
+        f"{'plain' if scaling is None else scaling}{', center' if page_format.center else ''}"
+    )
+
+
+@lru_cache(maxsize=256)
+def format_of(text: str) -> PageFormat:
+    """The inverse of ``text_of``.
+
+    Raises:
+        ValueError: a text that it does not make.
+    """
+    try:
+        bits, heads, keys, values, scaling, *center = text.split(", ")
+        widths = [int(width) for width in bits.removesuffix(" bits").split("/")]
+        kv_heads, head_dim = heads.split(" heads of ")
+        key_axis, key_group = keys.split(" ")
+        page_format = PageFormat(
+            bits=Bits(widths[0], widths[-1]),
+            kv_heads=int(kv_heads),
+            head_dim=int(head_dim),
+            key_axis=key_axis,
+            key_group=int(key_group),
+            value_group=int(values.removeprefix("value ")),
+            token_scaling=None if scaling == "plain" else scaling,
+            center=bool(center),
+        )
+        known = text_of(page_format) == text and (
+            key_axis in ("channel", "token") and scaling in ("plain", "shared", "per_head")
+        )
+    except (KeyError, ValueError, ZeroDivisionError):
+        known = False
+    if not known:
+        raise ValueError(
+            f"page format {text!r}: must be like '3/2 bits, 8 heads of 128, token 128, value 128, "
+            "plain, center' (oscar_mm.ops.library.text_of)"
+        )
+    return page_format

@@ -19,7 +19,7 @@
                   can reach beyond the values
     sigma         (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
               numbers (the kernel rounds others); None for none
-    format        of the pages (``oscar_mm.ops.formats``)
+    format        of the pages (``oscar_mm.ops.library``)
     rotate, fit, norm, value_scale   as in ``KVPolicy``
 
 What ``recent`` holds may be given up as soon as this returns: later work of the same stream comes
@@ -30,15 +30,14 @@ from __future__ import annotations
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops import pack_kernel
-from oscar_mm.ops.formats import format_of, text_of
-from oscar_mm.ops.library import STATES, Arguments, define
+from oscar_mm.ops.library import STATES, Arguments, define, format_of, text_of
 from oscar_mm.ops.pack_torch import pack_by_torch
-from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.store import whole_pages
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe
 
 NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
 _NORMS = ("plain", "refit", "unbiased")

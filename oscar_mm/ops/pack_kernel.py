@@ -11,22 +11,23 @@ from functools import partial
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.gpu import current_stream, multiprocessors
-from oscar_mm.ops.kernel import (
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import (
     ELEMENTS,
     OUT_OF_ORDER,
     Kernel,
     aligned_rows,
+    current_stream,
     load_kernel,
+    multiprocessors,
     page_macros,
 )
-from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops.pack_torch import pack_by_torch
-from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.samples import CHECKED_HEADS, JOB_SLOTS, random_basis, random_jobs
-from oscar_mm.ops.trust import Trusted
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
+from oscar_mm.quant.quantize import Recipe
 
 _PER_PROCESSOR = 2
 """Thread blocks that a multiprocessor runs at a time."""
@@ -208,4 +209,6 @@ def _disagreement(
     return float((made[0] != made[1]).float().mean())
 
 
-TRUSTED: Trusted[Specialization, PackKernel] = Trusted("pack", _make, _disagreement, _WORST_SHARE)
+TRUSTED: CheckedKernels[Specialization, PackKernel] = CheckedKernels(
+    "pack", _make, _disagreement, _WORST_SHARE
+)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from oscar_mm.ops.quantize import Recipe, parts_of, quantize
 from oscar_mm.ops.store_torch import tokens_of
+from oscar_mm.quant.quantize import Recipe, parts_of, quantize
 
 
 def pack_by_torch(

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.cache.stream import START
-from oscar_mm.cache.tables import COLUMNS, SECOND, assign
+from oscar_mm.ops.decode_tables import COLUMNS, SECOND, START, assign
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
 
 CHECKED_HEADS = 3

@@ -19,7 +19,7 @@
     bad           (1,) int32; set to 1 where a center, scale or zero is NaN, infinite or beyond
                   float16 (65504), else left alone
     sigma         (KV heads or 1, head_dim) float32: balancing; None for none
-    format        of the pages (``oscar_mm.ops.formats``)
+    format        of the pages (``oscar_mm.ops.library``)
     rotate, fit, norm, value_scale   as in ``KVPolicy``
 
     store_layers(Tensor[] recent, Tensor jobs, Tensor begins, Tensor(a!)[] pages, Tensor(b!)[] bad,
@@ -36,11 +36,8 @@ from __future__ import annotations
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops import store_kernel
-from oscar_mm.ops.formats import format_of, text_of
-from oscar_mm.ops.library import STATES, Arguments, define
-from oscar_mm.ops.quantize import Recipe
+from oscar_mm.ops.library import STATES, Arguments, define, format_of, text_of
 from oscar_mm.ops.store_torch import (
     CENTER_TOKENS,
     HEAD,
@@ -48,8 +45,10 @@ from oscar_mm.ops.store_torch import (
     store_by_torch,
     store_layers_by_torch,
 )
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe
 
 _NORMS = ("plain", "unbiased")
 _arguments, _arguments_of_layers = Arguments("store"), Arguments("store_layers")

@@ -12,18 +12,18 @@ from functools import partial
 
 import torch
 
-from oscar_mm.ops.gpu import current_stream
-from oscar_mm.ops.kernel import (
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import (
     ELEMENTS,
     OUT_OF_ORDER,
     Kernel,
     aligned_rows,
+    current_stream,
     load_kernel,
     page_macros,
 )
-from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops.pack_kernel import FITS
-from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.samples import (
     CHECKED_HEADS,
     random_basis,
@@ -32,8 +32,8 @@ from oscar_mm.ops.samples import (
     random_stores,
 )
 from oscar_mm.ops.store_torch import store_by_torch, store_layers_by_torch
-from oscar_mm.ops.trust import Trusted
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
+from oscar_mm.quant.quantize import Recipe
 
 _WARPS = 4
 """Of a thread block: each has the keys, or the values, of one head of a job."""
@@ -221,4 +221,6 @@ def _disagreement(
     return float((found != expected).sum() / (expected != before).sum())
 
 
-TRUSTED: Trusted[Specialization, StoreKernel] = Trusted("store", _make, _disagreement, _WORST_SHARE)
+TRUSTED: CheckedKernels[Specialization, StoreKernel] = CheckedKernels(
+    "store", _make, _disagreement, _WORST_SHARE
+)

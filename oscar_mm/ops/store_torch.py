@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS
-from oscar_mm.ops.quantize import Recipe, quantize_tokens
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe, quantize_tokens
 
 TILE = 16
 """Tokens of a job."""

@@ -6,7 +6,7 @@ unpack(Tensor pages, Tensor slots, Tensor? sigma, str format, bool rotate, Scala
 pages   (pool slots, page_bytes) uint8
 slots   (n,) int32, each within the pool
 sigma   (KV heads or 1, head_dim) float32: balancing to take out; None for none
-format  of the pages (``oscar_mm.ops.formats``)
+format  of the pages (``oscar_mm.ops.library``)
 rotate  whether they are stored rotated
 dtype   bfloat16, float16 or float32
 result  (n, KV heads, 128, head_dim) each, in memory by KV heads, then pages: with the first two
@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.ops import unpack_kernel
-from oscar_mm.ops.dequantize import unpack_by_torch
-from oscar_mm.ops.formats import format_of, text_of
-from oscar_mm.ops.library import STATES, Arguments, define
+from oscar_mm.ops.library import STATES, Arguments, define, format_of, text_of
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import unpack_by_torch
 
 _arguments = Arguments("unpack")
 

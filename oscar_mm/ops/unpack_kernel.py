@@ -7,13 +7,19 @@ from dataclasses import replace
 
 import torch
 
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.ops.dequantize import unpack_by_torch
-from oscar_mm.ops.gpu import current_stream
-from oscar_mm.ops.kernel import ELEMENTS, OUT_OF_ORDER, Kernel, load_kernel, page_macros
-from oscar_mm.ops.nvrtc import KernelError
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import (
+    ELEMENTS,
+    OUT_OF_ORDER,
+    Kernel,
+    current_stream,
+    load_kernel,
+    page_macros,
+)
+from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_pages
-from oscar_mm.ops.trust import Trusted
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.quant.quantize import unpack_by_torch
 
 _THREADS = 256
 _POINTERS = ("pages", "slots", "sigma", "keys", "values")
@@ -101,4 +107,6 @@ def _disagreement(specialization: Specialization, kernel: Kernel, device: torch.
     return float(errors.max())
 
 
-TRUSTED: Trusted[Specialization, Kernel] = Trusted("unpack", _make, _disagreement, _WORST_ERROR)
+TRUSTED: CheckedKernels[Specialization, Kernel] = CheckedKernels(
+    "unpack", _make, _disagreement, _WORST_ERROR
+)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import run
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 
 CARDS = Path(__file__).parents[2] / "examples" / "media" / "cards"

@@ -7,8 +7,8 @@ import pytest
 
 import oscar_mm
 from oscar_mm.apps import doctor as doctor_module
-from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import run
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits, KVPolicy
 
 
@@ -29,16 +29,16 @@ def test_doctor_finds_this_machine_healthy(capsys) -> None:
 
 @pytest.mark.parametrize("noise", [2.0, float("nan")])
 def test_doctor_notices_wrong_arithmetic(noise: float, monkeypatch, capsys) -> None:
-    from oscar_mm.quant import roundtrip as roundtrip_module
+    from oscar_mm import round_trip
 
-    right = roundtrip_module.roundtrip
+    right = round_trip.roundtrip
 
     def wrong(k, v, policy):
         result = right(k, v, policy)
         result.k.mul_(noise)
         return result
 
-    monkeypatch.setattr(roundtrip_module, "roundtrip", wrong)
+    monkeypatch.setattr(round_trip, "roundtrip", wrong)
     assert run(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     failed = [check["name"] for check in report["checks"] if not check["ok"]]

@@ -7,10 +7,10 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.apps import doctor, kernels
-from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import app
-from oscar_mm.ops.nvrtc import KernelError
-from oscar_mm.ops.trust import Verdict
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.self_check import Verdict
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, Bits
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from oscar_mm.admission.gpus import GPUS
 from oscar_mm.cli import run
-from oscar_mm.gpus import GPUS
 from oscar_mm.pipelines.planning import Session, plan
 
 

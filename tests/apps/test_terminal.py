@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from oscar_mm.apps.terminal import written
-from oscar_mm.decoding.reasoning import Reasoning
+from oscar_mm.generation.reasoning import Reasoning
 
 PIECES = [Reasoning("It is "), Reasoning("a \x1b[2Jsign."), "The ", "sign."]
 

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.profiling import allocated, allocated_since, kernel_launches
 from benchmarks.replay import Call, tensors_on
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt
 
 CPU = torch.device("cpu")
 

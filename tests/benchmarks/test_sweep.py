@@ -11,7 +11,7 @@ from benchmarks import sweep
 from benchmarks.cache_variants import VARIANTS, Dynamic, FilledCache
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record
-from oscar_mm.decoding.choice import Choice
+from oscar_mm.generation.sampling import Choice
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

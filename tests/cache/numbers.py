@@ -9,12 +9,12 @@ from collections import Counter
 import numpy as np
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.cache.ledger import Ledger, first_page_tokens
-from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 
 
@@ -44,7 +44,7 @@ class Contents:
                 key = filling.bits, filling.pages[number]
                 self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = -2
 
-    def carry_out(self, step: Step, new: np.ndarray, sequences: list[Sequence]) -> None:
+    def carry_out(self, step: Step, new: np.ndarray, sequences: list[Row]) -> None:
         slots = self.store.allocators
         for bits, source, target in step.copies:
             assert slots[bits].owners(target) == 1

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.cache.layout import PAGE_TOKENS
 from oscar_mm.cache.ledger import Ledger, first_page_tokens
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING, Modality
+from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers, check_slots

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.checked_file import write_checked
-from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import (
     POLICIES,

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
-from oscar_mm.cache.sequence import Sequence
+from oscar_mm.cache.rows import Row, Stream
 from oscar_mm.cache.store import PageStore
-from oscar_mm.cache.stream import Stream
 from oscar_mm.policy import Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids
 from tests.cache.numbers import check_slots
@@ -32,7 +31,7 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, _ = filled("compact", IDS)
-    store, streams, renumber = cache.store, cache.ledger.streams, Sequence.renumber
+    store, streams, renumber = cache.store, cache.ledger.streams, Row.renumber
     joined, walks = [], set()
 
     def slow_streams() -> Iterator[Stream]:
@@ -40,14 +39,14 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
         joined.append(OscarCache("compact", store=store))
         return streams()
 
-    def slow_renumber(sequence: Sequence, bits: Bits, ids: dict[int, int]) -> None:
+    def slow_renumber(sequence: Row, bits: Bits, ids: dict[int, int]) -> None:
         walks.add(bits)
         joined.append(OscarCache("compact", store=store))
         renumber(sequence, bits, ids)
 
     cache.crop(-500)  # leaves slots to trim
     monkeypatch.setattr(cache.ledger, "streams", slow_streams)
-    monkeypatch.setattr(Sequence, "renumber", slow_renumber)
+    monkeypatch.setattr(Row, "renumber", slow_renumber)
     assert store.bytes_by_modality()["text"] > 0
     store.trim()
     assert walks == {"streams", *store.allocators} and len(joined) > 2

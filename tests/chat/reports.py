@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.cache.store import PageStore
-from oscar_mm.chat.session import Chat
-from oscar_mm.memory import MemoryReport
+from oscar_mm.chat.chat import Chat
 from oscar_mm.policy import PLAIN, Bits
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oscar_mm.chat.session import Chat
-from oscar_mm.decoding.answer import AnswerStream
+from oscar_mm.chat.chat import Chat
+from oscar_mm.generation.answer import AnswerStream
 from tests.chat.plain import Layout, Said, Script
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from oscar_mm import InputError
 from oscar_mm.chat.given_turn import tell
-from oscar_mm.decoding.sampling import Sampling
+from oscar_mm.generation.sampling import Sampling
 from tests.pipelines.conftest import llava, omni, qwen  # noqa: F401 - fixtures
 from tests.prompts import noise, tone
 

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from oscar_mm import InputError, KVPolicy, OscarCache
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.inspect.errors import PAIRS
 from oscar_mm.inspect.inspection import inspect_prompt
 from oscar_mm.inspect.probe import LayerStates, Probe

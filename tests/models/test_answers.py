@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.chat.session import Chat
+from oscar_mm.chat.chat import Chat
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
 CONTENTS = json.loads((MEDIA / "contents.json").read_text())

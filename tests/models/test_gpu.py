@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding import loop
-from oscar_mm.decoding.graphs import record_cuda_graph
-from oscar_mm.decoding.steps import DecodeSteps
+from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.fast_decode.graphs import record_cuda_graph
+from oscar_mm.generation import decode_loop
 from tests.models.test_answers import CARDS
 
 CUDA = torch.device("cuda")
@@ -41,7 +41,7 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     answers = {}
     for how in ("eager", "graph"):
         recorder = record if how == "graph" else None
-        monkeypatch.setattr(loop, "DecodeSteps", partial(DecodeSteps, record=recorder))
+        monkeypatch.setattr(decode_loop, "DecodeSteps", partial(DecodeSteps, record=recorder))
         with caplog.at_level(logging.WARNING, "oscar_mm"):
             answers[how] = [
                 pipe(**media, prompt=question, max_new_tokens=200).text
@@ -86,7 +86,7 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
         captures.append(function)
         return record_cuda_graph(function, device)
 
-    monkeypatch.setattr(loop, "DecodeSteps", partial(DecodeSteps, record=record))
+    monkeypatch.setattr(decode_loop, "DecodeSteps", partial(DecodeSteps, record=record))
     for _ in range(4):
         captures.clear()
         pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=40)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
+from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
-from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.gpu import multiprocessors
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.samples import (
     JOB_SLOTS,
@@ -25,6 +24,7 @@ from oscar_mm.ops.samples import (
 )
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 
 OPERATIONS = {

@@ -5,9 +5,9 @@ import ctypes
 import pytest
 import torch
 
+from oscar_mm.kernels.compile import compile_text, csrc_folder
 from oscar_mm.ops import append as module
 from oscar_mm.ops.append import append, macros
-from oscar_mm.ops.nvrtc import compile_text, csrc_folder
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

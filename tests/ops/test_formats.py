@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops.formats import format_of, text_of
+from oscar_mm.ops.library import format_of, text_of
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 
 

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops import quantize, store_torch
-from oscar_mm.ops.dequantize import unpack_stored
-from oscar_mm.ops.formats import text_of
+from oscar_mm.ops import store_torch
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.samples import JOB_SLOTS, random_jobs
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
+from oscar_mm.quant import quantize
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import unpack_stored
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.launch import SWITCH
+from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops import pack_kernel
-from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.gpu import SWITCH
-from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.pack_kernel import (
     NormsParams,
@@ -23,12 +23,12 @@ from oscar_mm.ops.pack_kernel import (
     norms_macros,
     shared_bytes,
 )
-from oscar_mm.ops.quantize import Recipe
 from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
-from oscar_mm.ops.trust import Trusted
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe
 from tests.ops.arguments import channel_policy
 
 POLICIES = {
@@ -261,7 +261,7 @@ def test_a_kernel_that_disagrees_is_not_used(
 
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
     monkeypatch.setattr(pack_kernel, "launch", wrong)
-    fresh = Trusted("pack", pack_kernel._make, pack_kernel._disagreement, 0.01)
+    fresh = CheckedKernels("pack", pack_kernel._make, pack_kernel._disagreement, 0.01)
     monkeypatch.setattr(pack_kernel, "TRUSTED", fresh)
     keys, values = states(3, 2, 128, torch.bfloat16)
     policy = POLICIES["compact"]

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops.dequantize import unpack_stored
-from oscar_mm.ops.formats import text_of
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import unpack_stored
 from tests.ops.arguments import stream_policy
 
 CPU = torch.device("cpu")

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops.dequantize import unpack_stored
-from oscar_mm.ops.nvrtc import Report, compile_text, csrc_folder
-from oscar_mm.ops.quantize import Recipe
+from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store_kernel import (
     LayersParams,
@@ -21,6 +18,8 @@ from oscar_mm.ops.store_kernel import (
     macros,
 )
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE, store_by_torch
+from oscar_mm.pages.layout import PageFormat
+from oscar_mm.quant.quantize import Recipe, unpack_stored
 from tests.ops.arguments import stream_policy
 
 POLICIES = {

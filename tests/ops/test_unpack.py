@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layout import PageFormat
-from oscar_mm.ops.dequantize import unpack_by_torch
-from oscar_mm.ops.formats import text_of
-from oscar_mm.ops.nvrtc import compile_text, csrc_folder
+from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.ops.library import text_of
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.ops.unpack_kernel import UnpackParams, kernel_for, macros
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
+from oscar_mm.quant.quantize import unpack_by_torch
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {

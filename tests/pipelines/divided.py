@@ -15,9 +15,10 @@ import torch
 from torch import distributed
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding import graphs, loop
-from oscar_mm.decoding.known import is_known
-from oscar_mm.decoding.steps import DecodeSteps
+from oscar_mm.fast_decode import graphs
+from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.generation import decode_loop
 from oscar_mm.pipelines.twin import with_policy
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
@@ -137,7 +138,7 @@ def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None)
 
         return again
 
-    with patch.object(loop, "DecodeSteps", partial(DecodeSteps, record=record)):
+    with patch.object(decode_loop, "DecodeSteps", partial(DecodeSteps, record=record)):
         return {"turns": asked(pipe, cards)["turns"], "replays": len(calls)}
 
 
@@ -169,7 +170,7 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
         with captures() as devices:
             results[name] = asked(pipe, CARDS_OF[name])
         results[name]["captures"] = len(devices)
-        results[name]["known"] = is_known(pipe.model)
+        results[name]["known"] = supports(pipe.model)
         if name == "pocket-vl":
             results[name] |= asked_more(pipe, folder / "chat.safetensors")
             results[name]["refused"] = refused(pipe)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.decoding.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.pipelines import pipeline as pipeline_module
-from oscar_mm.pipelines.padding import left_padded
+from oscar_mm.pipelines.batching import left_padded
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import clip, noise, tone

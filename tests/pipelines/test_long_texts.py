@@ -12,7 +12,7 @@ from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.chat.given_turn import tell
 from oscar_mm.errors import NoRoom
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.pipelines.reading import Reading
+from oscar_mm.pipelines.shared_media import SharedMedia
 
 HUGE = "x" * 30_000_000
 LONG = "What is this? " * 50_000
@@ -67,18 +67,20 @@ ENTRIES: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "chat's system": ("system", lambda pipe, text: pipe.chat(text)),
     "tell": ("prompt", lambda pipe, text: tell(pipe.chat(), text, "This.")),
     "told": ("answer", lambda pipe, text: tell(pipe.chat(), "What?", text)),
-    "reading": ("system", lambda pipe, text: Reading(pipe, pipe.read_media(), text)),
+    "reading": ("system", lambda pipe, text: SharedMedia(pipe, pipe.read_media(), text)),
     "question": (
         "prompt",
-        lambda pipe, text: Reading(pipe, pipe.read_media()).asked(0, text, pipe.sampling({}, ())),
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).asked(
+            0, text, pipe.sampling({}, ())
+        ),
     ),
     "choice": (
         r"choices\[1\]",
-        lambda pipe, text: Reading(pipe, pipe.read_media()).continuations("Who?", ["A", text]),
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).continuations("Who?", ["A", text]),
     ),
     "asked choice": (
         "prompt",
-        lambda pipe, text: Reading(pipe, pipe.read_media()).continuations(text, ["A", "B"]),
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).continuations(text, ["A", "B"]),
     ),
 }
 

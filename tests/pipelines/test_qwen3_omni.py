@@ -10,14 +10,13 @@ import torch
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.decoding.loop import read
-from oscar_mm.decoding.prefixes import processor_settings
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.remaining import remaining
+from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prefix_cache import processor_settings
+from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video
 from oscar_mm.modality import Modality
+from oscar_mm.pipelines.batching import left_padded
 from oscar_mm.pipelines.media import Media
-from oscar_mm.pipelines.padding import left_padded
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie
@@ -179,7 +178,7 @@ SHORT, LONG = tone(0.37, 300.0), tone(2.3)
 
 def last_logits(pipe: OscarOmniPipeline, prompt: Prompt) -> torch.Tensor:
     """(rows, vocabulary) over a 16-bit cache of its own."""
-    return read(pipe.model, prompt, pipe.new_cache(), pipe.prefill_chunk)
+    return read_prompt(pipe.model, prompt, pipe.new_cache(), pipe.prefill_chunk)
 
 
 def heard(pipe: OscarOmniPipeline, *recordings: tuple[np.ndarray, int]) -> Prompt:
@@ -233,7 +232,7 @@ def test_a_short_recording_is_the_same_in_chunks_and_after_a_prefix(omni) -> Non
     past = keeping.prefixes.find(prompt, processor_settings(omni.processor))
     known = past.get_seq_length()
     assert known >= prompt.media[0].stop
-    after = read(omni.model, remaining(prompt, known), past)
+    after = read_prompt(omni.model, remaining(prompt, known), past)
     assert (after - whole).abs().max() < 1e-5
 
 

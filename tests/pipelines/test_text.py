@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from oscar_mm import InputError, OscarCache
-from oscar_mm.capacity import ModelShape, layers_of_states
+from oscar_mm.admission.capacity import ModelShape, layers_of_states
 from oscar_mm.pipelines.planning import Session, plan
 from oscar_mm.pipelines.text import (
     context_of,

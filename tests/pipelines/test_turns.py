@@ -8,10 +8,10 @@ import torch
 from transformers import AutoProcessor
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.decoding.loop import decode
-from oscar_mm.decoding.prompt import Prompt
-from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
+from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.media import Media

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar_mm.quant.rotation import hadamard, rotation_blocks
+from oscar_mm.quant.basis import hadamard, rotation_blocks
 
 SIZES = [1, 2, 3, 7, 33, 64, 80, 96, 112, 127, 128, 256]
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from oscar_mm.admission.capacity import ModelShape
+from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.charts import Line, chart
 from oscar_mm.apps.demo.curve import Curve
@@ -18,11 +20,9 @@ from oscar_mm.apps.demo.settings import AS_PRESET, chosen
 from oscar_mm.apps.demo.thumbnails import thumbnails
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.apps.demo.why import why
-from oscar_mm.capacity import ModelShape
-from oscar_mm.decoding.answer import Timings
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.errors import InputError
-from oscar_mm.gpus import GPUS
-from oscar_mm.memory import MemoryReport
+from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 from tests.apps.demo.conftest import asked

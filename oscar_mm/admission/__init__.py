@@ -1,0 +1,1 @@
+"""Admission: what a request takes, what a GPU and a budget hold."""

@@ -1,0 +1,120 @@
+"""Capacity: bytes of a conversation and how many fit a GPU, by a model's shape; devices' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oscar_mm.cache.ledger import packed_of
+from oscar_mm.modality import Modality
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+HIDDEN_STATES = 6
+"""Hidden states that are alive at once while a prompt is read, at the least.
+
+Those of LLaVA with grouped queries: what the layer was given and its norm, and queries on their way
+through RoPE with keys and values. Qwen's features and wider queries, towers and experts come on
+top. It is low, so that nothing is refused that would run.
+"""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of a CUDA device that torch can still hand out; None for other devices."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached
+
+
+def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes that reading so many tokens at once takes at least, beside their keys and values."""
+    return HIDDEN_STATES * tokens * hidden_size * itemsize
+
+
+RESERVED = 0.1
+"""Share of a GPU's memory that is left for activations and the allocator."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's keys and values, and its weights, take.
+
+    Attributes:
+        layers: of the decoder, without those that keep a state instead of keys and values.
+        kv_heads: of a layer.
+        head_dim: channels of a head.
+        parameters: of the whole model, towers included.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+
+    @classmethod
+    def of(cls, config: Any, parameters: int) -> ModelShape:
+        """Of a configuration of transformers."""
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        return cls(
+            layers=text.num_hidden_layers - len(layers_of_states(config)),
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            parameters=parameters,
+        )
+
+    def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
+        """Of one layer: bytes of a page by bits, and under ``PLAIN`` those of a token in 16 bit.
+
+        Args:
+            policy: how keys and values are stored.
+            itemsize: bytes of a number in the model's dtype.
+        """
+        sizes = {PLAIN: 2 * self.kv_heads * self.head_dim * itemsize}
+        for bits in policy.packed_bits:
+            sizes[bits] = PageFormat.of(policy, bits, self.kv_heads, self.head_dim).page_bytes
+        return sizes
+
+    @property
+    def weight_bytes(self) -> int:
+        """In 16 bit."""
+        return 2 * self.parameters
+
+    def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
+        """Pages and tokens in 16 bit of one conversation whose latest tokens are text.
+
+        Tables and free slots are not in it: the first are below 1% of any long conversation, the
+        second depend on what else the store holds.
+
+        Args:
+            policy: how keys and values are stored.
+            tokens: by modality ("text", "image", "video", "audio"), text first of all.
+        """
+        sizes, total = self.slot_bytes(policy), 0
+        for modality in Modality:
+            count, bits = tokens.get(modality.label, 0), policy.bits_for(modality)
+            recent = policy.sinks + policy.window if modality is Modality.TEXT else 0
+            packed = packed_of(policy, bits, max(0, count - recent), begun=False)
+            total += -(-packed // PAGE_TOKENS) * sizes[bits] + (count - packed) * sizes[PLAIN]
+        return self.layers * total
+
+    def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
+        """How many such conversations fit beside the weights; 0 where these alone do not."""
+        room = gpu_bytes * (1 - RESERVED) - self.weight_bytes
+        return max(0, int(room // max(1, self.kv_bytes(policy, tokens))))
+
+
+def layers_of_states(config: Any) -> list[str]:
+    """Kinds of the layers that keep a state instead of keys and values, one for each such layer.
+
+    Args:
+        config: of transformers, which names them "linear_attention", "mamba", ...
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return [kind for kind in kinds if "attention" not in kind or "linear" in kind]

@@ -1,0 +1,132 @@
+"""Asked: the tokens that a request comes to, what they are of, and what to lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from oscar_mm.errors import NoRoom
+from oscar_mm.modality import Modality
+
+if TYPE_CHECKING:
+    from oscar_mm.generation.prompt import Prompt
+
+_NAMED = 3
+"""Media of a kind that a refusal names."""
+_TEMPLATE = 32
+"""Tokens of text that are about a chat template's own, so that no shorter prompt saves them."""
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """What a request comes to.
+
+    Attributes:
+        tokens: of the prompt, by modality: "text", "image", "video", "audio".
+        answer: max_new_tokens.
+        media: for each modality its media's labels and tokens. A video's include the text of its
+            timestamps and its sound.
+        held: tokens of earlier turns.
+        frees: tells what a chat can do to hold fewer.
+        at_least: media were counted by their headers, as far as these tell, and of a later turn
+            not what the chat template adds.
+    """
+
+    tokens: Mapping[str, int]
+    answer: int
+    media: Mapping[Modality, list[tuple[str, int]]] = field(default_factory=dict)
+    held: int = 0
+    frees: Callable[[], list[str]] = list
+    at_least: bool = False
+
+    @classmethod
+    def of(
+        cls, prompt: Prompt, answer: int, held: int = 0, frees: Callable[[], list[str]] = list
+    ) -> RequestSize:
+        """Of the prompt of a single row."""
+        row = prompt.modalities[0]
+        media: dict[Modality, list[tuple[str, int]]] = {}
+        for span in prompt.media:
+            media.setdefault(span.modality, []).append((span.label, span.tokens))
+        return cls(
+            tokens={one.label: int((row == one).sum()) for one in Modality},
+            answer=answer,
+            media=media,
+            held=held,
+            frees=frees,
+        )
+
+    @property
+    def total(self) -> int:
+        """Tokens of all parts."""
+        return self.held + sum(self.tokens.values()) + self.answer
+
+    def refusal(self, fits: int, bound: str, otherwise: str = "") -> NoRoom:
+        """The error for a request of which so many tokens fit.
+
+        Args:
+            fits: fewer than ``total``.
+            bound: what the request is over, with the numbers behind it.
+            otherwise: what else would help.
+        """
+        parts = [f"{self.held:,} held"] if self.held else []
+        for modality in reversed(Modality):
+            if count := self.tokens[modality.label]:
+                parts.append(f"{modality.label} {count:,}{self._names(modality)}")
+        if self.answer:
+            parts.append(f"max_new_tokens {self.answer:,}")
+        remedies = [*self._remedies(self.total - fits), *([otherwise] if otherwise else [])]
+        least = "at least " if self.at_least else ""
+        return NoRoom(
+            f"{least}{self.total:,} tokens are asked, over {bound}, where {max(0, fits):,} fit: "
+            f"{', '.join(parts)}; {', or '.join(remedies)}",
+            self.total,
+            max(0, fits),
+        )
+
+    def _names(self, modality: Modality) -> str:
+        media = sorted(self.media.get(modality, ()), key=lambda one: -one[1])
+        named = [f"{label}: {count:,}" for label, count in media[:_NAMED]]
+        more = ["..."] if len(media) > _NAMED else []
+        return f" ({', '.join([*named, *more])})" if named else ""
+
+    def _remedies(self, excess: int) -> list[str]:
+        """What to lower, the largest first, until that is enough."""
+        sizes = {"held": self.held, "answer": self.answer} | dict(self.tokens)
+        sizes["text"] = max(0, sizes["text"] - _TEMPLATE)
+        found: dict[str, str] = {}
+        for name in sorted(filter(sizes.get, sizes), key=sizes.__getitem__, reverse=True):
+            left = sizes[name] - excess
+            found[name] = self._remedy(name, left)
+            excess = -left
+            if excess <= 0:
+                break
+        others = [self._remedy("held", 0)] if self.held and "held" not in found else []
+        return [" and ".join(found.values()), *others]
+
+    def _remedy(self, name: str, left: int) -> str:
+        """How to bring one part down to ``left`` tokens."""
+        if name == "held":
+            return ", ".join([*self.frees(), "begin a new chat"])
+        if name == "answer":
+            return f"lower max_new_tokens to {max(1, left):,}"
+        what, fits = self._medium_remedy(name, left)
+        return f"{what} ({fits} fit)" if left > 0 else what
+
+    def _medium_remedy(self, name: str, left: int) -> tuple[str, str]:
+        """What to give less of, and how much of it fits, at least."""
+        share = f"{left / max(1, self.tokens[name]):.0%}"
+        if name == "text":
+            return "give a shorter prompt", f"{left:,} tokens of it"
+        if name == "audio":
+            return "give shorter recordings", f"{share} of the seconds"
+        if name == "video":
+            less = "give shorter or smaller videos, or keep fewer frames of them with video_fps"
+            return less, f"{share} of their tokens"
+        images = [tokens for _, tokens in self.media.get(Modality.IMAGE, ())]
+        if len(images) < 2:
+            return "give a smaller image", f"{left:,} tokens of it"
+        fit = sum(total <= left for total in accumulate(images))
+        return "give fewer or smaller images", f"at least {fit} of these {len(images)}"

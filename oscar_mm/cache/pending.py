@@ -1,0 +1,227 @@
+"""Attention of a layer over its stored tokens and over new ones, before these are stored.
+
+``Chunk`` and ``KeyLength`` carry a cache through a model's forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.step import Step
+from oscar_mm.cache.token_places import TokenPlaces
+from oscar_mm.kernels.launch import multiprocessors
+from oscar_mm.ops.decode import decode, empty_output
+from oscar_mm.ops.decode_kernel import (
+    MAX_QUERY_TOKENS,
+    PackedAttention,
+    packed_attention,
+)
+from oscar_mm.ops.decode_tables import Tables
+from oscar_mm.ops.library import text_of
+from oscar_mm.ops.merged_attention import MergedAttention
+from oscar_mm.pages.layout import PageFormat
+
+if TYPE_CHECKING:
+    pass
+
+
+def attend_stored(
+    layer: OscarLayer,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    step: Step,
+) -> torch.Tensor:
+    """Attention over the past of a step and, causally, over its chunk; before ``append``.
+
+    A chunk of up to 16 tokens attends to the packed pages (``oscar_mm.ops.decode``). For a longer
+    one the past is unpacked, a bounded part at a time.
+
+    Args:
+        layer: of the cache.
+        queries: (batch, query heads, tokens, head_dim).
+        keys: (batch, KV heads, tokens, head_dim) of the chunk; values likewise.
+        scaling: factor of the scores.
+        step: what ``append`` will do with the chunk.
+
+    Returns:
+        (batch, query heads, tokens, head_dim); 0 for queries that are padding.
+    """
+    if step.real is None and not any(sequence.stored for sequence in step.past):
+        return _causal(queries, keys, values, scaling)
+    queries, keys, values = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values)
+    )
+    chunk = _Chunk(layer, step, queries, keys, values, scaling)
+    # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
+    most = MAX_QUERY_TOKENS if step.real is None else 1
+    return chunk.decoded() if keys.shape[2] <= most else chunk.by_rows()
+
+
+class _Plan(NamedTuple):
+    """How all layers of a kind attend in a step."""
+
+    formats: tuple[PageFormat, ...]
+    tables: Tables
+    kernel: PackedAttention | None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """New tokens of a layer that are to attend to a past."""
+
+    layer: OscarLayer
+    step: Step
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
+
+    def decoded(self) -> torch.Tensor:
+        """By the decode kernel, or the operation ``decode`` where there is none."""
+        layer, plan = self.layer, self._plan()
+        tables = plan.tables.of_past
+        pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
+        states = (self.queries, self.keys, self.values, pages, layer.recent.storage, layer.sigma)
+        if plan.kernel is not None:
+            # The operation would check these arguments, which takes longer than the launch.
+            output = empty_output(self.queries)
+            plan.kernel(*states, *tables, self.scaling, output)
+        else:
+            formats = [text_of(page_format) for page_format in plan.formats]
+            output = decode(*states, *tables, self.scaling, formats, layer.basis.rotate)
+        in_rows = self.step.real
+        if in_rows is None:
+            return output
+
+        def rows_that_go_on() -> torch.Tensor:
+            present = [len(real) > 0 for real in in_rows]
+            return torch.tensor(present, device=layer.device).view(-1, 1, 1, 1)
+
+        return output * self.step.once(("rows that go on", layer.device), rows_that_go_on)
+
+    def _plan(self) -> _Plan:
+        layer = self.layer
+        columns = self.keys.shape[2] * (self.queries.shape[1] // self.keys.shape[1])
+
+        def make() -> _Plan:
+            formats = tuple(layer.formats.values())
+            first, second, *_ = *layer.formats, None, None
+            workers, heads = multiprocessors(layer.device), layer.kv_heads
+            return _Plan(
+                formats,
+                self.step.tables((first, second), heads, columns, workers, layer.device),
+                packed_attention(
+                    formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
+                ),
+            )
+
+        layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns)
+        return self.step.once(layers_alike, make)
+
+    def by_rows(self) -> torch.Tensor:
+        """A row of the batch at a time: the rows' pasts are of unequal length."""
+        output = torch.zeros_like(self.queries)
+        for row in range(len(output)):
+            if self.step.real is None:
+                output[row] = self._of_row(row, slice(None))
+            elif len(self.step.real[row]):
+                real = torch.from_numpy(self.step.real[row]).to(self.layer.device)
+                output[row][:, real] = self._of_row(row, real)
+        return output
+
+    def _of_row(self, row: int, tokens: torch.Tensor | slice) -> torch.Tensor:
+        """(query heads, tokens, head_dim) of those tokens of a row that are no padding."""
+        queries, keys, values = (
+            x[row : row + 1, :, tokens] for x in (self.queries, self.keys, self.values)
+        )
+        merged = MergedAttention(queries, self.scaling)
+        merged.add(keys, values, causal=True)
+        for keys, values in self._past(row):
+            merged.add(keys[None], values[None])
+        return merged.output()[0]
+
+    def _past(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a row's past, (KV heads, n, head_dim) each, a part at a time.
+
+        Streams of all modalities together: the fewer parts, the fewer launches.
+        """
+        layer = self.layer
+        make = partial(TokenPlaces.of, self.step.past[row].streams.values(), layer.device)
+        return layer.parts(self.step.once(("held", row, layer.device), make), layer.dtype)
+
+
+def _causal(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    return scaled_dot_product_attention(
+        queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+    )
+
+
+class KeyLength(int):
+    """Length of the keys, as ``get_mask_sizes`` returns it, that knows its cache."""
+
+    cache: Any
+
+    def __new__(cls, length: int, cache: Any) -> KeyLength:
+        """An int with the attribute ``cache``: an OscarCache, or what takes its place."""
+        self = super().__new__(cls, length)
+        self.cache = cache
+        return self
+
+
+class Chunk:
+    """The new tokens of one layer in one forward pass, on their way through attention."""
+
+    def __init__(self, layer: OscarLayer, step: Step) -> None:
+        self._layer, self._step = layer, step
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.pending``.
+
+        Args:
+            visible: what a query sees of what is stored, (batch, 1 or query heads, new tokens,
+                all tokens) bool, or numbers that are added to the scores; None for causal.
+        """
+        layer, step = self._layer, self._step
+        real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
+        if not layer.sigma_is_final:
+            tokens = None if real is None else real.to(key.device)
+            layer.settle_basis(key, query, module, tokens)
+        if visible is None:
+            output = attend_stored(layer, query, key, value, scaling, step)
+        else:
+            keys, values = layer.cache.with_past(layer, step, key, value)
+            output = scaled_dot_product_attention(
+                *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
+            ).nan_to_num()  # a query that is padding sees nothing
+        layer.append(key, value, step)
+        return output
+
+    def _stored(self, visible: torch.Tensor) -> torch.Tensor:
+        """A mask without what is not stored: padding and forgotten tokens."""
+
+        def real() -> torch.Tensor:
+            return self._layer.cache.real_tokens(visible.shape[-1])[:, None, None]
+
+        stored = self._step.once(("stored", visible.device), lambda: real().to(visible.device))
+        if visible.dtype == torch.bool:
+            return visible & stored
+        return visible.masked_fill(~stored, -torch.inf)

@@ -1,0 +1,150 @@
+"""Foresight: the slots that new tokens will take, told before any of them comes.
+
+What ``Ledger.advance`` does to the tokens of a prompt, and then to those of its answer one by one,
+as formulas over the length of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from oscar_mm.cache.ledger import most_spare, packed_of
+from oscar_mm.cache.rows import SINK, Row, Stream
+from oscar_mm.modality import PADDING, Modality
+from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """Slots by bits (``PLAIN``: tokens in 16 bit) after 0, 1, 2, ... tokens of the answer.
+
+    Attributes:
+        held: all that the sequence has then.
+        added: without those that it had before and still has. What it had before is not given
+            back meanwhile, as a turn goes on from a fork.
+    """
+
+    held: dict[Bits, np.ndarray]
+    added: dict[Bits, np.ndarray]
+
+    @staticmethod
+    def together(rows: Iterable[Growth]) -> Growth:
+        """Of the rows of a batch, in which a row whose answer has ended stays as it is."""
+        rows = list(rows)
+        steps = max(len(next(iter(row.held.values()))) for row in rows)
+
+        def total(slots: Iterable[dict[Bits, np.ndarray]]) -> dict[Bits, np.ndarray]:
+            found: dict[Bits, np.ndarray] = {}
+            for row in slots:
+                for bits, counts in row.items():
+                    longer = np.pad(counts, (0, steps - len(counts)), mode="edge")
+                    found[bits] = found.get(bits, 0) + longer
+            return found
+
+        return Growth(total(row.held for row in rows), total(row.added for row in rows))
+
+
+def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:
+    """Bytes after 0, 1, 2, ... tokens of the answer.
+
+    Args:
+        slots: by bits, as of ``Growth``.
+        slot_bytes: of one slot, by bits.
+    """
+    sizes = [counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items()]
+    return np.sum(sizes, axis=0)
+
+
+def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
+    """Bytes by which pools without free slots grow; unlike slots they do not shrink meanwhile.
+
+    Arguments as of ``bytes_over_time``.
+    """
+    total = 0
+    for bits, counts in slots.items():
+        first, most = int(counts[0]), int(counts.max())
+        # As ``SlotAllocator`` grows: the prompt takes what it needs, an answer a bit in advance.
+        total += slot_bytes[bits] * (most if most == first else most + most // 32)
+    return total
+
+
+def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None = None) -> Growth:
+    """What one sequence will take.
+
+    Args:
+        policy: how keys and values are stored.
+        new: (tokens,) modality ids of a prompt; padding, -1, is left out.
+        answer: tokens of text that are stored after it.
+        past: what the sequence holds before.
+    """
+    past = Row() if past is None else past
+    codes = new[new != PADDING].astype(np.uint8)
+    sinks = max(0, policy.sinks - past.stored)
+    packs = np.array([policy.bits_for(modality).packed for modality in Modality])
+    codes[:sinks] += (SINK * packs[codes[:sinks]]).astype(np.uint8)
+    # Of the answer, in the 16-bit stream of the sinks and in the usual one.
+    time = np.arange(answer + 1)
+    left = max(0, sinks - len(codes)) if packs[Modality.TEXT] else 0
+    said = {int(Modality.TEXT): np.maximum(time - left, 0)}
+    said[Modality.TEXT + SINK] = np.minimum(time, left)
+    recent = np.concatenate([past.recent(policy.window), codes])
+    recent = recent[len(recent) - min(policy.window, len(recent)) :]
+    held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
+    added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
+    # All that are packed, and those of them whose slots no past has.
+    all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
+    pages: dict[int, np.ndarray] = {}
+    for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
+        modality = Modality(code % SINK)
+        bits = PLAIN if code >= SINK else policy.bits_for(modality)
+        stream = past.streams.get(code) or Stream(modality, bits)
+        grown = int((codes == code).sum()) + said.get(code, np.zeros_like(time))
+        total, packed = len(stream.slots) + grown, np.zeros_like(time)
+        if bits.packed:
+            in_window = _in_window(recent, code, time, policy.window)
+            if code == Modality.TEXT:
+                in_window = in_window + np.minimum(said[code], np.minimum(time, policy.window))
+            waiting = np.maximum(total - in_window, 0)
+            packed = packed_of(policy, bits, waiting, begun=bool(stream.pages))
+            room = stream.room if policy.by_token else 0
+            begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
+            held[bits] += len(set(stream.pages)) + begun
+            pages[code] = len(stream.pages) + begun
+            # The page whose room is filled is copied first.
+            added[bits] += begun + ((packed > 0) & (room > 0))
+        all_packed += packed
+        own_packed += np.maximum(packed - len(stream.slots), 0)
+        held[PLAIN] += total - packed
+        added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
+    # Those to spare; a prompt of one token comes as the tokens of the answer do.
+    steps = [(int(codes[0]), 0)] if len(new) == len(codes) == 1 else []
+    steps += [(int(Modality.TEXT), step) for step in range(1, answer + 1)]
+    before, packed, own = (
+        np.concatenate([[first], counts])
+        for first, counts in ((past.in_16_bit, held[PLAIN]), (0, all_packed), (0, own_packed))
+    )
+    spare, found = 0, np.zeros_like(time)
+    for code, step in steps:
+        begun = bool(pages[code][step]) if code in pages else False
+        bits = PLAIN if code >= SINK else policy.bits_for(Modality(code))
+        most = most_spare(policy, bits, int(before[step]), begun=begun)
+        # Without a window the new token is among those that are packed.
+        is_packed = policy.window == 0 and packed[step + 1] > packed[step]
+        if not is_packed:
+            spare = (spare or most) - 1
+        emptied = max(0, int(own[step + 1] - own[step]) - is_packed)
+        found[step] = spare = min(spare + emptied, most)
+    for slots in (held[PLAIN], added[PLAIN]):
+        slots += found
+    return Growth(held, added)
+
+
+def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:
+    """How many of the tokens before the answer are of a stream and in the window still."""
+    # By how many of the last ones are looked at, from none to all.
+    counts = np.concatenate([[0], (recent[::-1] == code).cumsum()])
+    return counts[(window - time).clip(0, len(recent))]

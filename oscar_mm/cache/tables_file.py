@@ -1,0 +1,189 @@
+"""The tables of a cache as tensors of a file, and back, every number checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.checked_file import Kind
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
+from oscar_mm.modality import Modality
+from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+_MAX_ROWS, _MAX_TOKENS = 4096, 1 << 25
+
+
+@dataclass
+class SavedTables:
+    """Sequences over slots that are numbered from 0; arrays as ``oscar_mm.cache.persist`` says.
+
+    Attributes:
+        counts: bits -> slots of that kind.
+    """
+
+    KINDS: ClassVar = {
+        "codes": ("U8", None),
+        "streams": ("I64", 4),
+        "entries": ("I32", 3),
+        "recent": ("I32", None),
+    }
+    """Dtype and columns of each."""
+
+    policy: KVPolicy
+    codes: np.ndarray
+    streams: np.ndarray
+    entries: np.ndarray
+    recent: np.ndarray
+    counts: dict[Bits, int]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, as they are saved."""
+        return {name: torch.from_numpy(getattr(self, name)) for name in self.KINDS}
+
+    @classmethod
+    def check_kinds(cls, kinds: Mapping[str, Kind]) -> None:
+        """Look at dtypes, shapes and counts of a file's tensors, of which none is read yet.
+
+        Raises:
+            KeyError, ValueError: they are no tables of a cache.
+        """
+        for name, (dtype, width) in cls.KINDS.items():
+            found = kinds[name]
+            if found.dtype != dtype or len(found.shape) != 2 - (name == "recent"):
+                raise ValueError(f"{name} is {found.shape} {found.dtype}")
+            if width and found.shape[1] != width:
+                raise ValueError(f"{name} is {found.shape} {found.dtype}")
+        rows, length = kinds["codes"].shape
+        if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
+            raise ValueError(f"{rows} rows of {length} tokens")
+        most = {"streams": 2 * SINK * rows, "entries": rows * length, "recent": rows * length}
+        for name, count in most.items():
+            if kinds[name].shape[0] > count:
+                raise ValueError(f"{kinds[name].shape[0]} {name} of {rows} rows of {length} tokens")
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
+        """From a file's tensors, whose kinds were checked.
+
+        Raises:
+            ValueError: they are no tables of a cache.
+        """
+        arrays = {name: tensors[name].numpy() for name in cls.KINDS}
+        tables = cls(policy, **arrays, counts={})
+        tables._check_streams()
+        tables.counts = tables._checked_counts()
+        return tables
+
+    def _parts(self) -> list[tuple[int, Stream]]:
+        """Row and stream, with its code's modality, of every line of ``streams``."""
+        parts, entry, slot = [], 0, 0
+        for row, code, entries, count in self.streams.tolist():
+            modality = Modality(code % SINK)
+            bits = PLAIN if code >= SINK else self.policy.bits_for(modality)
+            pages, starts, stops = map(tuple, self.entries[entry : entry + entries].T.tolist())
+            slots = self.recent[slot : slot + count].tolist()
+            parts.append((row, Stream(modality, bits, pages, starts, stops, slots)))
+            entry, slot = entry + entries, slot + count
+        return parts
+
+    def _check_streams(self) -> None:
+        """Counts of every stream: in range, and as many tokens as the codes say."""
+        rows, length = self.codes.shape
+        if not np.isin(self.codes, [*range(2 * SINK), NOWHERE]).all():
+            raise ValueError("unknown stream codes")
+        row, code, entries, recent = self.streams.T
+        limits = ((row, rows), (code, 2 * SINK), (entries, length + 1), (recent, length + 1))
+        if any(((column < 0) | (column >= limit)).any() for column, limit in limits):
+            raise ValueError("a stream is out of range")
+        keys = row * 2 * SINK + code
+        if len(np.unique(keys)) < len(keys):
+            raise ValueError("a stream is there twice")
+        if entries.sum() != len(self.entries) or recent.sum() != len(self.recent):
+            raise ValueError("streams and their slots differ in number")
+        page, start, stop = self.entries.T
+        if ((start < 0) | (start >= stop) | (stop > PAGE_TOKENS)).any():
+            raise ValueError("a page's tokens are out of range")
+        stream = np.repeat(np.arange(len(entries)), entries)
+        order = np.lexsort((start, page, stream))
+        before, after = order[:-1], order[1:]
+        same = (stream[before] == stream[after]) & (page[before] == page[after])
+        if (same & (stop[before] > start[after])).any():
+            raise ValueError("a stream has tokens of a page twice")
+        used = np.concatenate([[0], np.cumsum(stop - start, dtype=np.int64)])
+        last = np.cumsum(entries)
+        held = np.zeros((rows, 256), dtype=np.int64)
+        held[row, code] = used[last] - used[last - entries] + recent
+        for index, codes in enumerate(self.codes):
+            held[index, NOWHERE] = (codes == NOWHERE).sum()
+            if (np.bincount(codes, minlength=256) != held[index]).any():
+                raise ValueError(f"row {index} has other tokens than its streams")
+
+    def _checked_counts(self) -> dict[Bits, int]:
+        """Slots by bit width: all that are named, from 0 without gaps."""
+        named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
+        for _, stream in self._parts():
+            if stream.pages and stream.bits == PLAIN:
+                raise ValueError("a stream of 16 bit has pages")
+            if len(set(stream.slots)) < len(stream.slots):
+                raise ValueError("a stream has a slot twice")
+            named[stream.bits].update(stream.pages)
+            named[PLAIN].update(stream.slots)
+        for bits, slots in named.items():
+            if slots and (min(slots), max(slots)) != (0, len(slots) - 1):
+                raise ValueError(f"slots of {bits} bit are not numbered from 0")
+        return {bits: len(slots) for bits, slots in named.items()}
+
+    def places_in_use(self) -> dict[Bits, np.ndarray]:
+        """Bits -> (pages, 128) bool: which tokens of each page some stream has."""
+        used = {
+            bits: np.zeros((count, PAGE_TOKENS), dtype=bool)
+            for bits, count in self.counts.items()
+            if bits.packed
+        }
+        for _, stream in self._parts():
+            for page, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True):
+                used[stream.bits][page, start:stop] = True
+        return used
+
+    def sequences(self, slots: dict[Bits, list[int]]) -> list[Row]:
+        """The sequences over these slots: number i is the i-th of its kind."""
+        made = [Row(bytearray(codes.tobytes())) for codes in self.codes]
+        for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
+            stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
+            stream.slots = [slots[PLAIN][slot] for slot in stream.slots]
+            made[row].streams[code] = stream
+            made[row].stored += stream.tokens
+        return made
+
+
+def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[Bits, list[int]]]:
+    """Tables of a ledger with slots numbered from 0, and the slots under these numbers."""
+    numbers: dict[Bits, dict[int, int]] = {bits: {} for bits in ledger.allocators}
+
+    def number(bits: Bits, slots: Iterable[int]) -> list[int]:
+        return [numbers[bits].setdefault(slot, len(numbers[bits])) for slot in slots]
+
+    streams, entries, recent = [], [np.empty((0, 3), np.int32)], []
+    rows = ledger.sequences if ledger.length else []
+    for row, sequence in enumerate(rows):
+        for code, stream in sequence.streams.items():
+            streams.append((row, code, len(stream.pages), len(stream.slots)))
+            columns = number(stream.bits, stream.pages), stream.starts, stream.stops
+            entries.append(np.array(columns, dtype=np.int32).T)
+            recent += number(PLAIN, stream.slots)
+    codes = b"".join(bytes(sequence.codes) for sequence in rows)
+    tables = SavedTables(
+        ledger.policy,
+        np.frombuffer(bytearray(codes), np.uint8).reshape(len(rows), ledger.length),
+        np.array(streams, dtype=np.int64).reshape(-1, 4),
+        np.ascontiguousarray(np.concatenate(entries)),
+        np.array(recent, dtype=np.int32),
+        {bits: len(found) for bits, found in numbers.items()},
+    )
+    return tables, {bits: list(found) for bits, found in numbers.items()}

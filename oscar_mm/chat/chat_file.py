@@ -1,0 +1,187 @@
+"""A chat in a file: the cache as ``oscar_mm.cache.persist`` writes it, and what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oscar_mm.cache.persist import SavedCache, save_cache
+from oscar_mm.cache.rows import NOWHERE
+from oscar_mm.cache.store import LayerShape
+from oscar_mm.cache.tables_file import SavedTables
+from oscar_mm.chat.conversation import Conversation, Turn
+from oscar_mm.errors import InputError
+from oscar_mm.modality import MediumSpan, Modality
+from oscar_mm.policy import KVPolicy
+
+FORMAT_VERSION = 1
+"""Of what is said here; the cache has a version of its own."""
+_MAX_TURNS = _MAX_MEDIA = 1 << 15
+_MAX_POSITION = 1 << 31
+_SHOWN = 200
+"""Characters of what a file says."""
+
+
+def save_chat(
+    path: str | Path, conversation: Conversation, system: str | None, fingerprint: str
+) -> None:
+    """Write a conversation to one safetensors file, as a whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    turns = [asdict(turn) for turn in conversation.turns]
+    try:
+        _check_counts(turns)
+    except ValueError as error:
+        raise InputError(f"{path}: cannot be written: {error}") from None
+    save_cache(
+        conversation.cache,
+        path,
+        fingerprint=fingerprint,
+        metadata={
+            "chat": FORMAT_VERSION,
+            "system": system,
+            "turns": turns,
+            "pending": list(conversation.pending),
+            "token_ids": conversation.token_ids,
+            "next_position": conversation.next_position,
+        },
+    )
+
+
+def read_chat(
+    path: str | Path,
+    *,
+    fingerprint: str,
+    policy: KVPolicy,
+    layers: Sequence[LayerShape],
+    vocabulary: int,
+) -> tuple[Conversation, str | None, SavedCache]:
+    """A conversation, its system prompt and its cache, which the conversation does not have yet.
+
+    The file may be anybody's: nothing of it may reach a kernel, or take long under a lock, that a
+    chat of this pipeline could not have saved. Nothing here needs the pipeline's lock.
+
+    Args:
+        fingerprint: of the pipeline's model.
+        policy: of the pipeline.
+        layers: of the model.
+        vocabulary: token ids are below it.
+
+    Raises:
+        InputError: the file cannot be read, is no chat, was altered, or is another model's.
+    """
+    saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
+    given = saved.given
+    if given.get("chat") != FORMAT_VERSION:
+        raise InputError(f"{path}: holds no chat of version {FORMAT_VERSION}")
+    try:
+        _check_counts(given["turns"])
+        conversation = Conversation(
+            kept=None,
+            token_ids=given["token_ids"],
+            next_position=given["next_position"],
+            pending=_ids(given["pending"], vocabulary),
+            turns=tuple(_turn(turn, vocabulary) for turn in given["turns"]),
+        )
+        _check(conversation, saved.tables, vocabulary)
+        system = given["system"]
+        if not (system is None or isinstance(system, str)):
+            raise ValueError("its system prompt is no text")
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"{path}: is no chat that can be read: {str(error)[:_SHOWN]}") from None
+    return conversation, system, saved
+
+
+def _check_counts(turns: Sequence[Any]) -> None:
+    """Raise ValueError if there are more turns or media than are read again."""
+    media = sum(len(turn["media"]) for turn in turns)
+    if len(turns) > _MAX_TURNS or media > _MAX_MEDIA:
+        raise ValueError(
+            f"{len(turns):,} turns and {media:,} media are more than {_MAX_TURNS:,} each"
+        )
+
+
+def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> None:
+    """Raise ValueError if turns, tokens and cache do not belong together."""
+    ids = conversation.token_ids
+    rows, tokens = tables.codes.shape
+    if rows > 1 or ids.shape != (1, tokens) or ids.dtype != torch.long:
+        raise ValueError("tokens and cache differ in length")
+    if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError("token ids out of range")
+    place = conversation.next_position
+    known = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
+    if not known or not 0 <= float(place) < _MAX_POSITION:
+        raise ValueError("its position is out of range")
+    start = 0
+    for turn in conversation.turns:
+        if turn.start != start or turn.stop <= start or len(turn.media) != len(turn.forgotten):
+            raise ValueError("its turns do not follow each other")
+        for span in turn.media:
+            if span.modality is Modality.TEXT or not start <= span.start < span.stop <= turn.stop:
+                raise ValueError("a medium is out of range")
+            start = span.stop
+        start = turn.stop
+    if start != tokens:
+        raise ValueError("turns and tokens differ in length")
+    if conversation.stored != int((tables.codes != NOWHERE).sum()):
+        raise ValueError("other tokens are forgotten than its turns say")
+
+
+def _turn(saved: dict[str, Any], vocabulary: int) -> Turn:
+    """Of a file's texts and numbers, each of its type."""
+    media = tuple(
+        MediumSpan(
+            modality=Modality(_number(span["modality"])),
+            label=_text(span["label"]),
+            start=_number(span["start"]),
+            stop=_number(span["stop"]),
+            digest=_text(span["digest"]),
+        )
+        for span in saved["media"]
+    )
+    position = saved["position"]
+    if type(position) not in (int, float) or not 0 <= position < _MAX_POSITION:
+        raise ValueError("a turn's position is out of range")
+    return Turn(
+        prompt=_text(saved["prompt"]),
+        answer=_text(saved["answer"]),
+        finish_reason=_text(saved["finish_reason"]),
+        media=media,
+        forgotten=tuple(_flag(flag) for flag in saved["forgotten"]),
+        start=_number(saved["start"]),
+        stop=_number(saved["stop"]),
+        position=position,
+        pending=_ids(saved["pending"], vocabulary),
+        reasoning=None if saved.get("reasoning") is None else _text(saved["reasoning"]),
+    )
+
+
+def _ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
+    if not all(0 <= _number(token) < vocabulary for token in saved):
+        raise ValueError("token ids out of range")
+    return tuple(saved)
+
+
+def _number(saved: Any) -> int:
+    if type(saved) is not int:
+        raise ValueError("a number is no number")
+    return saved
+
+
+def _flag(saved: Any) -> bool:
+    if type(saved) is not bool:
+        raise ValueError("a flag is no flag")
+    return saved
+
+
+def _text(saved: Any) -> str:
+    if not isinstance(saved, str):
+        raise ValueError("what was said is no text")
+    return saved

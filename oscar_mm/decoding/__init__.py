@@ -1,1 +1,0 @@
-"""Decoding: a prompt through a model, token by token, to an answer."""

@@ -1,0 +1,370 @@
+"""FastDecoder: a decoder's forward pass for one token of each row, in few launches.
+
+A step of transformers' modules launches some forty small operations a layer, between which memory
+stands still. Here the same arithmetic takes seven: two norms, the gate and both residual sums are
+part of the products around them (``oscar_mm.fast_decode.linear``). The modules stay the owners of
+weights, embeddings, frequencies of RoPE and mixtures of experts.
+
+Layers may be on several devices, which makes as many parts, and divided among ranks. ``supports``
+tells which models may run so: it knows every hook of ours, of accelerate where it only moves
+tensors from one device to the next, and of transformers where it divides a layer among ranks. A
+module with anything else around it runs by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from torch import nn
+
+from oscar_mm.attention import attend
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.fast_decode.experts import Experts, expert_kernels
+from oscar_mm.fast_decode.graphs import Record
+from oscar_mm.fast_decode.linear import Norm, linear
+from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.ranks import Ranks, is_dtensor, own_part
+
+KNOWN_LAYERS = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3VLTextDecoderLayer",
+    "Qwen3VLMoeTextDecoderLayer",
+    "Qwen3OmniMoeThinkerTextDecoderLayer",
+)
+"""Classes of transformers with this arithmetic."""
+_HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
+"""Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
+bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
+_DIVIDED_BY = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+}
+"""Products that ranks divide, and the dimension: 0 for some outputs from all inputs, 1 for all
+outputs from some inputs, to be added up."""
+
+
+def supports(model: Any) -> bool:
+    """Whether the decoder is of a known kind, and nobody has changed how its modules run."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers = getattr(decoder, "layers", ())
+    return (
+        type(head) is nn.Linear
+        and model.config.get_text_config(decoder=True).hidden_act == "silu"
+        and sees_all(model)
+        and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
+        and all(_is_plain(module) for module in (model, head, *decoder.modules()))
+        and all(len(devices(layer)) == 1 and _is_divided_as_known(layer) for layer in layers)
+    )
+
+
+def sees_all(model: Any) -> bool:
+    """Whether every token attends to all before it, not to a sliding window."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "sliding_window", None) is None
+
+
+def devices(module: nn.Module) -> set[torch.device]:
+    """Those of its weights and buffers."""
+    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+
+
+def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
+    """Whether a rank has a part of a module's weights only.
+
+    Args:
+        dimension: by which; None for any.
+    """
+    # A DTensor's.
+    placements = getattr(getattr(module, "weight", None), "placements", ())
+    return any(one.is_shard(dimension) for one in placements)
+
+
+def _is_divided_as_known(layer: Any) -> bool:
+    """Whole, or with heads and what is between the MLP's products divided."""
+    divided = {module for module in layer.modules() if is_divided(module)}
+    for block in (layer.self_attn, layer.mlp):
+        products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
+        as_known = {one for one, name in products.items() if is_divided(one, _DIVIDED_BY[name])}
+        if as_known and as_known != products.keys():
+            return False
+        divided -= as_known
+    return not divided
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """No class or hooks of others, no forward of its own, no weights but floating-point tensors."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return (
+        all(getattr(hook, "__module__", "").startswith("oscar_mm.") for hook in hooks)
+        and type(module).__module__.startswith(_HOMES)
+        and _runs_as_written(module)
+        and all(x.is_floating_point() and x.itemsize > 1 for x in module.parameters(recurse=False))
+        and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
+    )
+
+
+def _runs_as_written(module: nn.Module) -> bool:
+    """No forward but the class's, or that one with what accelerate or transformers puts around."""
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    forward = vars(module).get("forward")
+    if forward is None:
+        return all(type(weight) is nn.Parameter for weight in weights)
+    if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":
+        return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return getattr(module, "_old_forward", None) is not None and all(_only_moves(x) for x in hooks)
+
+
+def _only_moves(hook: Any) -> bool:
+    """Whether a hook brings inputs to the device where the weights stay."""
+    kind = f"{type(hook).__module__}.{type(hook).__name__}"
+    return kind == "accelerate.hooks.AlignDevicesHook" and not hook.offload
+
+
+States = tuple[torch.Tensor, ...]
+
+
+class _Product(NamedTuple):
+    """Weights of one launch of ``linear``.
+
+    Attributes:
+        weights, biases: as of ``linear``; of a rank its part.
+        ranks: among which the inputs are divided, so that what they find is added up.
+    """
+
+    weights: States
+    biases: tuple[torch.Tensor | None, ...]
+    ranks: Ranks = Ranks()
+
+    @classmethod
+    def of(cls, *modules: Any) -> _Product:
+        weights, biases = (
+            tuple(own_part(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
+        )
+        return cls(weights, biases, Ranks.of(modules[0]) if is_divided(modules[0], 1) else Ranks())
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As ``linear``; divided by inputs it has neither norm nor gate."""
+        if self.ranks.count == 1:
+            return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
+        if self.ranks.rank == 0:
+            found = linear(x, *self[:2], residual=residual)
+        else:
+            found = linear(x, self.weights)
+        self.ranks.add_up(found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A decoder layer's weights."""
+
+    attention: Any
+    attention_norm: Norm
+    projections: _Product
+    head_norms: tuple[Norm, Norm] | None
+    output: _Product
+    mlp_norm: Norm
+    mlp: nn.Module
+    gate_and_up: _Product | None
+    down: _Product | None
+    experts: Experts | None
+    """Of a mixture that is whole; one that is divided is left to its module."""
+
+    @classmethod
+    def of(cls, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        head_norms = None
+        if hasattr(attention, "q_norm"):
+            head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
+        dense = hasattr(mlp, "gate_proj")
+        return cls(
+            attention,
+            _norm(layer.input_layernorm),
+            _Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            head_norms,
+            _Product.of(attention.o_proj),
+            _norm(layer.post_attention_layernorm),
+            mlp,
+            _Product.of(mlp.gate_proj, mlp.up_proj) if dense else None,
+            _Product.of(mlp.down_proj) if dense else None,
+            None if dense else _experts(mlp),
+        )
+
+    def __call__(
+        self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
+    ) -> torch.Tensor:
+        """(rows, hidden size) after the layer."""
+        attention, head_dim = self.attention, self.attention.head_dim
+        states = self.projections(rows, norm=self.attention_norm)
+        heads = states.view(rows.shape[0], -1, head_dim)
+        query_heads, kv_heads = (x.shape[0] // head_dim for x in self.projections.weights[:2])
+        rope_(heads[:, : query_heads + kv_heads], query_heads, cosine, sine, self.head_norms)
+        sizes = (query_heads, kv_heads, kv_heads)
+        query, key, value = (x.unsqueeze(2) for x in heads.split(sizes, 1))
+        key, value = cache.update(key, value, attention.layer_idx)
+        found, _ = attend(attention, query, key, value, None, scaling=attention.scaling)
+        rows = self.output(found.reshape(rows.shape[0], -1), residual=rows)
+        if self.gate_and_up is None or self.down is None:
+            return self._by_experts(rows)
+        between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
+        return self.down(between, residual=rows)
+
+    def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        kernels = None if self.experts is None else expert_kernels(rows, self.experts)
+        if self.experts is not None and kernels is not None:
+            return kernels(rows, self.mlp_norm, self.experts)
+        return rows + self.mlp(self.mlp_norm.at_once(rows)[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Layers one after the other on a device.
+
+    Attributes:
+        kept: what comes from another device, at addresses that stay.
+    """
+
+    device: torch.device
+    layers: Sequence[_Layer]
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def brought(self, states: States) -> States:
+        """The states on this device."""
+        if all(x.device == self.device for x in states):
+            return states
+        if not self.kept:
+            self.kept.extend(torch.empty_like(x, device=self.device) for x in states)
+        for mine, x in zip(self.kept, states, strict=True):
+            mine.copy_(x, non_blocking=True)
+        return tuple(self.kept)
+
+
+class FastDecoder:
+    """A model, for one token of each row at a time, of an answer's rows.
+
+    Args:
+        model: of transformers, with attention "oscar"; one that ``supports`` accepts.
+    """
+
+    def __init__(self, model: Any) -> None:
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        self._embed = decoder.embed_tokens
+        self._rotary = _beside(self._embed, decoder.rotary_emb)
+        places = [(x.input_layernorm.weight.device, _Layer.of(x)) for x in decoder.layers]
+        ends = [(self._embed.weight.device, None), *places, (head.weight.device, None)]
+        self._parts = [
+            _Part(device, [layer for _, layer in some if layer is not None])
+            for device, some in groupby(ends, key=lambda place: place[0])
+        ]
+        norm = _norm(decoder.norm)
+        self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
+        self._head = head
+        self._whole_head = None if is_divided(head) else _Product.of(head)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Those that it computes on."""
+        return {part.device for part in self._parts}
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
+    ) -> torch.Tensor:
+        """Logits, (batch, vocabulary), where the ids are.
+
+        Args:
+            ids: (batch, 1) tokens.
+            positions: (batch, 1), or (axes, batch, 1) with M-RoPE, of which transformers' models
+                take the last three.
+            cache: takes the tokens' keys and values.
+        """
+        states = ids, positions
+        for part in self._parts:
+            states = self._computed(part, part.brought(states), cache)
+        return states[0].to(ids.device)
+
+    def recorded(
+        self, record: Record, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
+    ) -> Callable[[], torch.Tensor]:
+        """The same as a function that does it again, each part recorded; called once before.
+
+        Args:
+            record: of ``oscar_mm.fast_decode.graphs``.
+            ids, positions: at addresses that stay.
+        """
+        given = ids, positions
+        replays = [
+            record(partial(self._computed, part, tuple(part.kept) or given, cache), part.device)
+            for part in self._parts
+        ]
+
+        def replay() -> torch.Tensor:
+            states = given
+            for part, again in zip(self._parts, replays, strict=True):
+                part.brought(states)
+                states = again()
+            return states[0].to(ids.device)
+
+        return replay
+
+    def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
+        """What the next part is given; at last the logits alone."""
+        if part is self._parts[0]:
+            states = self._begun(*states)
+            cache.attend_packed(None)
+        rows, cosine, sine = states
+        for layer in part.layers:
+            rows = layer(rows, cosine, sine, cache)
+        cache.end_step(layer.attention.layer_idx for layer in part.layers)
+        if part is not self._parts[-1]:
+            return rows, cosine, sine
+        if self._whole_head is not None:
+            return (self._whole_head(rows, norm=self._norm),)
+        return (self._head(self._norm.at_once(rows)),)
+
+    def _begun(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
+        """Embeddings, (batch, hidden size), and angles' cosines and sines, (batch, head_dim)."""
+        hidden = self._embed(ids)
+        angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
+        cosine, sine = (x.expand(len(ids), 1, -1)[:, 0].contiguous() for x in angles)
+        return hidden[:, 0], cosine, sine
+
+
+def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
+    """RoPE's frequencies where the embeddings are; accelerate puts them where layers end."""
+    device = embed.weight.device
+    if devices(rotary) == {device}:
+        return rotary
+    copied = copy.deepcopy(rotary)
+    remove_hook_from_module(copied)
+    return copied.to(device)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(own_part(module.weight), module.variance_epsilon)
+
+
+def _experts(mlp: Any) -> Experts | None:
+    router, experts = mlp.gate, mlp.experts
+    weights = router.weight, experts.gate_up_proj, experts.down_proj
+    if any(map(is_dtensor, weights)):
+        return None
+    normalized = getattr(router, "norm_topk_prob", True)
+    return Experts(*weights, router.top_k, normalized)

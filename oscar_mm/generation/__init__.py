@@ -1,0 +1,1 @@
+"""Generation: a prompt through a model, token by token, to an answer."""

@@ -1,0 +1,226 @@
+"""Answer: text, tokens, memory and timings; AnswerStream and AnswerWriter make it in pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.generation.detokenize import Detokenizer
+from oscar_mm.generation.reasoning import Reasoned, Reasoning
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from oscar_mm.cache.memory import MemoryReport
+    from oscar_mm.generation.reasoning import ThinkTokens
+    from oscar_mm.generation.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where the time of a request went.
+
+    Attributes:
+        prefill_s: seconds from the request to its first token: media, towers and prompt.
+        decode_s: seconds from the first token to the last.
+        tokens_per_s: tokens after the first per second of ``decode_s``; 0.0 if there is only one.
+    """
+
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a pipeline returns.
+
+    Attributes:
+        text: the answer; empty where the reasoning was not complete.
+        token_ids: its tokens, those of the reasoning included, without the end token.
+        memory: what the KV cache held at the end.
+        timings: seconds.
+        finish_reason: "stop" (end token or stop text) or "length" (max_new_tokens).
+        prompt_tokens: tokens of the prompt, media included.
+        speech: (samples,) float32, mono, the answer spoken; None where that was not asked for.
+        sample_rate: samples per second of ``speech``.
+        reasoning: what a thinking model wrote before the answer; None where it did not think.
+    """
+
+    text: str
+    token_ids: list[int]
+    memory: MemoryReport
+    timings: Timings
+    finish_reason: str
+    prompt_tokens: int
+    speech: np.ndarray | None = field(default=None, compare=False)
+    sample_rate: int | None = None
+    reasoning: str | None = None
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+
+class AnswerStream:
+    """Iterator over the pieces of an answer; ``result`` is the whole of it at the end.
+
+    A thinking model's reasoning is passed over: ``with_reasoning`` gives its pieces too.
+    """
+
+    def __init__(self, pieces: Generator[str | Answer, None, None]) -> None:
+        self._pieces = pieces
+        self._result: Answer | None = None
+
+    def __iter__(self) -> AnswerStream:
+        """Itself."""
+        return self
+
+    def __next__(self) -> str:
+        """The next piece of text, not empty."""
+        for piece in self.with_reasoning():
+            if not isinstance(piece, Reasoning):
+                return piece
+        raise StopIteration
+
+    def with_reasoning(self) -> Iterator[str]:
+        """The pieces that are left, not empty; those of the reasoning are ``Reasoning``."""
+        for piece in self._pieces:
+            if isinstance(piece, Answer):
+                self._result = piece
+                return
+            if piece:
+                yield piece
+
+    def close(self) -> None:
+        """End the answer here; a second time, or after its end, does nothing."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> Answer:
+        """The answer, once the pieces are exhausted."""
+        if self._result is None:
+            raise RuntimeError("the answer is not complete: iterate over the stream first")
+        return self._result
+
+
+class AnswerWriter:
+    """Makes an ``Answer`` of tokens as they come, and of when they came.
+
+    Args:
+        tokenizer: of the model.
+        sampling: for its ``stop``, which is looked for in the text alone, and ``max_new_tokens``.
+        start: ``time.perf_counter()`` when the request came.
+        thinks: the tokens between which the model reasons; None if it has none.
+        prompt: (tokens,) ids of the prompt, which may begin the reasoning.
+
+    Attributes:
+        token_ids: the tokens so far.
+        text: the text given out so far.
+        stopped: whether a stop text has occurred, after which there is nothing more to push.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        start: float,
+        thinks: ThinkTokens | None = None,
+        prompt: torch.Tensor | None = None,
+    ) -> None:
+        self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
+        self._thinks, self._breaks = thinks, ""
+        self._stop = cast(tuple[str, ...], sampling.stop)  # which it has made of what it was given
+        self._text = Detokenizer(tokenizer, self._stop)
+        self._reasoning: Detokenizer | None = None
+        self._reasons: Detokenizer | None = None
+        """As long as the model reasons."""
+        self._opened = 0 if thinks is None or prompt is None else thinks.opened(prompt)
+        if self._opened:
+            self._begin_reasoning()
+        self._first: float | None = None
+        self._last: float | None = None
+        self.token_ids: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """See the class."""
+        return self._text.text
+
+    @property
+    def stopped(self) -> bool:
+        """See the class."""
+        return self._text.stopped
+
+    @property
+    def reasoned(self) -> Reasoned | None:
+        """The reasoning so far; None for a model that does not think."""
+        if self._reasoning is None:
+            return None
+        tokens = len(self.token_ids) - len(self._text.token_ids)
+        return Reasoned(self._reasoning.text.rstrip("\n"), self._opened, tokens)
+
+    def push(self, token: int) -> str:
+        """Take a token; the text that is now certain, perhaps empty, as ``Reasoning`` if it is."""
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self.token_ids.append(token)
+        if self._reasons is not None:
+            return self._reason(token, self._reasons)
+        if self._thinks is not None and self.token_ids == [self._thinks.opening]:
+            self._begin_reasoning()
+            return ""
+        begins = self._reasoning is not None and not self._text.token_ids
+        if begins and not str(self._tokenizer.decode([token])).strip("\n"):
+            return ""  # Line breaks between reasoning and text belong to neither.
+        return self._text.push(token)
+
+    def finish(self) -> str:
+        """The end of the text: what was held back."""
+        if self._reasons is not None:
+            return self._without_last_breaks(self._reasons.finish())
+        return self._text.finish()
+
+    def answer(self, memory: MemoryReport, prompt_tokens: int) -> Answer:
+        """The whole answer, once finished."""
+        count = len(self.token_ids)
+        first = self._first or time.perf_counter()
+        decode_s = (self._last or first) - first
+        ended = self.stopped or count < self._sampling.max_new_tokens
+        reasoned = self.reasoned
+        return Answer(
+            text=self._text.text,
+            token_ids=self.token_ids,
+            memory=memory,
+            timings=Timings(
+                prefill_s=first - self._start,
+                decode_s=decode_s,
+                tokens_per_s=(count - 1) / decode_s if decode_s else 0.0,
+            ),
+            finish_reason="stop" if ended else "length",
+            prompt_tokens=prompt_tokens,
+            reasoning=None if reasoned is None else reasoned.text,
+        )
+
+    def _begin_reasoning(self) -> None:
+        self._reasoning = self._reasons = Detokenizer(self._tokenizer, lead="\n")
+        self._text = Detokenizer(self._tokenizer, self._stop, lead="\n")
+
+    def _reason(self, token: int, reasoning: Detokenizer) -> Reasoning:
+        if self._thinks is None or token != self._thinks.closing:
+            return self._without_last_breaks(reasoning.push(token))
+        self._reasons = None
+        return self._without_last_breaks(reasoning.finish())
+
+    def _without_last_breaks(self, text: str) -> Reasoning:
+        """A piece of reasoning; line breaks at its end wait for what comes after them."""
+        whole = self._breaks + text
+        piece = whole.rstrip("\n")
+        self._breaks = whole[len(piece) :]
+        return Reasoning(piece)

@@ -1,0 +1,94 @@
+"""Prefill of long prompts: towers a part of the prompt at a time, the decoder at once or in chunks.
+
+What a model would hold of all media at once, features and what its towers leave, is thus that of a
+part. In chunks the decoder's activations are those of a chunk too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.generation import chunked_modules
+from oscar_mm.generation.decoder_inputs import copied, embedded_parts, joined, length, sliced
+from oscar_mm.generation.prompt import Prompt
+
+
+def prefill(
+    model: Any, prompt: Prompt, cache: OscarCache, chunk: int | None = None
+) -> torch.Tensor:
+    """Read a prompt; the towers read its media some at a time.
+
+    In one go, attention over the prompt is exact. In chunks, activations are those of a chunk
+    instead of those of the whole prompt. The price: a later chunk reads the packed history of
+    earlier ones, so attention over the prompt is no longer exact (with policy "bf16" it is), and it
+    is slower. Towers read a medium whole, but a video without sound some frames at a time; of a
+    batch of several rows they read all media at once.
+
+    Args:
+        model: a model of transformers that generates.
+        prompt: what to read.
+        cache: told of the prompt's modalities before.
+        chunk: tokens, at least 1; None for one go.
+
+    Returns:
+        (batch, vocabulary) logits of the last token.
+    """
+    decoder = model.get_decoder()
+    # Half a chunk: what waits for its chunk to be whole takes room as well.
+    most = (
+        chunked_modules.MOST_TOKENS
+        if chunk is None
+        else min(chunked_modules.MOST_TOKENS, max(1, chunk // 2))
+    )
+    parts = embedded_parts(model, prompt, cache, most)
+    for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
+        with _in_place(decoder, arguments):
+            last = decoder(**arguments).last_hidden_state[:, -1:].clone()
+        del arguments  # before the towers read on
+    return model.get_output_embeddings()(last)[:, -1]
+
+
+@contextmanager
+def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
+    """Inside, the outputs of layers are put where the embeddings were, which nobody reads again.
+
+    The decoder holds its embeddings until it is done, whatever becomes of them.
+    """
+    cache, place = arguments["past_key_values"], arguments["inputs_embeds"]
+
+    def put(_: Any, __: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor | None:
+        ours = kwargs.get("past_key_values") is cache and isinstance(output, torch.Tensor)
+        alike = ours and (output.device, output.dtype) == (place.device, place.dtype)
+        return place.copy_(output) if alike else None
+
+    hooks = [layer.register_forward_hook(put, with_kwargs=True) for layer in decoder.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str, Any]]:
+    """The decoder's arguments, ``chunk`` tokens at a time."""
+    waiting: list[dict[str, Any]] = []
+    for part in parts:
+        waiting.append(part)
+        del part
+        while (tokens := sum(map(length, waiting))) >= chunk:
+            whole = joined(waiting)
+            if tokens > chunk:
+                # A copy lets go of the whole, but is too much of a long medium.
+                rest = sliced(whole, chunk, tokens)
+                waiting.append(copied(rest) if tokens < 2 * chunk else rest)
+                whole = sliced(whole, 0, chunk)
+                del rest
+            yield whole
+            del whole
+    if waiting:
+        yield joined(waiting)

@@ -1,0 +1,168 @@
+"""Prefixes: what earlier prompts began with, kept so that later ones need not be read again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.memory import token_bytes
+from oscar_mm.fingerprint import attributes_digest
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.modality import MediumSpan
+
+LEAST_TOKENS = 32
+"""Shorter prefixes are not worth a copy of the tables."""
+_OF_TEXT = ("tokenizer", "chat_template")
+"""Of a processor, what decides on token ids alone, and these are compared themselves."""
+
+
+def processor_settings(processor: Any) -> str:
+    """SHA-256 of all by which a processor turns media into features: settings, filters, tables."""
+    parts = {name: part for name, part in vars(processor).items() if name not in _OF_TEXT}
+    return attributes_digest(parts)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A frozen cache, and all that decides whether a prompt begins with the same."""
+
+    settings: str
+    ids: np.ndarray
+    media: tuple[MediumSpan, ...]
+    cache: OscarCache
+    bytes: int
+
+    def common(self, settings: str, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
+        """Tokens at the beginning that are the same, media as a whole."""
+        if settings != self.settings:
+            return 0
+        length = min(len(ids), len(self.ids))
+        differs = np.flatnonzero(ids[:length] != self.ids[:length])
+        length = int(differs[0]) if len(differs) else length
+        for index, span in enumerate(media):
+            if span.start >= length:
+                break
+            same = index < len(self.media) and _of_one_content(span, self.media[index])
+            if not same or span.stop > length:
+                return span.start
+        return length
+
+
+class PrefixCache:
+    """Frozen forks of caches, by what was read; used under the pipeline's lock.
+
+    A later prompt goes on from the longest beginning that it has in common with one of them. That
+    is decided by comparing every token id, the SHA-256 of every medium's decoded content and the
+    SHA-256 of the processor's settings: a wrong hit would need two media with one SHA-256. One
+    registry belongs to one pipeline, so to one model and one policy; who changes the model's
+    weights must ``clear`` it.
+
+    What comes after a shared prefix reads it from its pages. With policy "bf16" that changes
+    nothing; with packed pages the answer may differ a little from one that read the whole prompt
+    at once, whose attention over the prompt is exact. Balancing by the prompt is that of the
+    prompt which was read first.
+
+    Args:
+        limit: most bytes of pages and blocks kept; the least recently used go first. Pages that
+            entries share count for each.
+
+    Attributes:
+        hits: prompts that found a prefix.
+        misses: prompts that did not.
+        tokens_saved: tokens that were not read again.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.hits = self.misses = self.tokens_saved = 0
+        # Least recently used first.
+        self._entries: list[_Entry] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes kept."""
+        return sum(entry.bytes for entry in self._entries)
+
+    @property
+    def caches(self) -> list[OscarCache]:
+        """Those kept, the least recently used first; not to be changed."""
+        return [entry.cache for entry in self._entries]
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._entries)
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"{len(self)} prefixes, {self.bytes:,} bytes of {self.limit:,}: {self.hits} hits, "
+            f"{self.misses} misses, {self.tokens_saved:,} tokens saved"
+        )
+
+    def find(self, prompt: Prompt, settings: str) -> OscarCache | None:
+        """A cache with the longest known beginning of a prompt, to go on with; None if unknown.
+
+        At least the prompt's last token is left to be read.
+        """
+        ids, best, longest = _ids(prompt), None, LEAST_TOKENS - 1
+        for entry in self._entries:
+            length = entry.common(settings, ids[:-1], prompt.media)
+            if length > longest:
+                best, longest = entry, length
+        if best is None:
+            self.misses += 1
+            return None
+        self._entries.remove(best)
+        self._entries.append(best)
+        self.hits += 1
+        self.tokens_saved += longest
+        cache = best.cache.fork()
+        cache.crop(longest - cache.get_seq_length())
+        return cache
+
+    def keep(self, prompt: Prompt, settings: str, cache: OscarCache) -> None:
+        """Remember a prompt that a cache has just read: up to its last medium, or all of it."""
+        stop = prompt.media[-1].stop if prompt.media else prompt.tokens
+        ids = _ids(prompt)[:stop]
+        if stop < LEAST_TOKENS:
+            return
+        for entry in self._entries[:]:
+            length = entry.common(settings, ids, prompt.media)
+            if length == stop:
+                return
+            if length == len(entry.ids):
+                self._drop(entry)
+        size = token_bytes(cache, 0, stop)
+        if size > self.limit:
+            return
+        while self.bytes + size > self.limit:
+            self.drop_oldest()
+        frozen = cache.fork()
+        frozen.crop(stop - frozen.get_seq_length())
+        self._entries.append(_Entry(settings, ids, prompt.media, frozen, size))
+
+    def drop_oldest(self) -> None:
+        """Forget the least recently used one."""
+        self._drop(self._entries[0])
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        while self._entries:
+            self.drop_oldest()
+
+    def _drop(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        entry.cache.close()
+
+
+def _ids(prompt: Prompt) -> np.ndarray:
+    return prompt.inputs["input_ids"][0].cpu().numpy()
+
+
+def _of_one_content(one: MediumSpan, other: MediumSpan) -> bool:
+    """Whatever their names are."""
+    fields = ("modality", "start", "stop", "digest")
+    return all(getattr(one, name) == getattr(other, name) for name in fields)

@@ -1,0 +1,263 @@
+"""Sampling: how the next token is chosen; Chooser and Choices: the next token of every row.
+
+A choice is on the device at once and on the host when it is asked for: nothing here makes the host
+wait for the device but ``Choice.listed``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from oscar_mm.errors import InputError
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.modality import PADDING
+from oscar_mm.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is generated.
+
+    Attributes:
+        max_new_tokens: longest answer, its reasoning included, at least 1.
+        temperature: 0 takes the likeliest token; above 0 samples.
+        top_p: sample from the likeliest tokens of this much probability, in (0, 1].
+        top_k: sample from this many likeliest tokens; 0 for all.
+        repetition_penalty: divides positive logits of tokens that have occurred; 1 is none.
+        seed: of the sampling; the same seed gives the same answer on the same machine.
+        stop: text that ends the answer (not part of it): a string or several.
+
+    Raises:
+        InputError: a value that is not allowed.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        stop = () if self.stop is None else self.stop
+        stop = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+        object.__setattr__(self, "stop", stop)
+        checks = {
+            "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),
+            # Logits divided by less overflow.
+            "temperature": (
+                _within(self.temperature, 0) and not 0 < self.temperature < 1e-6,
+                "0 or a number, at least 1e-6",
+            ),
+            "top_p": (
+                _within(self.top_p, 0) and 0 < self.top_p <= 1,
+                "a number above 0, at most 1",
+            ),
+            "top_k": (_whole(self.top_k, 0), "a whole number, at least 0 (0: all tokens)"),
+            "repetition_penalty": (
+                _within(self.repetition_penalty, 0) and self.repetition_penalty > 0,
+                "a number above 0",
+            ),
+            "seed": (
+                self.seed is None or (_whole(self.seed, 0) and self.seed < 1 << 63),
+                "None or a whole number from 0 to 2^63 - 1",
+            ),
+            "stop": (
+                all(isinstance(text, str) and text for text in stop),
+                "text that is not empty, or a list of such",
+            ),
+        }
+        for name, (valid, allowed) in checks.items():
+            if not valid:
+                raise InputError(f"{name}={getattr(self, name)!r}: must be {allowed}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the next token is another than that of the highest logit."""
+        return self.temperature > 0 or self.repetition_penalty != 1.0
+
+    @property
+    def rules(self) -> tuple[float, ...]:
+        """What rows have in common whose tokens may be chosen together."""
+        return self.temperature, self.top_p, self.top_k, self.repetition_penalty
+
+    def processors(self) -> LogitsProcessorList:
+        """What changes the logits before a token is chosen, in transformers' order."""
+        processors = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            if self.temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(float(self.temperature)))
+            if self.top_k:
+                processors.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1.0:
+                processors.append(TopPLogitsWarper(float(self.top_p)))
+        return processors
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Random numbers of a seeded answer; None for greedy or unseeded ones."""
+        if self.seed is None or not self.temperature:
+            return None
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+class Chooser:
+    """Next tokens of rows with the same rules, each the same whatever rows stand beside it.
+
+    Args:
+        samplings: of each row; they may differ in their seeds.
+        seen: for each row the (tokens,) ids of the prompt, without padding.
+    """
+
+    def __init__(self, samplings: Sequence[Sampling], seen: Sequence[torch.Tensor]) -> None:
+        self._samples = samplings[0].temperature > 0
+        self._processors: Callable[..., torch.Tensor] = samplings[0].processors()
+        self._generators = [one.generator(seen[0].device) for one in samplings]
+        longest = max(map(len, seen))
+        # What has been seen may be seen again.
+        self._seen = torch.stack([torch.cat([x, x[:1].expand(longest - len(x))]) for x in seen])
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """(rows,) next tokens, from (rows, vocabulary) float32 logits; they count as seen from now
+        on."""
+        scores = self._processors(self._seen, logits)
+        if self._samples:
+            scores = scores.softmax(-1).div_(self._noise(scores))
+        tokens = scores.argmax(-1, keepdim=True)
+        self._seen = torch.cat([self._seen, tokens], dim=1)
+        return tokens[:, 0]
+
+    def _noise(self, scores: torch.Tensor) -> torch.Tensor:
+        """Exponential variates: the largest p / e is at i with probability p_i, which is how
+        ``torch.multinomial`` draws one of many."""
+        noise = torch.empty_like(scores)
+        if None in self._generators:
+            noise.exponential_()
+        for row, generator in enumerate(self._generators):
+            if generator is not None:
+                noise[row].exponential_(generator=generator)
+        return noise
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _within(value: Any, least: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= least
+
+
+_BROKEN = -1
+"""Told to the host in the place of a token that was chosen from NaN."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tokens that were chosen of one step's logits.
+
+    Attributes:
+        tokens: (batch,) int64 ids on the device, which are ids whatever the logits were.
+        sent: the same on the host, or on their way there.
+        arrived: when they have come; None if they need not come.
+    """
+
+    tokens: torch.Tensor
+    sent: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def listed(self) -> list[int]:
+        """The tokens, on the host: waits for them.
+
+        Raises:
+            FloatingPointError: the model's logits are NaN.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        listed = self.sent.tolist()
+        if _BROKEN in listed:
+            raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
+        return listed
+
+
+class Choices:
+    """Chooses the tokens of all rows, step by step.
+
+    Args:
+        choosers: with the (n,) indices of the rows that each chooses for, on the device; of rows
+            without one the likeliest token is taken.
+        ranks: what rank 0 chooses all ranks take: by themselves they sample, and may round,
+            differently.
+    """
+
+    def __init__(self, choosers: Sequence[tuple[torch.Tensor, Chooser]], ranks: Ranks) -> None:
+        self._choosers, self._ranks = choosers, ranks
+
+    @classmethod
+    def after(
+        cls,
+        prompt: Prompt,
+        samplings: Sequence[Sampling],
+        history: Sequence[torch.Tensor] | torch.Tensor | None,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> Choices:
+        """Those of an answer to a prompt.
+
+        Args:
+            samplings: of each row.
+            history: for each row the (tokens,) ids of what comes before the prompt.
+            device: of the logits.
+        """
+        ids = prompt.inputs["input_ids"].to(device)
+        real = (prompt.modalities != PADDING).to(device)
+
+        def seen(row: int) -> torch.Tensor:
+            its_ids = ids[row][real[row]]
+            return its_ids if history is None else torch.cat([history[row].to(device), its_ids])
+
+        alike: dict[tuple[float, ...], list[int]] = {}
+        for row, sampling in enumerate(samplings):
+            if sampling.changes_logits:
+                alike.setdefault(sampling.rules, []).append(row)
+        choosers = [
+            (
+                torch.tensor(rows, device=device),
+                Chooser([samplings[row] for row in rows], [seen(row) for row in rows]),
+            )
+            for rows in alike.values()
+        ]
+        return cls(choosers, ranks)
+
+    def __call__(self, logits: torch.Tensor) -> Choice:
+        """The choice from (batch, vocabulary) logits, which may be overwritten afterwards."""
+        # NaN is the highest of all.
+        highest, tokens = logits.max(-1)
+        for rows, chooser in self._choosers:
+            # Where there is NaN something is chosen all the same, and not told.
+            scores = logits[rows].float().nan_to_num(0.0, math.inf, -math.inf)
+            tokens[rows] = chooser.choose(scores)
+        told = tokens.masked_fill(highest.isnan(), _BROKEN)
+        self._ranks.agree(told)
+        if self._ranks.count > 1:
+            tokens = told.clamp(min=0)
+        sent = told.to("cpu", non_blocking=True)
+        arrived = None
+        if told.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(told.device))
+        return Choice(tokens, sent, arrived)

@@ -1,0 +1,1 @@
+"""CUDA kernels: compiled at first use, launched, trusted where they agree with PyTorch."""

@@ -1,0 +1,324 @@
+"""Compile the sources of csrc at first use, with NVRTC, and keep the cubins on disk.
+
+The user needs no compiler: NVRTC and the CUDA headers come with torch's own dependencies,
+``cuda-core`` drives them, and a GPU is not needed either. A compilation takes seconds, so a folder
+keeps its result: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's folder for caches.
+
+The key of a file there is the hash of all that went into it, so that no file can be out of date;
+the folder may be deleted at any time, and several processes may use it at once. Its content runs on
+the GPU: folder and files are used only if they belong to the user and nobody else can write to
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oscar_mm.whole_file import whole_file
+
+
+def cache_folder() -> Path | None:
+    """The folder; None if the user has no folder of their own."""
+    chosen = os.environ.get("OSCAR_MM_CACHE")
+    if chosen:
+        return Path(chosen)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
+    return Path(base) / "oscar_mm"
+
+
+def key_of(content: Any) -> str:
+    """Hash of what a file depends on, as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def load_file(path: Path, key: str) -> bytes | None:
+    """What ``keep`` wrote under a key; None if there is no file, it is not as written, or others
+    could have written it."""
+    try:
+        checksum, _, content = _private_bytes(path).partition(b"\n")
+    except OSError:
+        return None
+    return content if checksum == _checksum(key, content) else None
+
+
+def store_file(path: Path, key: str, content: bytes) -> None:
+    """Write a file in one step: another process sees all of it or nothing."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path.parent.stat())
+        with whole_file(path, private=True) as part:
+            part.write_bytes(_checksum(key, content) + b"\n" + content)
+    except OSError as error:
+        _warn_not_kept(path.parent, error.strerror)
+
+
+def _private_bytes(path: Path) -> bytes:
+    """Of a file in a folder; PermissionError unless both are the user's alone."""
+    if os.name != "posix":
+        return path.read_bytes()
+    # The folder that was looked at is the one that is read from, whoever moves links meanwhile.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_private(os.fstat(folder))
+        file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        _check_private(os.fstat(file))
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read()
+    finally:
+        os.close(file)
+
+
+def _check_private(about: os.stat_result) -> None:
+    """Raise PermissionError unless a file or folder is the user's and no one else's to write to."""
+    if os.name != "posix":
+        return
+    if about.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "others can write to it: empty it and chmod go-w")
+
+
+def _checksum(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).hexdigest().encode()
+
+
+@functools.cache
+def _warn_not_kept(folder: Path, reason: str | None) -> None:
+    """Say it once, not with every kernel."""
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder} ({reason}) and will be compiled and checked "
+        "again by every process; set OSCAR_MM_CACHE to a folder of your own",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+STANDARD = "c++17"
+PTXAS_OPTIONS = ("-v",)
+_FILE_FORMAT = 1
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_FUNCTION = re.compile(
+    r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
+    r"(?P<spill_stores>\d+) bytes spill stores, (?P<spill_loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled, loaded or launched; the message names it and the reason."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel takes, as ptxas counts it: registers of a thread, bytes of the rest."""
+
+    registers: int
+    shared: int
+    """Static shared memory of a thread block; what a launch asks for comes on top."""
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code for one architecture, and a report of each kernel in it by name."""
+
+    code: bytes
+    reports: dict[str, Report]
+    key: str = ""
+    """Hash of source, options, architecture and compiler; empty for a text of no file."""
+
+
+def csrc_folder() -> Path:
+    """The folder of the CUDA sources."""
+    return Path(__file__).parents[1] / "csrc"
+
+
+def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> Cubin:
+    """Machine code of a source of csrc, from the cache folder if it is there.
+
+    Args:
+        source: file name in csrc, like "decode.cu".
+        arch: like "sm_90a"; see ``oscar_mm.kernels.launch.architecture``.
+        macros: what the source's first comment says that it is compiled with.
+
+    Raises:
+        KernelError: something that compiling needs is missing, or the source does not compile;
+            the message then holds the compiler's.
+    """
+    texts = _read_sources(source)
+    key = _key(texts, arch, macros)
+    folder = cache_folder()
+    path = None if folder is None else folder / f"{Path(source).stem}-{arch}-{key}.bin"
+    cubin = None if path is None else _load(path, key)
+    if cubin is None:
+        cubin = replace(compile_text(source, texts[source], arch, macros), key=key)
+        if path is not None:
+            _store(path, key, cubin)
+    return cubin
+
+
+def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int]) -> Cubin:
+    """Machine code of a text that may include the headers of csrc, without the cache folder.
+
+    Args:
+        name: what the compiler's messages call the text.
+        text: CUDA C++.
+        arch: as for ``compile_kernel``.
+        macros: as for ``compile_kernel``.
+
+    Raises:
+        KernelError: as for ``compile_kernel``.
+    """
+    try:
+        # Compiled, and without stubs.
+        from cuda.core import (
+            Program,  # pyright: ignore[reportAttributeAccessIssue]
+            ProgramOptions,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+    except ImportError as error:
+        raise not_installed(error) from error
+    options = ProgramOptions(
+        name=name,
+        arch=arch,
+        std=STANDARD,
+        include_path=[str(csrc_folder()), str(_cuda_headers())],
+        define_macro=[(macro, str(value)) for macro, value in macros.items()] or None,
+        ptxas_options=list(PTXAS_OPTIONS),
+    )
+    program, log = Program(text, "c++", options), io.StringIO()
+    try:
+        code = program.compile("cubin", logs=log).code
+    except Exception as error:  # cuda-core has no public name for NVRTC's errors
+        given = " ".join(f"{macro}={value}" for macro, value in macros.items()) or "no macros"
+        raise KernelError(f"{name} does not compile for {arch} with {given}:\n{error}") from error
+    finally:
+        program.close()
+    return Cubin(bytes(code), _reports(log.getvalue()))
+
+
+def _read_sources(source: str) -> dict[str, str]:
+    """Texts of a source and of all headers of csrc that it includes, by name."""
+    texts: dict[str, str] = {}
+    waiting = [(source, "")]
+    while waiting:
+        name, wanted = waiting.pop()
+        if name in texts:
+            continue
+        path = csrc_folder() / name
+        try:
+            texts[name] = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise KernelError(f"cannot read {path}{wanted}: {error.strerror}") from error
+        reason = f", which {name} includes"
+        waiting += [(header, reason) for header in _INCLUDE.findall(texts[name])]
+    return texts
+
+
+def _key(texts: Mapping[str, str], arch: str, macros: Mapping[str, str | int]) -> str:
+    """Hash of all that a cubin depends on."""
+    content = {
+        "format": _FILE_FORMAT,
+        "texts": dict(texts),
+        "arch": arch,
+        "macros": {macro: str(value) for macro, value in macros.items()},
+        "options": [STANDARD, *PTXAS_OPTIONS],
+        "nvrtc": _nvrtc_version(),
+    }
+    return key_of(content)
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    try:
+        from cuda.bindings import nvrtc  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError as error:
+        raise not_installed(error) from error
+    try:
+        result, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # the bindings are there, the library is not
+        raise KernelError(f"NVRTC, which compiles the kernels, does not load: {error}") from error
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelError(f"NVRTC, which compiles the kernels, does not run: {result.name}")
+    return major, minor
+
+
+@functools.cache
+def _cuda_headers() -> Path:
+    """The folder of cuda_fp16.h: of torch's dependencies, else of a toolkit on this machine."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    found = find_nvidia_header_directory("cudart")
+    if found is None or not (Path(found) / "cuda_fp16.h").is_file():
+        raise KernelError(
+            "cuda_fp16.h, which the kernels include, is not on this machine: it comes with a CUDA "
+            "build of torch in nvidia-cuda-runtime (pip install nvidia-cuda-runtime), or with a "
+            "CUDA toolkit that CUDA_HOME names"
+        )
+    return Path(found)
+
+
+def not_installed(error: ImportError) -> KernelError:
+    """What to raise where a package of CUDA's is missing."""
+    return KernelError(
+        f"compiling the CUDA kernels needs cuda-core >= 1.0 and cuda-bindings ({error}): "
+        "pip install cuda-core"
+    )
+
+
+def _reports(log: str) -> dict[str, Report]:
+    """What ptxas -v printed."""
+    reports = {}
+    for found in _FUNCTION.finditer(log):
+        shared = _SHARED.search(found["rest"])
+        reports[found["name"]] = Report(
+            registers=int(found["registers"]),
+            shared=int(shared[1]) if shared else 0,
+            stack=int(found["stack"]),
+            spill_stores=int(found["spill_stores"]),
+            spill_loads=int(found["spill_loads"]),
+        )
+    return reports
+
+
+def _load(path: Path, key: str) -> Cubin | None:
+    """The cubin in a file; None if there is none, or it is not as ``_store`` wrote it."""
+    content = load_file(path, key)
+    if content is None:
+        return None
+    reports, _, code = content.partition(b"\n")
+    named = {name: Report(**report) for name, report in json.loads(reports).items()}
+    return Cubin(code, named, key)
+
+
+def _store(path: Path, key: str, cubin: Cubin) -> None:
+    reports = {name: asdict(report) for name, report in cubin.reports.items()}
+    store_file(path, key, json.dumps(reports).encode() + b"\n" + cubin.code)

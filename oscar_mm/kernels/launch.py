@@ -1,0 +1,357 @@
+"""Load compiled kernels onto a GPU and launch them.
+
+A kernel takes one structure as its only parameter (``__grid_constant__ const Params``); the host
+side of an operation fills the same structure in ctypes. Launching goes straight to the driver: that
+is the cheapest call from Python, and CUDA graphs of torch capture it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oscar_mm.kernels.compile import KernelError, Report, compile_kernel, not_installed
+from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
+from oscar_mm.pages.layout import PageFormat
+
+SWITCH = "OSCAR_MM_KERNELS"
+"""Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
+of GPUs before sm_90, on any GPU)."""
+_ARCHITECTURES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (12, 0): "sm_120",
+}
+
+
+def switched_off() -> bool:
+    """Whether the user wants PyTorch operations instead of kernels."""
+    return os.environ.get(SWITCH) == "off"
+
+
+def architecture(device: torch.device) -> str | None:
+    """What to compile for on a device; None if the kernels do not run there."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability in _ARCHITECTURES:
+        return _ARCHITECTURES[capability]
+    # Code for a lower minor version of the same generation runs; that with an "a" runs nowhere
+    # else, and no code runs on another generation.
+    lower = [known for known in _ARCHITECTURES if known[0] == capability[0] and known < capability]
+    return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
+
+
+def copies_in_bulk(device: torch.device) -> bool:
+    """Whether kernels use the bulk copy engine (csrc/copy.cuh): from sm_90 on, unless switched off.
+
+    Raises:
+        KernelError: kernels do not run on the device.
+    """
+    arch = architecture(device)
+    if arch is None:
+        raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+    return int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
+
+
+def current_stream(device: torch.device) -> int:
+    """Handle of the stream that torch works on, on a GPU given with its index."""
+    # As ``torch.cuda.current_stream(device).cuda_stream``, which takes longer than a launch.
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a thread block may have on a GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@lru_cache(maxsize=16)
+def shared_of_one(device: torch.device) -> int:
+    """Bytes of shared memory of which a GPU's multiprocessor has room for one thread block only.
+
+    Where two kernels that read weights share multiprocessors, those of the next come in while this
+    one's are waited for: 10% to 40% slower (H200).
+    """
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 2
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_SCALINGS = {None: 0, "per_head": 1, "shared": 2}
+ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+"""Dtypes of keys and values that the kernels take, as their macro ELEMENT."""
+OUT_OF_ORDER = (
+    f"the kernels take a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel' the same 2 or 4 "
+    "bits for keys and values, with 'token' one key group for the whole head"
+)
+"""Why they do not take a page format that is not in fragments."""
+_MOST_CONFIGS = 256
+"""Of launches of a kernel, kept because making one takes as long as launching."""
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+_kernels: dict[tuple[object, ...], Kernel] = {}
+_loading = threading.Lock()
+
+
+def tell_once(what: str, reason: str) -> None:
+    """Log why an operation is not done by its kernel, once for each reason."""
+    message = f"{what} uses PyTorch operations, which are slow: {reason}"
+    if message not in _told:
+        _told.add(message)
+        _log.warning(message)
+
+
+def load_kernel(
+    source: str, macros: Mapping[str, str | int], device: torch.device, name: str | None = None
+) -> Kernel:
+    """The kernel of a source on a device: compiled and loaded when first asked for, then kept.
+
+    Not while a CUDA graph is captured: ask for it once before. Keep what this returns, for finding
+    it again takes as long as launching it.
+
+    Args:
+        source: file name in csrc, like "decode.cu".
+        macros: what the source is compiled with.
+        device: a CUDA device.
+        name: of the function; by default the source's name without its ending.
+
+    Raises:
+        KernelError: the device cannot run it, or it cannot be compiled or loaded.
+    """
+    arch = architecture(device)
+    if arch is None:
+        raise KernelError(f"{source} needs an NVIDIA GPU of capability 8.0 or more, not {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    name = Path(source).stem if name is None else name
+    key = (source, name, index, tuple(sorted(macros.items())))
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _loading:
+            if key not in _kernels:
+                cubin = compile_kernel(source, arch, macros)
+                report = cubin.reports.get(name)
+                _kernels[key] = Kernel(cubin.code, name, index, report, cubin.key)
+            kernel = _kernels[key]
+    return kernel
+
+
+class Kernel:
+    """A function of a cubin on one device.
+
+    Attributes:
+        device: where it runs.
+        key: hash of source, options, architecture and compiler.
+        report: what the compiler said of it, if known.
+        shared_limit: bytes of dynamic shared memory that a thread block may have.
+    """
+
+    def __init__(
+        self, code: bytes, name: str, index: int, report: Report | None = None, key: str = ""
+    ) -> None:
+        """
+        Args:
+            code: cubin for the device's architecture.
+            name: of the function, declared ``extern "C"``.
+            index: of the device, as torch counts.
+            report: what the compiler said of it.
+            key: ``Cubin.key``.
+        """
+        try:
+            # Compiled, and without stubs.
+            from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+        except ImportError as error:
+            raise not_installed(error) from error
+        self.name, self.report, self.key = name, report, key
+        self.device = torch.device("cuda", index)
+        self._driver = driver
+        self._overlaps = torch.cuda.get_device_capability(self.device) >= (9, 0)
+        # The runtime, and so torch, works in the device's primary context. It stays retained: the
+        # kernel lives as long as the process.
+        handle = self._checked("finding the device", driver.cuDeviceGet(index))
+        self._context = self._checked(
+            "entering its primary context", driver.cuDevicePrimaryCtxRetain(handle)
+        )
+        self._context_address = int(self._context)
+        self._early_configs: dict[tuple[Any, ...], Any] = {}
+        with self._in_context():
+            self._module = self._checked("loading", driver.cuModuleLoadData(code))
+            self._function = self._checked(
+                "finding the function", driver.cuModuleGetFunction(self._module, name.encode())
+            )
+            _, self._params_bytes = self._checked(
+                "reading its parameter", driver.cuFuncGetParamInfo(self._function, 0)
+            )
+            self.shared_limit = self._allow_shared(handle)
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        params: ctypes.Structure,
+        stream: int,
+        dependent: bool = False,
+    ) -> None:
+        """Launch without waiting.
+
+        Args:
+            grid: thread blocks.
+            block: threads of each.
+            shared_bytes: dynamic shared memory of a thread block.
+            params: the kernel's structure; copied, so that it may be changed afterwards.
+            stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
+            dependent: begin before what was launched last has ended. The kernel must wait for it
+                itself (csrc/overlap.cuh). Without effect before sm_90.
+
+        Raises:
+            KernelError: the structure or the shared memory does not fit, or the driver refuses.
+        """
+        if ctypes.sizeof(params) != self._params_bytes:
+            raise KernelError(
+                f"{self.name} takes a structure of {self._params_bytes} bytes, "
+                f"not {type(params).__name__} of {ctypes.sizeof(params)}"
+            )
+        if shared_bytes > self.shared_limit:
+            raise KernelError(
+                f"{self.name} was to be launched with {shared_bytes} bytes of shared memory; "
+                f"{self.device} has {self.shared_limit} for a thread block"
+            )
+        # An array of the one parameter's address. Per launch: threads may launch at once.
+        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        # The default stream has the same handle on every device, so the context tells which. A
+        # thread that has not used CUDA yet has none.
+        current = self._checked("launching", self._driver.cuCtxGetCurrent())
+        how = grid, block, shared_bytes, pointer, stream, dependent and self._overlaps
+        if int(current) == self._context_address:
+            self._launch(*how)
+        else:
+            with self._in_context():
+                self._launch(*how)
+
+    def capture_on(self, stream: int) -> int | None:
+        """Which capture of a CUDA graph a stream is in; None if in none."""
+        active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        asking = "asking for a capture"
+        if self._checked(asking, self._driver.cuStreamIsCapturing(stream)) != active:
+            return None
+        _, capture, *_ = self._checked(asking, self._driver.cuStreamGetCaptureInfo(stream))
+        return int(capture)
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        pointer: ctypes.c_void_p,
+        stream: int,
+        early_start: bool,
+    ) -> None:
+        driver, address = self._driver, ctypes.addressof(pointer)
+        if not early_start:
+            launched = driver.cuLaunchKernel(
+                self._function, *grid, *block, shared_bytes, stream, address, 0
+            )
+            self._checked("launching", launched)
+            return
+        key = grid, block, shared_bytes, stream
+        config = self._early_configs.get(key)
+        if config is None:
+            if len(self._early_configs) >= _MOST_CONFIGS:
+                self._early_configs.clear()
+            config = self._early_configs[key] = self._early_config(*key)
+        self._checked("launching", driver.cuLaunchKernelEx(config, self._function, address, 0))
+
+    def _early_config(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+    ) -> Any:
+        driver = self._driver
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        config.attrs, config.numAttrs = [early], 1
+        return config
+
+    def _allow_shared(self, handle: Any) -> int:
+        """Allow launches what the device has, not only 48 KiB; dynamic bytes of a thread block."""
+        driver = self._driver
+        device_attribute, attribute = driver.CUdevice_attribute, driver.CUfunction_attribute
+        limit = self._checked(
+            "reading the device's limits",
+            driver.cuDeviceGetAttribute(
+                device_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, handle
+            ),
+        )
+        limit -= self._checked(
+            "reading its shared memory",
+            driver.cuFuncGetAttribute(
+                attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function
+            ),
+        )
+        self._checked(
+            "allowing it shared memory",
+            driver.cuFuncSetAttribute(
+                self._function,
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                limit,
+            ),
+        )
+        return limit
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        self._checked("entering its context", self._driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            self._checked("leaving its context", self._driver.cuCtxPopCurrent())
+
+    def _checked(self, doing: str, returned: tuple[Any, ...]) -> Any:
+        """What a call of the driver gave, without its status."""
+        if returned[0]:
+            raise KernelError(f"{self.name} on {self.device}: {doing}: {returned[0].name}")
+        return returned[1] if len(returned) == 2 else returned[1:]
+
+
+def page_macros(page_format: PageFormat) -> dict[str, str | int]:
+    """Macros that csrc/page.cuh is compiled with."""
+    return {
+        "HEAD_DIM": page_format.head_dim,
+        "KEY_GROUP": page_format.key_group,
+        "VALUE_GROUP": page_format.value_group,
+        "SCALING": _SCALINGS[page_format.token_scaling],
+        "STREAM": int(page_format.by_token),
+        "CENTER": int(page_format.center),
+    }
+
+
+def aligned_rows(states: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, tokens, head_dim), copied unless its rows begin at multiples of 16 bytes."""
+    unit = 16 // states.element_size()
+    aligned = states.data_ptr() % 16 == 0 and all(x % unit == 0 for x in states.stride()[:3])
+    return states if aligned else states.contiguous()

@@ -1,0 +1,164 @@
+"""Trust: a kernel is used only where it has been seen to agree with PyTorch operations.
+
+Of each operation, the first use of a specialization on a device runs its kernel on a small problem
+of its own and compares the result. The verdict is kept beside the compiled code, under the hash of
+source, options, architecture, device and driver: the next process does not check again. A kernel
+that disagrees, now or in an earlier process, is not used, and the log says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from oscar_mm.kernels.compile import KernelError, cache_folder, key_of, load_file, store_file
+from oscar_mm.kernels.launch import SWITCH, switched_off, tell_once
+
+_log = logging.getLogger(__name__)
+
+
+class Compiled(Protocol):
+    """What is trusted or not: something with the key of its code (``Kernel.key``)."""
+
+    @property
+    def key(self) -> str:
+        """Changes with the code."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a kernel's results were from those of PyTorch operations, and what may be."""
+
+    disagreement: float
+    bound: float
+
+    @property
+    def agrees(self) -> bool:
+        """False for NaN too."""
+        return self.disagreement <= self.bound
+
+
+S = TypeVar("S", bound=Hashable)
+K = TypeVar("K", bound=Compiled)
+
+
+class CheckedKernels(Generic[S, K]):
+    """The kernels of one operation, by specialization and device: compiled, checked, remembered."""
+
+    def __init__(
+        self,
+        operation: str,
+        make: Callable[[S, torch.device], K],
+        disagreement: Callable[[S, K, torch.device], float],
+        bound: float,
+    ) -> None:
+        """
+        Args:
+            operation: its name, for messages and file names.
+            make: compiles the kernel of a specialization; raises KernelError where there is none.
+            disagreement: runs it and PyTorch operations on one small problem; 0 where both give
+                the same. Must not depend on a user's data, as the verdict lasts.
+            bound: largest disagreement of a kernel that is right.
+        """
+        self.operation, self.bound = operation, bound
+        self._make, self._disagreement = make, disagreement
+        self._chosen: dict[tuple[S, torch.device, str | None], K | None] = {}
+        self._choosing = threading.RLock()
+
+    def kernel(self, specialization: S, device: torch.device) -> K | None:
+        """The kernel to use; None, with the reason once in the log, for PyTorch operations.
+
+        Raises:
+            RuntimeError: asked for the first time while a CUDA graph is captured, in which
+                nothing can be compiled or compared: run the step once before.
+        """
+        key = (specialization, device, os.environ.get(SWITCH))
+        try:
+            return self._chosen[key]
+        except KeyError:
+            pass
+        if switched_off():
+            return None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"oscar_mm.{self.operation} is used for the first time inside a CUDA graph "
+                "capture, where its kernel cannot be checked: run the same step once before"
+            )
+        with self._choosing:
+            if key not in self._chosen:
+                self._chosen[key] = self._choose(specialization, device)
+        return self._chosen[key]
+
+    def check(self, specialization: S, device: torch.device) -> Verdict:
+        """Compare now, whatever is remembered, and remember the outcome.
+
+        Raises:
+            KernelError: there is no kernel for it.
+        """
+        return self.verdict(specialization, self._make(specialization, device), device)
+
+    def verdict(self, specialization: S, kernel: K, device: torch.device) -> Verdict:
+        """As ``check``, of a kernel that was made."""
+        verdict = Verdict(self._disagreement(specialization, kernel, device), self.bound)
+        path, key = self._file(kernel, device)
+        if path is not None:
+            store_file(path, key, json.dumps({"disagreement": verdict.disagreement}).encode())
+        return verdict
+
+    def _choose(self, specialization: S, device: torch.device) -> K | None:
+        try:
+            kernel = self._make(specialization, device)
+            path, key = self._file(kernel, device)
+            verdict = self._remembered(path, key)
+            if verdict is None:
+                verdict = self.verdict(specialization, kernel, device)
+        except KernelError as error:
+            tell_once(self.operation, str(error))
+            return None
+        if verdict.agrees:
+            return kernel
+        _log.error(
+            "the %s kernel disagrees with PyTorch operations on %s (by %.3g, at most %.3g is "
+            "right): it is not used, and %s is slow. Please report this with the output of "
+            "`oscar-mm doctor`. The verdict is kept%s; delete it to have the kernel checked again",
+            self.operation,
+            device,
+            verdict.disagreement,
+            verdict.bound,
+            self.operation,
+            "" if path is None else f" in {path}",
+        )
+        return None
+
+    def _remembered(self, path: Path | None, key: str) -> Verdict | None:
+        content = None if path is None else load_file(path, key)
+        return None if content is None else Verdict(json.loads(content)["disagreement"], self.bound)
+
+    def _file(self, kernel: K, device: torch.device) -> tuple[Path | None, str]:
+        key = key_of([self.operation, self.bound, kernel.key, _identity(device)])
+        folder = cache_folder()
+        return None if folder is None else folder / f"{self.operation}-{key}.verdict", key
+
+
+@functools.cache
+def _identity(device: torch.device) -> list[str]:
+    """What a verdict holds for, besides the code: the device's name and the driver."""
+    if device.type != "cuda":
+        return [str(device)]
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        text = ""
+    return [torch.cuda.get_device_name(device), str(driver.cuDriverGetVersion()[1]), text]

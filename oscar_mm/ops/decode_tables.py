@@ -1,0 +1,186 @@
+"""Tables of a decode step: where every stored token is, and which thread block attends to what.
+
+Made on the host once a step and used by all layers of a device. ``csrc/decode.cu`` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+COLUMNS = 8
+"""Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
+FEWEST_ITEMS = 8
+"""Of a thread block, where a segment has that many: its warps take one each at a time, and adding
+up the parts of many thread blocks takes longer."""
+TILE = 16
+"""Tokens in 16 bit that a warp takes at a time."""
+START = 1 << 8
+"""Unit of the first token in use in a page's entry; below it is the token after the last."""
+SECOND = 1 << 16
+"""Set in a page's entry if the page is of the second format."""
+FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
+
+
+Entries = tuple[np.ndarray, np.ndarray]
+"""Of a sequence: (n, 2) int32 pages as of ``Tables.items``, and (m,) int32 slots of 16 bit."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables on a device, all int32.
+
+    Attributes:
+        items: (batch, longest, 2): for each sequence its pages, {slot, stop + 256 * start + flag of
+            the second format}, of which tokens start to stop - 1 are in use.
+        recents: (batch, longest): slots of its tokens in 16 bit.
+        counts: (batch, 2): tokens in 16 bit and pages.
+        assignments: (thread blocks, 16).
+    """
+
+    items: torch.Tensor
+    recents: torch.Tensor
+    counts: torch.Tensor
+    assignments: torch.Tensor
+
+    @property
+    def of_past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which ``oscar_mm.ops.decode`` takes them."""
+        return self.items, self.recents, self.counts, self.assignments
+
+    @classmethod
+    def within(cls, whole: torch.Tensor, arrays: tuple[np.ndarray, ...]) -> Tables:
+        """Views of a tensor that holds ``laid_out(arrays)``."""
+        parts = whole.split([array.size for array in arrays])
+        assignments, items, recents, counts = (
+            part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
+        )
+        return cls(items, recents, counts, assignments)
+
+
+def tables_of(
+    entries: Sequence[Entries],
+    kv_heads: int,
+    columns: int,
+    workers: int,
+    device: torch.device,
+) -> Tables:
+    """Tables for attention over what sequences hold.
+
+    Args:
+        entries: of each sequence before the step.
+        kv_heads: KV heads of a layer.
+        columns: query tokens times query heads of a KV head.
+        workers: thread blocks, as many as the device runs at a time.
+    """
+    arrays = arrays_of(entries, kv_heads, columns, workers)
+    # One copy to the device instead of three.
+    return Tables.within(upload(laid_out(arrays), device), arrays)
+
+
+def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A table on a device; the host does not wait for the device's work before it."""
+    tensor = torch.from_numpy(table)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+    """All of ``arrays_of`` in one row."""
+    return np.concatenate([array.ravel() for array in arrays])
+
+
+def lengths_of(arrays: tuple[np.ndarray, ...]) -> tuple[int, int]:
+    """Lengths of items and recents, of ``arrays_of``."""
+    _, items, recents, _ = arrays
+    return items.shape[1], recents.shape[1]
+
+
+def arrays_of(
+    entries: Sequence[Entries],
+    kv_heads: int,
+    columns: int,
+    workers: int,
+    longest: tuple[int, int] = (1, 1),
+) -> tuple[np.ndarray, ...]:
+    """Assignments, items, recents and counts of ``Tables``, on the host.
+
+    Assignments come first: they are read 16 bytes at a time.
+
+    Args:
+        entries, kv_heads, columns, workers: as of ``tables_of``.
+        longest: the least length of the second dimension of items and of recents.
+    """
+    counts = np.array([[len(slots), len(pages)] for pages, slots in entries], dtype=np.int32)
+    in_16_bit, in_pages = counts.max(axis=0).tolist()
+    items = np.zeros((len(entries), max(longest[0], in_pages), 2), dtype=np.int32)
+    recents = np.zeros((len(entries), max(longest[1], in_16_bit)), dtype=np.int32)
+    for row, (pages, slots) in enumerate(entries):
+        items[row, : len(pages)] = pages
+        recents[row, : len(slots)] = slots
+    in_items = tuple((-(-slots // TILE), pages) for slots, pages in counts.tolist())
+    return assign(in_items, kv_heads, columns, workers), items, recents, counts
+
+
+@lru_cache(maxsize=64)
+def assign(
+    counts: tuple[tuple[int, int], ...], kv_heads: int, columns: int, workers: int
+) -> np.ndarray:
+    """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode.cu.
+
+    ``counts`` are of each sequence the tiles of its tokens in 16 bit, and its pages.
+
+    With no more segments than thread blocks each thread block works on one segment, and segments
+    get thread blocks by their length. Otherwise all get equal parts of the line.
+    """
+    column_tiles = -(-columns // COLUMNS)
+    per_sequence = kv_heads * column_tiles
+    lengths = np.repeat([1 + tiles + pages for tiles, pages in counts], per_sequence)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(starts[-1])
+    if total * workers >= 1 << 31:
+        raise ValueError(f"{total} items are more than one launch can share out")
+    table = np.zeros((workers, FIELDS), dtype=np.int32)
+
+    def fill(worker: int, begin: int, end: int, segment: int, first: int, parts: int) -> None:
+        sequence, within = divmod(segment, per_sequence)
+        head, column_tile = divmod(within, column_tiles)
+        tiles, pages = counts[sequence]
+        table[worker, :13] = (
+            *(begin, end, total, min(workers, total), sequence, head, column_tile, segment),
+            *(starts[segment], tiles, pages, first, parts),
+        )
+
+    if len(lengths) <= workers:
+        first = 0
+        for segment, parts in enumerate(_shares(lengths, workers)):
+            start, length = int(starts[segment]), int(lengths[segment])
+            for part in range(parts):
+                begin, end = start + length * part // parts, start + length * (part + 1) // parts
+                fill(first + part, begin, end, segment, first, parts)
+            first += parts
+    else:
+        used = min(workers, total)
+        for worker in range(used):
+            begin, end = total * worker // used, total * (worker + 1) // used
+            segment = int(np.searchsorted(starts, begin, side="right")) - 1
+            fill(worker, begin, end, segment, 0, 0)
+    return table
+
+
+def _shares(lengths: np.ndarray, workers: int) -> list[int]:
+    """Thread blocks for each segment: at least one, no more than have enough to do, the longest
+    part minimal."""
+    shares, most = np.ones(len(lengths), dtype=np.int64), -(-lengths // FEWEST_ITEMS)
+    for _ in range(workers - len(lengths)):
+        load = np.where(shares < most, lengths / shares, 0.0)
+        longest = int(load.argmax())
+        if not load[longest]:
+            break
+        shares[longest] += 1
+    return shares.tolist()

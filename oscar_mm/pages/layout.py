@@ -1,0 +1,314 @@
+"""The bytes of a page, written down once.
+
+A page holds up to 128 tokens of one modality stream in one layer, keys and values of all KV heads,
+in codes of 2, 3 or 4 bits. It is one row of uint8:
+
+    head 0 | head 1 | ... | shared norms (only with token_scaling "shared") | pad to 16 bytes
+
+and a head is, each field starting at a multiple of 16 bytes (g: key group, c: value group, d:
+head_dim, b: bits of keys or of values; little-endian; codes lowest bits first):
+
+    field         shape                        dtype    key_axis "channel" / "token"
+    center        (d,)                         float16  only with center
+    key_codes     (128, d * b / 8)             uint8
+    key_scales    (128 / g, d) / (128, d / g)  float16
+    key_zeros     as key_scales                float16
+    norms         (128,)                       float16  only with token_scaling "per_head"
+    value_codes   (128, d * b / 8)             uint8
+    value_scales  (128, d / c)                 float16
+    value_zeros   (128, d / c)                 float16
+
+Codes of 3 bits are in two arrays, one after the other: one of the low two bits, one of the high bit
+(``key_codes_high``, ``value_codes_high``).
+
+A stored key is (scale * code + zero) * norm, a stored value scale * code + zero, both in the
+coordinates of ``oscar_mm.quant.basis``. With center the sign bit of a key's scale tells whether the
+center is to be added; the scale is its absolute value.
+
+Pages of key_axis "channel" are written once, as a whole. In those of key_axis "token" (stream
+pages) each byte but the center's belongs to one token, and tokens are written one by one.
+
+Where the kernels run (``PageFormat.in_fragments``) the elements of an array are in the order in
+which a warp's lanes take them (``oscar_mm.pages.fragments``), elsewhere token by token (scales and
+zeros of values, and of keys by token: group by group). ``csrc/page.cuh`` is the only twin of this
+file.
+
+Tokens that are not (yet) packed have a slot each in the model's dtype: (2, KV heads, d), keys then
+values, as the attention layer made them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from oscar_mm.errors import InputError
+from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS, Order, fragment_orders, plain_orders
+from oscar_mm.policy import Bits, KVPolicy
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., n) codes of any dtype in 0 .. 2^bits - 1 -> (..., n * bits / 8) uint8."""
+    per_byte = 8 // bits
+    if codes.shape[-1] % per_byte:
+        raise ValueError(f"{codes.shape[-1]} codes of {bits} bits do not fill whole bytes")
+    parts = codes.to(torch.uint8).unflatten(-1, (-1, per_byte))
+    packed = parts[..., 0].clone()
+    for place in range(1, per_byte):
+        packed |= parts[..., place] << (bits * place)
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., n) uint8 -> (..., n * 8 / bits) uint8 codes; inverse of ``pack_bits``."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+PAGE_TOKENS = 128
+ALIGNMENT = 16
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
+"""Bits of the arrays that codes are stored in, lowest bits first."""
+
+
+def divided_group(group: int, channels: int) -> int:
+    """Channels of a value group: the largest divisor of ``channels`` that is at most ``group``."""
+    return next(size for size in range(min(group, channels), 0, -1) if channels % size == 0)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One typed array of a page. ``offset`` counts bytes from the head's or the page's start."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_head: bool
+    kind: str
+    """"codes", "scales" (with zeros) or "norms", as the memory report sums them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, without padding."""
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """Byte layout of the pages of one layer for one pair of bit widths.
+
+    Raises:
+        InputError: head_dim is no multiple of what fills bytes with codes.
+    """
+
+    bits: Bits
+    kv_heads: int
+    head_dim: int
+    key_axis: str
+    key_group: int
+    value_group: int
+    token_scaling: str | None
+    center: bool = False
+
+    def __post_init__(self) -> None:
+        unit = max(8 // plane for bits in self.bits for plane in _PLANES[bits])
+        if self.head_dim % unit:
+            instead = "bits of 2 or 4, or " * (3 in self.bits and self.head_dim % 4 == 0)
+            raise InputError(
+                f"head_dim={self.head_dim}: pages of {self.bits} bits need a multiple of {unit}; "
+                f"use {instead}policy 'bf16' for this model"
+            )
+
+    @classmethod
+    def of(cls, policy: KVPolicy, bits: Bits, kv_heads: int, head_dim: int) -> PageFormat:
+        """The layout that a policy gives a layer."""
+        return cls(
+            bits=bits,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            key_axis=policy.key_axis,
+            key_group=(
+                divided_group(policy.key_group, head_dim) if policy.by_token else policy.key_group
+            ),
+            value_group=divided_group(policy.value_group, head_dim),
+            token_scaling=policy.token_scaling,
+            center=policy.center,
+        )
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens are written one by one; else whole pages."""
+        return self.key_axis == "token"
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """All arrays of a page by name, in the order of their bytes."""
+        tokens, d = PAGE_TOKENS, self.head_dim
+        groups = (tokens, d // self.key_group) if self.by_token else (tokens // self.key_group, d)
+        key_groups, value_groups = groups, (tokens, d // self.value_group)
+        arrays: list[tuple[str, tuple[int, ...], torch.dtype, str]] = []
+        if self.center:
+            arrays.append(("center", (d,), torch.float16, "scales"))
+        arrays += self._codes("key_codes")
+        arrays += [
+            ("key_scales", key_groups, torch.float16, "scales"),
+            ("key_zeros", key_groups, torch.float16, "scales"),
+        ]
+        if self.token_scaling == "per_head":
+            arrays.append(("norms", (tokens,), torch.float16, "norms"))
+        arrays += self._codes("value_codes")
+        arrays += [
+            ("value_scales", value_groups, torch.float16, "scales"),
+            ("value_zeros", value_groups, torch.float16, "scales"),
+        ]
+        fields, offset = {}, 0
+        for name, shape, dtype, kind in arrays:
+            fields[name] = Field(offset, shape, dtype, per_head=True, kind=kind)
+            offset = _aligned(offset + fields[name].nbytes)
+        if self.token_scaling == "shared":
+            start = offset * self.kv_heads
+            fields["norms"] = Field(start, (tokens,), torch.float16, per_head=False, kind="norms")
+        return fields
+
+    def _codes(self, name: str) -> list[tuple[str, tuple[int, ...], torch.dtype, str]]:
+        """Arrays that codes are stored in."""
+        return [
+            (plane, (PAGE_TOKENS, self.head_dim * bits // 8), torch.uint8, "codes")
+            for plane, _, bits in self._planes(name)
+        ]
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head of a page, a multiple of 16."""
+        last = [field for field in self.fields.values() if field.per_head][-1]
+        return _aligned(last.offset + last.nbytes)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page, a multiple of 16."""
+        shared = sum(field.nbytes for field in self.fields.values() if not field.per_head)
+        return _aligned(self.head_bytes * self.kv_heads + shared)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of a page per key or value element that it stores, everything counted."""
+        return self.page_bytes * 8 / (2 * PAGE_TOKENS * self.kv_heads * self.head_dim)
+
+    @cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of a page by kind; padding between fields counts as scales."""
+        sums = {"codes": 0, "scales": 0, "norms": 0}
+        for field in self.fields.values():
+            sums[field.kind] += field.nbytes * (self.kv_heads if field.per_head else 1)
+        sums["scales"] += self.page_bytes - sum(sums.values())
+        return sums
+
+    @property
+    def in_fragments(self) -> bool:
+        """Whether the arrays are in the kernels' order."""
+        if self.head_dim not in KERNEL_HEAD_DIMS:
+            return False
+        if self.by_token:
+            return self.key_group == self.head_dim
+        return self.bits in (Bits(2, 2), Bits(4, 4))
+
+    @cached_property
+    def orders(self) -> dict[str, Order]:
+        """Of every field; of codes that of the array of their lowest bits and of that above."""
+        tokens, d = PAGE_TOKENS, self.head_dim
+        if self.in_fragments:
+            return fragment_orders(
+                d,
+                _PLANES[self.bits.keys],
+                _PLANES[self.bits.values],
+                None if self.by_token else self.key_group,
+                self.value_group,
+            )
+        key_scales = self.fields["key_scales"].shape
+        return plain_orders(tokens, d, key_scales, d // self.value_group, by_token=self.by_token)
+
+    def _planes(self, name: str) -> list[tuple[str, int, int]]:
+        """Arrays of codes: name, first bit of a code that it has, and how many."""
+        bits = self.bits.keys if name.startswith("key") else self.bits.values
+        low, *high = _PLANES[bits]
+        return [(name, 0, low), *((f"{name}_high", low, plane) for plane in high)]
+
+    def write(self, pages: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        """Write one array of every page.
+
+        Args:
+            pages: (n, page_bytes) uint8 with contiguous rows.
+            name: of the field; of codes "key_codes" or "value_codes".
+            values: codes (n, KV heads, 128, d) in 0 .. 2^bits - 1; key scales and zeros
+                (n, KV heads, *field shape); value scales and zeros (n, KV heads, 128, d / c);
+                norms (n, KV heads, 128), shared ones (n, 128); center (n, KV heads, d). Any dtype.
+        """
+        if self.fields[name].kind != "codes":
+            self._view(pages, name).copy_(self.orders[name].stored(values))
+            return
+        codes = values.to(torch.uint8)
+        for plane, first, bits in self._planes(name):
+            part = codes >> first & (1 << bits) - 1
+            stored = self.orders[plane].stored(part)
+            self._view(pages, plane).copy_(pack_bits(stored, bits))
+
+    def read(self, pages: torch.Tensor, name: str) -> torch.Tensor:
+        """One array of every page, as ``write`` takes it: codes uint8, others float32."""
+        if self.fields[name].kind != "codes":
+            return self.orders[name].natural(self._view(pages, name).float())
+        codes: torch.Tensor | None = None
+        for plane, first, bits in self._planes(name):
+            stored = unpack_bits(self._view(pages, plane), bits)
+            part = self.orders[plane].natural(stored) << first
+            codes = part if codes is None else codes | part
+        assert codes is not None
+        return codes
+
+    def token_bytes(self, device: torch.device) -> torch.Tensor:
+        """(page_bytes,) int16: the place whose token a byte of a stream page is of, else -1."""
+        return _token_bytes(self).to(device)
+
+    def all_finite(self, pages: torch.Tensor) -> bool:
+        """Whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or infinite."""
+        names = [name for name, field in self.fields.items() if field.kind != "codes"]
+        return all(all_finite(self._view(pages, name)) for name in names)
+
+    def _view(self, pages: torch.Tensor, name: str) -> torch.Tensor:
+        """Typed view of a field: (n, KV heads, elements), of shared norms (n, elements)."""
+        field = self.fields[name]
+        source = pages
+        if field.per_head:
+            source = pages[:, : self.head_bytes * self.kv_heads].unflatten(1, (self.kv_heads, -1))
+        return source[..., field.offset : field.offset + field.nbytes].view(field.dtype)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether none of them is NaN or infinite."""
+    # In one pass and without a copy; NaN goes through to both.
+    return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=64)
+def _token_bytes(page_format: PageFormat) -> torch.Tensor:
+    owners = torch.full((1, page_format.page_bytes), -1, dtype=torch.int16)
+    heads = owners[:, : page_format.head_bytes * page_format.kv_heads]
+    heads = heads.unflatten(1, (page_format.kv_heads, -1))
+    for name, field in page_format.fields.items():
+        if name == "center":
+            continue
+        order = page_format.orders[name]
+        places = torch.arange(PAGE_TOKENS, dtype=torch.int16)[:, None].expand(order.shape)
+        owner = order.stored(places)
+        per_byte = owner.numel() // field.nbytes
+        owner = owner[::per_byte] if per_byte else owner.repeat_interleave(field.dtype.itemsize)
+        heads[..., field.offset : field.offset + field.nbytes] = owner
+    return owners[0]

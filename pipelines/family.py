@@ -1,0 +1,381 @@
+"""Family: what differs between families of models: prompt, processor call and positions."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from jinja2 import TemplateError
+from transformers import AutoModelForImageTextToText
+
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.chat.conversation import Message
+from oscar_mm.errors import InputError
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.reasoning import ThinkTokens
+from oscar_mm.modality import MediumSpan, Modality, token_modalities
+from oscar_mm.moe_switch import choose_experts
+from oscar_mm.pipelines.media import Media, Medium
+
+_MARKUP = re.compile(r"<.+>|\[.+\]")
+_QUESTION, _ANSWER = "oscar-question", "oscar-answer"
+"""Stand for a former turn where only what the template writes after its answer is wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What a family makes of a rendered text with its media; tensors on the CPU.
+
+    Attributes:
+        input_ids: (1, tokens).
+        tensors: further arguments of the model's forward: pixel values, grids, features, ...
+        positions: (1, tokens), or (3, 1, tokens) of time, height and width, from 0.
+        media_tokens: for each medium, in the order of the text, its tokens that are no text.
+    """
+
+    input_ids: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    positions: torch.Tensor
+    media_tokens: list[int]
+
+
+class Family(ABC):
+    """One family of models. No cache logic here: a ``Prompt`` is all that decoding needs.
+
+    Args:
+        model: a loaded model of the family.
+        processor: its processor.
+
+    Raises:
+        InputError: the processor has no chat template.
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+    """``config.model_type`` of the checkpoints that the family reads."""
+
+    name: ClassVar[str]
+    """What people call the family."""
+
+    reads: ClassVar[frozenset[Modality]]
+    """Modalities of media that it takes."""
+
+    auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    """Loads its checkpoints."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model, self.processor = model, processor
+        if not getattr(processor, "chat_template", None):
+            raise InputError(
+                "the processor has no chat template, so it is not known how this checkpoint was "
+                "taught to converse: pass processor=... with its chat_template set"
+            )
+        choose_experts(model)
+        # Whatever a saved tokenizer pads or cuts, its first call switches off. From then on calls
+        # change nothing, so that several threads may count tokens at once.
+        self.tokenize(_QUESTION)
+
+    @classmethod
+    def set_attention(cls, model: Any, towers: str | None) -> None:
+        """Attention "oscar" in the decoder; ``towers`` in the towers, if it is given."""
+        vision = {"vision_config": towers} if towers else {}
+        model.set_attn_implementation({"text_config": IMPLEMENTATION} | vision)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the prompt goes."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def placeholders(self) -> dict[str, Modality]:
+        """Text by which the chat template marks a medium's place."""
+        tokens = {
+            modality: getattr(self.processor, f"{modality.label}_token") for modality in self.reads
+        }
+        return {token: modality for modality, token in tokens.items()}
+
+    def check_reads(self, media: Iterable[Medium]) -> None:
+        """Refuse media of a kind that the family does not read.
+
+        Raises:
+            InputError: names the medium, and the kinds that it reads.
+        """
+        for medium in media:
+            if medium.modality not in self.reads:
+                known = ", ".join(sorted(modality.label for modality in self.reads))
+                raise InputError(
+                    f"{medium.label}: {self.name} does not read {medium.modality.label}; of media "
+                    f"it reads {known}"
+                )
+
+    def messages(
+        self,
+        prompt: str,
+        system: str | None,
+        media: Media,
+        earlier: Iterable[Modality] = (),
+        before: Sequence[Message] = (),
+    ) -> list[dict[str, Any]]:
+        """One user turn for the chat template: images, videos, recordings, then the question.
+
+        A part's "label" is its number among all of its kind in the conversation, from 1; the
+        templates of most checkpoints do not print it.
+
+        Args:
+            earlier: modalities of the media of earlier turns.
+            before: messages before the question, with the first of the media.
+
+        Raises:
+            InputError: a medium that the family does not read.
+        """
+        self.check_reads(media)
+        shown, left = Counter(earlier), list(media)
+        turns = [] if not system else [_message("system", [], system, shown)]
+        for one in before:
+            counts = {Modality.IMAGE: one.images, Modality.AUDIO: one.audio}
+            own = [
+                medium
+                for modality, count in counts.items()
+                for medium in [x for x in left if x.modality is modality][:count]
+            ]
+            left = [medium for medium in left if medium not in own]
+            turns.append(_message(one.role, own, one.text, shown))
+        return [*turns, _message("user", left, prompt, shown)]
+
+    def prompt(self, messages: Sequence[dict[str, Any]], media: Media) -> Prompt:
+        """A conversation from its beginning: template, processor, positions.
+
+        Args:
+            messages: as ``messages`` gives them; of several turns, if one is to be read again.
+            media: those of all messages, each kind in the order of the conversation.
+
+        Returns:
+            Ids and positions on the model's device, what shows media on the CPU. Positions are
+            (1, tokens), for multimodal RoPE (4, 1, tokens): text, time, height, width.
+        """
+        text = self.render(messages)
+        return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
+
+    def continuation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Media,
+        past_tokens: int,
+        next_position: torch.Tensor,
+        pending: Sequence[int] = (),
+    ) -> Prompt:
+        """A later turn on a kept cache: what is new only, at its place after the past.
+
+        The first tokens are ``pending``, then whatever the chat template writes between an answer
+        and the next turn (its end token, a line break, ...), then the turn.
+
+        Args:
+            messages: of the new turn.
+            media: of the new turn.
+            past_tokens: tokens that the cache holds.
+            next_position: (1,) RoPE position of the first new token: ``next_position`` of the last
+                prompt plus the tokens of its answer that are in the cache.
+            pending: ids of the former answer that are not in the cache: its last token, where
+                max_new_tokens or the reader ended it.
+
+        Returns:
+            As ``prompt``. Its ``media`` count from the first new token: in the cache they are
+            ``past_tokens`` further on.
+        """
+        # The answer's stand-in stays in front while tokens are made, as a tokenizer may treat the
+        # beginning of a text in a way of its own, and is cut off after.
+        text = self._after_answer(messages)
+        lead = self.tokenize(_ANSWER).shape[1]
+        return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
+
+    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One argument of the model's forward from those of several prompts, media by media."""
+        return torch.cat(list(parts))
+
+    @abstractmethod
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+        """Run the processor on a rendered text; ``media`` are in the order of the text."""
+
+    @abstractmethod
+    def least_tokens(self, medium: Medium) -> int:
+        """Tokens that a medium takes at least, told before anything is processed."""
+
+    @abstractmethod
+    def largest_image(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that are worth keeping of an upright image of this size.
+
+        The processor makes of an image that was scaled down to them what it makes of the whole
+        one, up to rounding, in as many tokens.
+        """
+
+    def tokenize(self, text: str) -> torch.Tensor:
+        """(1, tokens) ids of rendered text without media; needs no lock."""
+        options = self.text_options(text)
+        return self.processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for: fewer tokens hold no text of so many more."""
+        return max(map(len, self.processor.tokenizer.get_vocab()))
+
+    def text_options(self, text: str) -> dict[str, Any]:
+        """Options of the tokenizer: a template that writes the first token gets no second one."""
+        begin = self.processor.tokenizer.bos_token
+        return {"add_special_tokens": False} if begin and text.startswith(begin) else {}
+
+    @cached_property
+    def think_tokens(self) -> ThinkTokens | None:
+        """Between which the model may reason before it answers; None if it has none."""
+        return ThinkTokens.of(self.processor.tokenizer)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether answers begin with reasoning, as far as the chat template tells."""
+        if self.think_tokens is None:
+            return False
+        question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
+        return self.think_tokens.opened(self.tokenize(self.render([question]))[0]) > 0
+
+    def generation_setting(self, name: str) -> Any:
+        """What the checkpoint's generation_config says of something; None for nothing."""
+        return getattr(self.model.generation_config, name)
+
+    def sampling_rules(self) -> dict[str, Any]:
+        """How the checkpoint says that tokens are chosen: fields of ``Sampling``."""
+        rules = {"repetition_penalty": self.generation_setting("repetition_penalty")}
+        if self.generation_setting("do_sample"):
+            temperature = self.generation_setting("temperature")
+            rules["temperature"] = 1.0 if temperature is None else temperature
+            rules |= {name: self.generation_setting(name) for name in ("top_p", "top_k")}
+        return {name: value for name, value in rules.items() if value is not None}
+
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        ids = self.generation_setting("eos_token_id")
+        if ids is None:
+            ids = self.processor.tokenizer.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Special tokens, and added ones that the chat template gives a meaning: <think>, ..."""
+        tokenizer, template = self.processor.tokenizer, str(self.processor.chat_template)
+        added = tokenizer.added_tokens_decoder.values()
+        # Some tokenizers add runs of spaces and line breaks, which are nobody's control.
+        meant = [
+            one.content
+            for one in added
+            if one.special or (_MARKUP.fullmatch(one.content) and one.content in template)
+        ]
+        return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant]))
+
+    def refuse_control_tokens(self, name: str, text: str) -> None:
+        """Text from a user must not end its own turn or thoughts, or claim to be an image."""
+        for token in self.control_tokens:
+            if token in text:
+                raise InputError(
+                    f"{name} holds {token!r}, a control token of this model: take it out"
+                )
+
+    def _after_answer(self, messages: Sequence[dict[str, Any]]) -> str:
+        """What the template writes for ``messages`` after an answer, from that answer on."""
+        question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
+        # Templates take an answer as a list of parts, as a text, or as either.
+        for content in ([{"type": "text", "text": _ANSWER}], _ANSWER):
+            former = [question, {"role": "assistant", "content": content}]
+            try:
+                text = self.render([*former, *messages])
+            except (InputError, TypeError):
+                if content is _ANSWER:
+                    raise
+                continue
+            if _ANSWER in text:
+                return text[text.index(_ANSWER) :]
+        raise InputError("the chat template of this checkpoint leaves out what was answered")
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The conversation as the chat template writes it, up to where an answer begins."""
+        try:
+            return self.processor.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"the chat template of this checkpoint refuses the conversation: {error}"
+            ) from error
+
+    def _prompt(
+        self,
+        text: str,
+        media: Media,
+        cut: int,
+        pending: list[int],
+        past_tokens: int,
+        next_position: torch.Tensor,
+    ) -> Prompt:
+        """Encode, cut the first ``cut`` tokens (text), put ``pending`` in front, and place it."""
+        ordered = self._in_order(text, media)
+        encoded = self.encode(text, ordered)
+        before = torch.tensor([pending], dtype=torch.long)
+        ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)
+        begin = torch.arange(len(pending)).expand(*encoded.positions.shape[:-1], -1)
+        after = encoded.positions[..., cut:] - cut + len(pending)
+        positions = torch.cat([begin.to(after.dtype), after], dim=-1) + next_position.to("cpu")
+        following = positions.amax(dim=(0, -1) if positions.ndim == 3 else -1) + 1
+        if positions.ndim == 3:
+            row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
+            positions = torch.cat([row.to(positions.dtype), positions])
+        modalities = token_modalities(ids, config=self.model.config)
+        return Prompt(
+            inputs={"input_ids": ids.to(self.device)} | encoded.tensors,
+            positions=positions.to(self.device),
+            next_position=following.to(self.device),
+            modalities=modalities,
+            media=_spans(modalities[0], ordered, encoded.media_tokens),
+        )
+
+    def _in_order(self, text: str, media: Media) -> list[Medium]:
+        """The media in the order in which the rendered text calls for them."""
+        placeholders = self.placeholders
+        pattern = "|".join(re.escape(token) for token in placeholders)
+        left = {modality: [m for m in media if m.modality is modality] for modality in Modality}
+        called = [placeholders[token] for token in re.findall(pattern, text)]
+        if sorted(called) != sorted(medium.modality for medium in media):
+            raise InputError(
+                "the chat template of this checkpoint does not write one placeholder for each "
+                f"medium: {len(media)} media, {len(called)} placeholders"
+            )
+        return [left[modality].pop(0) for modality in called]
+
+
+def _message(
+    role: str, media: Sequence[Medium], text: str, shown: Counter[Modality]
+) -> dict[str, Any]:
+    """One message for the chat template; its media are counted in ``shown``."""
+    parts: list[dict[str, Any]] = []
+    for medium in media:
+        shown[medium.modality] += 1
+        parts.append({"type": medium.modality.label, "label": shown[medium.modality]})
+    if text or not parts:
+        parts.append({"type": "text", "text": text})
+    return {"role": role, "content": parts}
+
+
+def _spans(
+    modalities: torch.Tensor, media: Sequence[Medium], counts: Sequence[int]
+) -> tuple[MediumSpan, ...]:
+    places = modalities.nonzero()[:, 0].tolist()
+    if len(places) != sum(counts):
+        raise RuntimeError(f"{len(places)} tokens of media, but the media have {sum(counts)}")
+    spans, first = [], 0
+    for medium, count in zip(media, counts, strict=True):
+        run = places[first : first + count]
+        span = MediumSpan(medium.modality, medium.label, run[0], run[-1] + 1, medium.digest)
+        spans.append(span)
+        first += count
+    return tuple(spans)

@@ -1,0 +1,182 @@
+"""Reading: media that a model has read once, for many questions about them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.errors import InputError
+from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prompt import Prompt, beginning
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.modality import Modality
+from oscar_mm.pipelines.batching import Prepared
+from oscar_mm.pipelines.media import Media
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+_QUESTION = "oscar-question"
+"""Stands for the questions to come."""
+
+
+class SharedMedia:
+    """The beginning of a first turn up to its last medium, in a cache that questions go on from.
+
+    The media are processed and read once, and their pages are held once, however many questions
+    are asked about them, one after the other or as rows of one batch. A question reads the media
+    from their packed pages, so its answer may differ a little from one that read everything at
+    once, whose attention over the prompt is exact; with policy "bf16" it does not.
+
+    Args:
+        pipe: whose model reads; the pages are in its store.
+        media: decoded, see ``Pipeline.read_media``; may be empty, then nothing is shared.
+        system: system prompt.
+
+    Attributes:
+        tokens: of the beginning.
+
+    Raises:
+        InputError: media that the model does not read, or too many of them, or a system prompt
+            that cannot be used.
+    """
+
+    def __init__(self, pipe: Pipeline, media: Media, system: str | None = None) -> None:
+        pipe.check_texts(_QUESTION, system)
+        self.pipe, self.system = pipe, system
+        self._cache = OscarCache(pipe.policy, store=pipe.store)
+        self._prompt: Prompt | None = None
+        self._messages = pipe.family.messages(_QUESTION, system, media)
+        self._before, self._shows = "", len(media) > 0
+        if self._shows:
+            whole = pipe.prepare(_QUESTION, media, system)
+            self._before = self._split(_QUESTION)[0]
+            rest, ids = self._rest(_QUESTION)[0], whole.inputs["input_ids"][0].cpu()
+            tokens = len(ids) - len(rest)
+            if tokens < whole.media[-1].stop or not torch.equal(ids[tokens:], rest):
+                raise InputError(
+                    "the chat template or the tokenizer of this checkpoint does not keep what "
+                    "comes after the media apart, so that questions cannot share them"
+                )
+            self._prompt = beginning(whole, tokens)
+
+    @property
+    def tokens(self) -> int:
+        """See the class."""
+        return 0 if self._prompt is None else self._prompt.tokens
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The beginning; None without media."""
+        return self._prompt
+
+    def read(self) -> None:
+        """Have the model read the media, the first time; then only their pages are kept.
+
+        Raises:
+            InputError: they leave no room in the context.
+        """
+        if self._prompt is None or self._cache.get_seq_length():
+            return
+        self.pipe.check_length(self._prompt, 1)
+        with self.pipe.lock:
+            try:
+                read_prompt(self.pipe.model, self._prompt, self._cache, self.pipe.prefill_chunk)
+            except BaseException:
+                self._cache.reset()
+                raise
+        ids = self._prompt.inputs["input_ids"]
+        self._prompt = replace(self._prompt, inputs={"input_ids": ids})
+
+    def asked(self, index: int, question: str, sampling: Sampling) -> Prepared:
+        """A question about the media as a row of a batch; the media are read if need be.
+
+        Args:
+            index: of the row.
+            question: text.
+            sampling: how to answer.
+
+        Raises:
+            InputError: no text, or no room in the context.
+        """
+        self.pipe.check_texts(question, None)
+        self.read()
+        start = time.perf_counter()
+        if self._prompt is None:
+            prompt = self.pipe.prepare(question, Media(), self.system)
+            self.pipe.check_length(prompt, sampling.max_new_tokens)
+            return Prepared(index, prompt, sampling, time.perf_counter() - start, self._cache)
+        prompt = self._question(question, self._prompt)
+        self.pipe.check_length(prompt, sampling.max_new_tokens, self._cache)
+        ids = self._prompt.inputs["input_ids"][0]
+        spent = time.perf_counter() - start
+        return Prepared(index, prompt, sampling, spent, self._cache, ids)
+
+    def continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:
+        """Token ids of answers, as they would follow the question.
+
+        Raises:
+            InputError: an answer that is no text, is empty, or holds control tokens.
+        """
+        self.pipe.check_text("prompt", question)
+        for index, answer in enumerate(answers):
+            self.pipe.check_text(f"choices[{index}]", answer)
+        _, last, rest = self._split(question)
+        tokenize = self.pipe.family.tokenize
+        asked = tokenize(last + rest)[0]
+        found = [tokenize(last + rest + answer)[0] for answer in answers]
+        if any(not torch.equal(ids[: len(asked)], asked) for ids in found):
+            raise InputError(
+                "the tokenizer of this checkpoint writes an answer and the end of its question as "
+                "one token, so that answers cannot be scored"
+            )
+        return [ids[len(asked) :].tolist() for ids in found]
+
+    def close(self) -> None:
+        """Give up the pages; questions that are being answered keep theirs."""
+        with self.pipe.lock:
+            self._cache.close()
+
+    def _split(self, question: str) -> tuple[str, str, str]:
+        """The rendered first turn: up to its media's last control token, that token, the rest."""
+        family, (*before, turn) = self.pipe.family, self._messages
+        parts = [*turn["content"][:-1], {"type": "text", "text": question}]
+        text = family.render([*before, turn | {"content": parts}])
+        if not self._shows:
+            return "", "", text
+        special = {*family.processor.tokenizer.all_special_tokens, *family.placeholders}
+        place = max(text.rfind(placeholder) for placeholder in family.placeholders)
+        longest_first = sorted(map(re.escape, special), key=len, reverse=True)
+        found = re.compile(f"(?:{'|'.join(longest_first)})+").match(text, place)
+        stop = place if found is None else found.end()
+        last = max((token for token in special if text.endswith(token, place, stop)), key=len)
+        return text[: stop - len(last)], last, text[stop:]
+
+    def _rest(self, question: str) -> torch.Tensor:
+        """(1, tokens) ids of what comes after the media."""
+        before, last, rest = self._split(question)
+        if before != self._before:
+            raise InputError(
+                "the chat template of this checkpoint writes the question before the media, so "
+                "that questions cannot share them"
+            )
+        # The control token stays in front, as a tokenizer may treat the beginning of a text in a
+        # way of its own, and is cut off after.
+        tokenize = self.pipe.family.tokenize
+        return tokenize(last + rest)[:, tokenize(last).shape[1] :]
+
+    def _question(self, question: str, first: Prompt) -> Prompt:
+        """What a question adds: text, at its place after the media."""
+        ids = self._rest(question)
+        return Prompt(
+            inputs={"input_ids": ids.to(first.positions.device)},
+            positions=first.positions_after(ids.shape[1]),
+            next_position=first.next_position + ids.shape[1],
+            modalities=torch.full(ids.shape, int(Modality.TEXT), dtype=torch.int8),
+        )

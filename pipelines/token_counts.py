@@ -1,0 +1,64 @@
+"""Counting: tokens of media by their sizes, without running the model or its towers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.pipelines.family import Family
+from oscar_mm.pipelines.media import Media, Medium
+
+_QUESTION = "?"
+"""What stands in a turn that asks next to nothing."""
+
+
+def count_tokens(family: Family, media: Media) -> dict[str, int]:
+    """Tokens by modality of a first turn that shows ``media`` and asks next to nothing.
+
+    Raises:
+        InputError: a medium that the family does not read.
+    """
+    counts = dict.fromkeys((modality.label for modality in Modality), 0)
+    counts["text"] = text_tokens(family, media)
+    for medium in media:
+        for name, count in medium_tokens(family, medium).items():
+            counts[name] += count
+    return counts
+
+
+def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
+    """Tokens by modality that a medium brings into a turn.
+
+    Only sizes count: of images and recordings by the family's own estimate, which is exact, of
+    videos by running the processor on their shapes, the frames on the device meta.
+
+    Raises:
+        InputError: a medium that the family does not read.
+    """
+    family.check_reads([medium])
+    if medium.modality is not Modality.VIDEO:
+        return {medium.modality.label: family.least_tokens(medium)}
+    alone = Media(videos=[replace(medium.content, sound=None)])
+    text = family.render(family.messages(_QUESTION, None, alone))
+    ids = family.encode(text, list(alone)).input_ids
+    found = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
+    return {
+        "video": int(found[Modality.VIDEO]),
+        # Timestamps between frames.
+        "text": int(found[Modality.TEXT]) - text_tokens(family, alone),
+        "audio": family.least_tokens(medium),
+    }
+
+
+def text_tokens(
+    family: Family, media: Media, prompt: str = _QUESTION, system: str | None = None
+) -> int:
+    """Tokens of a first turn as the chat template writes it, without its media.
+
+    Raises:
+        InputError: a medium that the family does not read.
+    """
+    text = family.render(family.messages(prompt, system, media))
+    return family.tokenize(text).shape[1] - len(media)

@@ -1,0 +1,95 @@
+"""What is foreseen is what the ledger then takes, slot by slot and token by token."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.slot_growth import Growth, bytes_over_time, slot_growth
+from oscar_mm.cache.store import PageStore
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+from tests.cache.invariants import STREAM
+
+POLICIES = [
+    *map(KVPolicy.preset, ("compact", "oscar", "bf16")),
+    KVPolicy(bits={"image": 4, "text": 16}),
+    KVPolicy(window=200, sinks=40),
+    KVPolicy(window=0, sinks=300),
+    KVPolicy(bits=(3, 2), **STREAM),
+    KVPolicy(bits={"text": 4, "image": 2, "audio": 16}, **STREAM),
+    KVPolicy(window=0, sinks=0, **STREAM),
+    KVPolicy(window=150, **STREAM),
+]
+RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300)), min_size=1, max_size=5)
+
+
+def modalities(runs: list[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([np.full(count, kind, np.int8) for kind, count in runs])
+
+
+def slots(ledger: Ledger) -> dict[Bits, int]:
+    return {bits: slots.used for bits, slots in ledger.allocators.items()}
+
+
+def taken(ledger: Ledger, new: np.ndarray, answer: int) -> list[dict[Bits, int]]:
+    """Slots of the whole store after the prompt and each token of the answer."""
+    ledger.advance(new[None])
+    found = [slots(ledger)]
+    for _ in range(answer):
+        ledger.advance(np.zeros((1, 1), np.int8))
+        found.append(slots(ledger))
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@settings(max_examples=6, deadline=None)
+@given(first=RUNS, second=RUNS, answer=st.integers(0, 330), padding=st.integers(0, 3))
+def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, padding) -> None:
+    store = PageStore(policy)
+    ledger = Ledger(store)
+    prompt = np.concatenate([np.full(padding, -1, np.int8), modalities(first)])
+    growth = slot_growth(policy, prompt, answer)
+    steps = taken(ledger, prompt, answer)
+    for bits in store.allocators:
+        assert growth.held[bits].tolist() == [step[bits] for step in steps]
+        assert growth.added[bits].tolist() == growth.held[bits].tolist()
+    # A turn goes on from a fork; what was there before stays until it is complete.
+    before = slots(ledger)
+    later = slot_growth(policy, modalities(second), answer, ledger.sequences[0])
+    twin = ledger.fork()
+    steps = taken(twin, modalities(second), answer)
+    for bits in store.allocators:
+        found = np.array([step[bits] - before[bits] for step in steps])
+        assert later.added[bits].tolist() == found.tolist()
+    ledger.clear()
+    assert {bits: int(later.held[bits][-1]) for bits in later.held} == slots(twin)
+
+
+def test_rows_of_a_batch() -> None:
+    policy = KVPolicy.preset("compact")
+    rows = [modalities([(0, 100), (1, 700)]), modalities([(0, 300)])]
+    each = zip(rows, (5, 90), strict=True)
+    together = Growth.together(slot_growth(policy, row, answer) for row, answer in each)
+    ledger = Ledger(PageStore(policy))
+    padded = np.full((2, 800), -1, np.int8)
+    padded[0], padded[1, 500:] = rows
+    ledger.advance(padded)
+    for step in range(90):
+        ledger.advance(np.array([[0 if step < 5 else -1], [0]], np.int8))
+        for bits, used in slots(ledger).items():
+            assert together.held[bits][step + 1] == used
+    assert len(together.held[Bits(2, 2)]) == 91
+
+
+def test_bytes() -> None:
+    growth = slot_growth(KVPolicy.preset("compact"), modalities([(0, 10), (1, 260)]), 40)
+    sizes = {Bits(2, 2): 1000, PLAIN: 100}
+    found = bytes_over_time(growth.held, sizes)
+    # Sinks, text and, as all of the window is the image's, 132 tokens of it.
+    assert found[0] == 1000 + 100 * (4 + 6 + 132)
+    # And, where the answer needs more, a run of spare slots.
+    assert 0 <= found[-1] - (2 * 1000 + 100 * (4 + 46 + 4)) <= 100 * 32
+    # Most of all just before the image's last full page is packed.
+    most = 1000 + 100 * (4 + 6 + 27 + 132)
+    assert len(found) == 41 and most <= found.max() <= most + 100 * 32

@@ -1,0 +1,203 @@
+"""Decode steps on fixed tensors, as a graph replays them, against eager ones: bit for bit."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.cache import layer as layer_module
+from oscar_mm.cache.fixed_tables import FixedTables
+from oscar_mm.cache.step import Filling, Step
+from oscar_mm.fast_decode import decode_steps
+from oscar_mm.generation import decode_loop
+from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.policy import Bits
+from tests.cache.invariants import STREAM
+from tests.prompts import REQUESTS
+
+TWO = REQUESTS["two images"]
+LONG = type(TWO)("Compare the two pictures. " * 6, TWO.images)
+BATCH = [LONG, REQUESTS["text"], REQUESTS["image"]]
+
+
+class Repeat:
+    """Stands in for CUDA graphs: runs the function again on the tensors that it was given."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, function: Callable[[], Any], _: torch.device) -> Callable[[], Any]:
+        self.captures += 1
+
+        def replay() -> Any:
+            self.replays += 1
+            return function()
+
+        return replay
+
+
+def answer(
+    oscar, monkeypatch, record, *, policy, tokens, ends=frozenset(), requests=BATCH, cache=None
+):
+    """Token lists of each row, and the cache."""
+    monkeypatch.setattr(
+        decode_loop, "DecodeSteps", partial(decode_steps.DecodeSteps, record=record)
+    )
+    cache = OscarCache(policy) if cache is None else cache
+    sampling = Sampling(max_new_tokens=tokens)
+    answer = decode(oscar.model, oscar.prompt(requests), cache, sampling, end_tokens=ends)
+    return [list(row) for row in zip(*answer, strict=True)], cache
+
+
+POLICIES = {
+    "bf16": KVPolicy.preset("bf16"),
+    "two widths": KVPolicy.preset("compact", bits={"text": 4, "image": 2}, window=16, sinks=2),
+    "no window": KVPolicy.preset("compact", window=0, sinks=0),
+    "stream": KVPolicy(bits=(3, 2), window=16, **STREAM),
+    "stream, two widths": KVPolicy(bits={"text": (4, 2), "image": 2}, window=8, sinks=2, **STREAM),
+    "stream, no window": KVPolicy(bits=2, window=0, sinks=0, **STREAM),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_fixed_steps_equal_eager_ones(oscar, monkeypatch, name: str) -> None:
+    how = {"policy": POLICIES[name], "tokens": 100}
+    free, start = answer(oscar, monkeypatch, None, **how | {"tokens": 30})
+    # One row ends, the others go on.
+    end = next(token for token in free[1][8:] if token not in free[0] + free[2])
+    how["ends"] = frozenset({end})
+    eager, expected = answer(oscar, monkeypatch, None, **how)
+    assert eager[1][29] is None and eager[0][29] is not None
+    repeat = Repeat()
+    fixed, cache = answer(oscar, monkeypatch, repeat, **how)
+    assert fixed == eager
+    assert repeat.replays > 20
+    assert cache.memory() == expected.memory()
+    packed = [sum(stream.packed for stream in one.ledger.streams()) for one in (start, cache)]
+    assert packed == [0, 0] if name == "bf16" else packed[0] < packed[1]
+    for layer in range(len(cache.layers)):
+        for mine, theirs in zip(cache.unpacked(layer), expected.unpacked(layer), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("name", "at_once"), [("stream", True), ("stream, no window", False)])
+def test_fixed_steps_pack_all_layers_at_once(oscar, monkeypatch, name: str, at_once: bool) -> None:
+    """But in no window, where the token that is packed is not in 16 bit."""
+    counts = {"store": 0, "store_layers": 0}
+
+    def counted(operation: str, run: Callable[..., None], *arguments: Any) -> None:
+        counts[operation] += 1
+        run(*arguments)
+
+    for operation in counts:
+        run = getattr(layer_module, operation)
+        monkeypatch.setattr(layer_module, operation, partial(counted, operation, run))
+    how = {"policy": POLICIES[name], "requests": BATCH[:1]}
+    runs = []
+    for tokens in (90, 100):
+        answer(oscar, monkeypatch, Repeat(), tokens=tokens, **how)
+        runs.append(counts.copy())
+        counts.update(store=0, store_layers=0)
+    more = {operation: runs[1][operation] - runs[0][operation] for operation in counts}
+    if at_once:
+        assert more == {"store": 0, "store_layers": 10}
+    else:
+        assert more["store"] >= 10 * len(oscar.model.get_decoder().layers)
+        assert more["store_layers"] == 0
+
+
+def test_a_capture_holds_until_a_pool_or_a_table_grows(oscar, monkeypatch) -> None:
+    repeat = Repeat()
+    answer(oscar, monkeypatch, repeat, policy="bf16", tokens=100, requests=BATCH[:1])
+    # Slots of 16 bit are asked for by the quarter of what is held, at most 32 at a time.
+    assert 1 < repeat.captures <= 8
+    assert repeat.replays == 100 - 1 - 1
+
+
+def test_a_fork_goes_on_by_itself(oscar, monkeypatch) -> None:
+    """It takes nothing that the other one has."""
+    _, cache = answer(oscar, monkeypatch, None, policy="compact", tokens=5, requests=BATCH[:1])
+    twin = cache.fork()
+    how = {"policy": "compact", "tokens": 40, "requests": [REQUESTS["text"]]}
+    eager, _ = answer(oscar, monkeypatch, None, cache=cache, **how)
+    assert answer(oscar, monkeypatch, Repeat(), cache=twin, **how)[0] == eager
+
+
+@pytest.mark.parametrize("after_running", [False, True])
+def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, after_running) -> None:
+    def fail(function, _):
+        if after_running:
+            kept = [layer.recent.storage.clone() for layer in cache.layers]
+            function()
+            for layer, storage in zip(cache.layers, kept, strict=True):
+                layer.recent.storage.copy_(storage)  # a capture runs nothing on the device
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    how = {"policy": "compact", "tokens": 20}
+    eager, _ = answer(oscar, monkeypatch, None, **how)
+    cache = OscarCache("compact")
+    found, _ = answer(oscar, monkeypatch, fail, cache=cache, **how)
+    assert found == eager
+    [message] = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "not permitted when stream is capturing" in message
+
+
+def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch) -> None:
+    _, cache = answer(oscar, monkeypatch, None, policy="bf16", tokens=2, requests=BATCH[:1])
+    fixed = FixedTables(1, KVPolicy.preset("bf16"))
+    cpu = torch.device("cpu")
+    arguments = ((None, None), 2, 2, 4, cpu)
+    fixed.refill(cache.ledger.sequences)
+    fixed.refill_tokens(Step())
+    tables, writes = fixed.tables(cache.ledger.sequences, *arguments), fixed.writes(cpu)
+    assert writes.tolist() == [[-1] * 3]
+    place, version = tables.items.data_ptr(), fixed.version
+    fixed.refill(cache.ledger.sequences)
+    fixed.refill_tokens(Step(writes=np.array([[0], [0], [7]])))
+    assert writes.tolist() == [[0, 0, 7]]
+    assert fixed.tables([], *arguments).items.data_ptr() == place and fixed.version == version
+    longer = cache.ledger.sequences[0].copy()
+    for stream in longer.streams.values():
+        stream.slots = stream.slots * 40
+    fixed.refill([longer])
+    assert fixed.version == version + 1
+    found = fixed.tables([longer], *arguments)
+    assert found.recents.shape[1] >= int(found.counts.sum()) > tables.recents.shape[1]
+
+
+def test_fixed_tables_of_slots_have_a_line_for_each_row() -> None:
+    """Lines of rows that pack nothing, and of formats that nobody fills, do nothing.
+
+    The new token is named by the slot that it has at the end of the step.
+    """
+    policy = KVPolicy(
+        bits={"text": (3, 2), "image": 2}, key_axis="token", token_scaling=None, center=True
+    )
+    text, image = Bits(3, 2), Bits(2, 2)
+    fixed, cpu = FixedTables(3, policy), torch.device("cpu")
+    fixed.refill_tokens(Step())
+    slots = fixed.slots(cpu)
+    assert all((table == -1).all() for one in slots.values() for table in one)
+    begins = {4: np.array([~7, 0])}
+    step = Step(
+        fillings=[
+            Filling(2, text, [4], 0, np.array([~7]), begins),
+            Filling(0, image, [9], 70, np.array([~3]), {}),
+        ],
+        writes=np.array([[0, 2], [0, 0], [11, 12]]),
+    )
+    assert FixedTables.takes(step)
+    fixed.refill_tokens(step)
+    assert slots[text].jobs[:, 0].tolist() == [-1, -1, 4]
+    assert slots[text].begins[2, :6].tolist() == [4, 2, 2, 0, ~7, ~12]
+    assert slots[image].jobs[0, :4].tolist() == [9, 4, 0, 0]
+    assert slots[image].jobs[0, 4 + 70 % 16] == ~3
+    assert (slots[image].begins == -1).all()
+    assert not FixedTables.takes(Step(fillings=[*step.fillings, step.fillings[0]]))
+    many = Filling(1, text, [4], 0, np.arange(2), {})
+    assert not FixedTables.takes(Step(fillings=[many]))

@@ -1,0 +1,121 @@
+"""The products around a decoder layer's attention, against transformers' modules and by kernel."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from oscar_mm.fast_decode import linear as module
+from oscar_mm.fast_decode.linear import LinearKernel, Norm, Params, Specialization, linear
+from oscar_mm.fast_decode.linear_torch import linear_by_torch
+from oscar_mm.kernels.compile import compile_text, csrc_folder
+
+ARCHITECTURES = {"sm_80": 2, "sm_86": 2, "sm_89": 2, "sm_90a": 4, "sm_100a": 4, "sm_120": 2}
+"""Architecture -> pieces on their way."""
+
+
+def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_around_attention(dtype: torch.dtype) -> None:
+    """Norm, three projections with biases; the last one with the residual stream."""
+    x = random(5, 96, dtype=dtype)
+    norm = Qwen2RMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.copy_(random(96))
+    parts = [torch.nn.Linear(96, outputs, dtype=dtype) for outputs in (64, 32, 16)]
+    weights, biases = [one.weight for one in parts], [one.bias for one in parts]
+    with torch.inference_mode():
+        found = linear(x, weights, biases, norm=Norm(norm.weight, norm.variance_epsilon))
+        assert torch.equal(found, torch.cat([part(norm(x)) for part in parts], -1))
+        residual = random(5, 64, dtype=dtype)
+        found = linear(x, weights[:1], residual=residual)
+        plain = torch.nn.functional.linear(x, weights[0])
+        assert torch.equal(found, residual + plain)
+
+
+def test_gate() -> None:
+    x, gate, up = random(3, 32), random(48, 32), random(48, 32)
+    expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+    assert torch.allclose(linear(x, [gate, up], gated=True), expected, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gate_with_biases_is_left_to_torch() -> None:
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weights = random(1, 256, **how), [random(64, 256, **how), random(64, 256, **how)]
+    biases = [random(64, **how), random(64, **how)]
+    expected = linear_by_torch(x, weights, biases, None, None, True)
+    assert torch.equal(linear(x, weights, biases, gated=True), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiles(arch: str, gated: bool) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "linear.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+    )
+    for rows, dtype in ((1, torch.bfloat16), (module.MOST_ROWS, torch.float16)):
+        bulk = arch.startswith(("sm_9", "sm_1"))
+        macros = Specialization(rows, gated, dtype).macros(ARCHITECTURES[arch], bulk)
+        report = compile_text("linear.cu", text, arch, macros).reports["linear"]
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+def test_depth_by_shared_memory() -> None:
+    assert module.depth_for(227 << 10) == 3
+    assert module.depth_for(99 << 10) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, 1024, 4096, 11008, 18944])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
+    """Also fewer outputs than warps; NaN beyond the outputs must stay where it is."""
+    how = {"device": "cuda", "dtype": dtype}
+    for outputs in ((5, 5), (2500, 2500)) if gated else ((7,), (1000, 9, 300)):
+        x, norm = random(rows, width, **how), Norm(random(width, **how), 1e-5)
+        weights = [random(one, width, **how) / width**0.5 for one in outputs]
+        biases = [None] * len(outputs) if gated else [random(one, **how) for one in outputs]
+        residual = None if gated else random(rows, sum(outputs), **how)
+        kernel = module.TRUSTED.kernel(Specialization(rows, gated, dtype), x.device)
+        assert isinstance(kernel, LinearKernel)
+        if not kernel.takes(width, True):
+            assert rows * width > 35_000
+            continue
+        found = kernel(x, weights, biases, norm, residual).double()
+        # Not by products in 16 bit: PyTorch's may round partial sums, too.
+        normed, exact = norm(x).double(), [weight.double() for weight in weights]
+        around = [None if one is None else one.double() for one in (*biases, residual)]
+        expected = linear_by_torch(normed, exact, around[:-1], None, around[-1], gated)
+        # Of five outputs all may be small by chance, with errors as of others.
+        typical = 0.5 * expected.shape[1] ** 0.5
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=typical)
+        assert error.max() < 1.5 * torch.finfo(dtype).eps
+        again = kernel(x, weights, biases, norm, residual).double()
+        assert torch.equal(found, again)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_dependent_launches() -> None:
+    """Each begins before the one in front of it has ended, on what that makes."""
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    square = random(2048, 2048, **how) / 2048**0.5
+    norm = Norm(torch.ones(2048, **how), 1e-6)
+    start = random(1, 2048, **how)
+    x = again = start
+    for _ in range(200):
+        x = linear(x, [square], norm=norm, residual=x)
+    torch.cuda.synchronize()
+    for _ in range(200):
+        again = linear(again, [square], norm=norm, residual=again)
+        torch.cuda.synchronize()
+    assert torch.equal(x, again) and x.isfinite().all() and not torch.equal(x, start)

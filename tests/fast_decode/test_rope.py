@@ -1,0 +1,73 @@
+"""Rotary position embedding of decode steps, against transformers' and by kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from math import isnan
+
+import pytest
+import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLTextRMSNorm,
+    apply_rotary_pos_emb,
+)
+
+from oscar_mm.fast_decode import rope as module
+from oscar_mm.fast_decode.linear import Norm
+from oscar_mm.fast_decode.rope import HEAD_DIMS, Params, macros, rope_
+from oscar_mm.kernels.compile import compile_text, csrc_folder
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_transformers(dtype: torch.dtype, normed: bool) -> None:
+    rows, query_heads, kv_heads, head_dim = 3, 6, 2, 64
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(rows, query_heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    angles = torch.randn(rows, head_dim // 2, generator=generator).repeat(1, 2)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = [Qwen3VLTextRMSNorm(head_dim, eps=1e-6).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.copy_(torch.randn(head_dim, generator=generator))
+    sides = states.split([query_heads, kv_heads, kv_heads], 1)
+    with torch.no_grad():
+        query, key = (
+            (norm(side) if normed else side).unsqueeze(2)
+            for norm, side in zip(norms, sides[:2], strict=True)
+        )
+        query, key = apply_rotary_pos_emb(query, key, cosine[:, None], sine[:, None])
+        expected = torch.cat([query[:, :, 0], key[:, :, 0], sides[2]], 1)
+        of_heads = tuple(Norm(norm.weight, norm.variance_epsilon) for norm in norms)
+        rope_(states[:, :8], query_heads, cosine, sine, of_heads if normed else None)
+    assert torch.equal(states, expected)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+def test_compiles(arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "rope.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+    )
+    for head_dim in HEAD_DIMS:
+        report = compile_text("rope.cu", text, arch, macros(head_dim, torch.bfloat16))
+        report = report.reports["rope"]
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
+def test_one_wrong_head_of_one_problem_shows(value: float | None) -> None:
+    def kernel(heads: torch.Tensor, *rest) -> None:
+        module._by_torch(heads, *rest)
+        if value is not None and rest[-1] is not None:
+            heads[1, 2] = value
+
+    worst = module._disagreement((64, torch.float32), kernel, torch.device("cpu"))
+    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernel(dtype: torch.dtype, head_dim: int) -> None:
+    verdict = module.TRUSTED.check((head_dim, dtype), torch.device("cuda", 0))
+    assert verdict.disagreement < 2e-3

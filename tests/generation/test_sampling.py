@@ -1,0 +1,111 @@
+"""Sampling: what is allowed, and the one line that tells what is not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from oscar_mm import InputError
+from oscar_mm.generation.sampling import Chooser, Sampling
+
+NAN, INFINITY = float("nan"), float("inf")
+
+BAD = {
+    "max_new_tokens": [0, -1, 1.0, "5", None, True, NAN],
+    "temperature": [-0.1, 1e-40, "hot", None, NAN, INFINITY, True],
+    "top_p": [0, 0.0, -0.5, 1.1, "0.9", None, NAN],
+    "top_k": [-1, 1.5, "5", None, False],
+    "repetition_penalty": [0, -1.0, NAN, INFINITY, "1", None],
+    "seed": [-1, 1.5, "7", 1 << 63, True],
+    "stop": ["", ["a", ""], 5, [5], b"end", {"a": 1}, [["a"]], 0, False],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, some in BAD.items() for v in some])
+def test_what_is_not_allowed(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"^{name}=.*must be .+$") as caught:
+        Sampling(**{name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_allowed() -> None:
+    assert Sampling().stop == () and Sampling(stop=[]).stop == ()
+    assert Sampling(stop="end").stop == ("end",) and Sampling(stop=["a", "b"]).stop == ("a", "b")
+    Sampling(max_new_tokens=1, temperature=0, top_p=1, top_k=0, repetition_penalty=1, seed=0)
+    Sampling(temperature=5, top_p=1e-9, top_k=10**9, repetition_penalty=0.1, seed=(1 << 63) - 1)
+
+
+def test_greedy_has_no_warpers_and_no_random_numbers() -> None:
+    greedy = Sampling(top_p=0.5, top_k=3, seed=1)
+    assert not greedy.processors()
+    assert greedy.generator(torch.device("cpu")) is None
+    assert len(Sampling(repetition_penalty=1.1).processors()) == 1
+
+
+def test_order_is_that_of_transformers() -> None:
+    names = [type(one).__name__ for one in Sampling(
+        temperature=0.5, top_p=0.5, top_k=3, repetition_penalty=1.5
+    ).processors()]  # fmt: skip
+    assert names == [
+        "RepetitionPenaltyLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+    ]
+
+
+def test_seed() -> None:
+    def draw(seed: int) -> list[float]:
+        generator = Sampling(temperature=1.0, seed=seed).generator(torch.device("cpu"))
+        return torch.rand(4, generator=generator).tolist()
+
+    assert draw(0) == draw(0) != draw(1)
+    assert Sampling(temperature=1.0).generator(torch.device("cpu")) is None
+
+
+def test_a_row_is_chosen_by_itself() -> None:
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    prompt = torch.tensor([3, 7])
+    assert not Sampling(top_p=0.5, top_k=3, seed=1).changes_logits
+    penalized = Chooser([Sampling(repetition_penalty=1e6)], [prompt])
+    chosen = [int(penalized.choose(row[None])) for row in logits.abs() + 1]
+    assert len({*chosen, 3, 7}) == 7, "what was seen comes again"
+    sampling = Sampling(temperature=1.0, seed=4)
+    assert sampling.changes_logits
+    one, other = (Chooser([sampling], [prompt]) for _ in range(2))
+    torch.manual_seed(0)
+    first = [int(one.choose(row[None])) for row in logits]
+    assert [int(other.choose(row[None])) for row in logits] == first
+
+
+@pytest.mark.parametrize("rules", [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "repetition_penalty": 1.5},
+    {"repetition_penalty": 3.0},
+])  # fmt: skip
+def test_rows_that_are_chosen_together_are_chosen_as_alone(rules: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(8, 3, 50, generator=generator)
+    samplings = [Sampling(seed=seed, **rules) for seed in (5, None, 6)]
+    prompts = [torch.randint(50, (n,), generator=generator) for n in (3, 4, 9)]
+    together = Chooser(samplings, prompts)
+    found = torch.stack([together.choose(step) for step in logits])
+    for row in range(3):
+        if samplings[row].seed is None and rules.get("temperature"):
+            continue
+        alone = Chooser([samplings[row]], [prompts[row]])
+        expected = [int(alone.choose(step[None])) for step in logits[:, row]]
+        assert found[:, row].tolist() == expected
+    assert len(set(map(tuple, found.tolist()))) > 2
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_tokens_come_as_often_as_they_are_likely(seeded: bool) -> None:
+    torch.manual_seed(0)
+    rows, expected = 4000, torch.tensor([0.0, 0.1, 0.2, 0.7])
+    samplings = [Sampling(temperature=1.0, seed=row if seeded else None) for row in range(rows)]
+    chooser = Chooser(samplings, rows * [torch.tensor([0])])
+    found = chooser.choose(expected.log().expand(rows, -1)).bincount(minlength=4) / rows
+    # Four standard deviations of the likeliest.
+    assert (found - expected).abs().max() < 4 * (0.7 * 0.3 / rows) ** 0.5
+    assert found[0] == 0

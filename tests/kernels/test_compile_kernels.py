@@ -1,0 +1,124 @@
+"""The kernels compile for every architecture, in the shape they run in there. No GPU is needed."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import product
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
+from oscar_mm.ops.decode_kernel import Params, Specialization
+from oscar_mm.pages.layout import PageFormat
+from tests.ops.arguments import channel_policy, stream_policy
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+
+SHARED_LIMITS = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90a": 227,
+    "sm_100a": 227,
+    "sm_120": 99,
+}
+"""KiB of shared memory that a thread block may have."""
+BULK = {"sm_90a", "sm_100a", "sm_120"}
+COLUMNS = (4, 8)
+"""Queries of a KV head: half of a fragment's columns, or all."""
+STREAM_BITS = ((2, 2), (3, 2), (4, 2), (3, 3), (4, 4), (2, 4))
+POLICIES = {
+    "compact": channel_policy(),
+    "oscar": KVPolicy.preset("oscar"),
+    "kivi": KVPolicy.preset("kivi"),
+    "bf16": KVPolicy.preset("bf16"),
+    "4 bit": channel_policy(bits=4),
+    "mixed": channel_policy(bits={"text": 4, "image": 2}),
+    "groups of 64": channel_policy(key_group=64, value_group=64),
+    "quarot": KVPolicy.preset("quarot"),
+    **{f"stream {k}/{v}": stream_policy((k, v)) for k, v in STREAM_BITS},
+    "stream 2/2 and 4/2": stream_policy({"text": (4, 2), "image": (2, 2)}),
+    "stream 3/3 and 4/4": stream_policy({"text": 4, "image": 3, "video": 3, "audio": 3}),
+    "stream, groups of 32": stream_policy(value_group=32),
+}
+DEFAULTS = ("compact", "stream 3/2")
+USUAL = (*DEFAULTS, "oscar", "quarot", "mixed", "stream 2/2", "stream 4/2", "stream 2/2 and 4/2")
+EVERY = [
+    pytest.param(*one, marks=() if one[0] in USUAL and one[1] == 128 else pytest.mark.soak)
+    for one in product(POLICIES, (64, 128))
+]
+"""The usual ones every day; the tests on a GPU compile the others too."""
+
+
+def specialization(policy: KVPolicy, head_dim: int, columns: int = 4) -> Specialization:
+    formats = [PageFormat.of(policy, bits, 8, head_dim) for bits in policy.packed_bits]
+    found = Specialization.of(formats, head_dim, policy.rotate, torch.bfloat16, columns)
+    assert isinstance(found, Specialization)
+    return found
+
+
+@pytest.fixture
+def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Report | None]:
+    """Compile decode.cu for a policy, check the host's picture of it, record what it takes."""
+
+    def compile_decode(arch: str, policy: KVPolicy, head_dim: int, columns: int) -> Report | None:
+        made = specialization(policy, head_dim, columns)
+        shape = made.shape(SHARED_LIMITS[arch] * 1024)
+        if shape is None:
+            return None
+        # The host computes these sizes on its own: the twins must agree.
+        text = (csrc_folder() / "decode.cu").read_text() + (
+            f"static_assert(sizeof(Shared) <= {made.shared_bytes(*shape)} &&"
+            f" sizeof(Shared) > {made.shared_bytes(*shape) - 128});\n"
+            f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+            "static_assert(sizeof(Assignment) == 64);\n"
+        )
+        macros = made.macros(*shape, arch in BULK)
+        report = compile_text("decode.cu", text, arch, macros).reports["decode"]
+        print(arch, head_dim, columns, shape, report)
+        for name, value in asdict(report).items():
+            record_property(name, value)
+        assert report.shared == 0, "decode takes its shared memory at launch"
+        return report
+
+    return compile_decode
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(("arch", "name"), list(product(SHARED_LIMITS, DEFAULTS)))
+def test_defaults_on_every_architecture(
+    compiled: Callable[..., Report | None], arch: str, name: str, columns: int
+) -> None:
+    report = compiled(arch, POLICIES[name], 128, columns)
+    assert report is not None
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(("name", "head_dim"), EVERY)
+def test_every_specialization(
+    compiled: Callable[..., Report | None], name: str, head_dim: int, columns: int
+) -> None:
+    report = compiled("sm_90a", POLICIES[name], head_dim, columns)
+    assert report is not None
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "buffers"), [(channel_policy(key_group=64), 7), (POLICIES["4 bit"], 4)]
+)
+def test_small_gpus_have_fewer_buffers_than_warps(
+    compiled: Callable[..., Report | None], policy: KVPolicy, buffers: int
+) -> None:
+    limit = SHARED_LIMITS["sm_89"] * 1024
+    assert specialization(policy, 128).shape(limit) == (8, buffers)
+    report = compiled("sm_89", policy, 128, 4)
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+def test_pages_too_large_for_a_small_gpu() -> None:
+    large = specialization(channel_policy(bits=4, key_group=32, value_group=32), 128)
+    assert large.shape(SHARED_LIMITS["sm_89"] * 1024) is None
+    assert large.shape(SHARED_LIMITS["sm_80"] * 1024) is not None

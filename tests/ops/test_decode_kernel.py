@@ -1,0 +1,324 @@
+"""The decode kernel against float64 attention over exactly the unpacked values. Needs a GPU."""
+
+import logging
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.cache.pending import attend_stored
+from oscar_mm.kernels.launch import SWITCH
+from oscar_mm.kernels.self_check import CheckedKernels
+from oscar_mm.modality import PADDING
+from oscar_mm.ops import decode_kernel as host
+from oscar_mm.ops.decode_kernel import PackedAttention, packed_attention
+from tests.cache.invariants import Chunk, announce, chunk, plain_attention
+from tests.ops.arguments import channel_policy, stream_policy
+
+pytestmark = pytest.mark.gpu
+
+MIXED = channel_policy(bits={"text": 4, "audio": 16})
+STREAM = stream_policy()
+STREAM_MIXED = stream_policy({"text": (4, 2), "image": (3, 2), "video": (3, 2), "audio": 16})
+COMPACT = channel_policy()
+BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 1.5e-3}
+"""Rounding the output alone costs 1.7e-3 and 2e-4; the rest is that of queries and weights."""
+
+
+def filled(
+    policy: str | KVPolicy, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16, **shape: int
+) -> OscarCache:
+    """A layer on the GPU that holds random keys and values of these modalities (batch, tokens)."""
+    cache = OscarCache(policy)
+    _, keys, values = (x.to("cuda", dtype) for x in chunk(0, ids.shape[1], **shape))
+    cache.expect(ids)
+    cache.update(keys, values, 0)
+    return cache
+
+
+def attention(
+    cache: OscarCache, new: Chunk, real: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one more chunk, not stored: by the cache, and in float64 over its unpacked copy."""
+    queries, keys, values = new
+    layer, batch, tokens = cache.layers[0], keys.shape[0], keys.shape[2]
+    stored = cache.unpacked(0, torch.float32)
+    announce(cache, batch, tokens, None)
+    step = cache.ledger.advance(cache._expected.take(batch, tokens))
+    output = attend_stored(layer, queries, keys, values, queries.shape[-1] ** -0.5, step)
+    everything = (
+        torch.cat([past, x], dim=2).cpu() for past, x in zip(stored, new[1:], strict=True)
+    )
+    if real is not None:
+        real = torch.cat([real, torch.ones(batch, tokens, dtype=torch.bool)], dim=1)
+    return output, plain_attention(queries.cpu(), *everything, real)
+
+
+def on_gpu(tokens: int, dtype: torch.dtype = torch.bfloat16, **shape: int) -> Chunk:
+    return tuple(x.to("cuda", dtype) for x in chunk(1, tokens, **shape))
+
+
+def kernel_of(cache: OscarCache, columns: int = 4) -> PackedAttention | None:
+    """What the operation uses for the cache's first layer."""
+    layer = cache.layers[0]
+    formats = tuple(layer.formats.values())
+    rotate = cache.policy.rotate
+    return packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
+
+
+def error_of(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.double().cpu() - expected).norm() / expected.norm())
+
+
+def images_and_text(tokens: int, batch: int = 1) -> torch.Tensor:
+    return (torch.arange(tokens) // 37 % 3 == 1).to(torch.int64).expand(batch, tokens)
+
+
+@pytest.mark.parametrize("switch", ["auto", "no-bulk"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(COMPACT, "oscar", "kivi", "quarot", "bf16", channel_policy(bits=4), MIXED),
+        *(stream_policy(bits) for bits in product((2, 3, 4), repeat=2)),
+        *(STREAM_MIXED, stream_policy(value_group=32), stream_policy(rotate=False, center=False)),
+    ],
+)
+def test_policies(
+    policy: str | KVPolicy, head_dim: int, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    shape = {"kv_heads": 2, "group": 4, "head_dim": head_dim}
+    cache = filled(policy, images_and_text(1500), **shape)
+    output, expected = attention(cache, on_gpu(1, **shape))
+    assert kernel_of(cache) is not None
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("policy", [COMPACT, STREAM, STREAM_MIXED])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+def test_queries(tokens: int, group: int, dtype: torch.dtype, policy: KVPolicy) -> None:
+    shape = {"batch": 2, "kv_heads": 2, "group": group, "head_dim": 128}
+    cache = filled(policy, images_and_text(700, 2), dtype, **shape)
+    output, expected = attention(cache, on_gpu(tokens, dtype, **shape))
+    assert kernel_of(cache, tokens * group) is not None
+    assert error_of(output, expected) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 15, 31, 36, 37, 127, 164, 165, 292, 4099, 70_000])
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_lengths(policy: KVPolicy, tokens: int) -> None:
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled(policy, images_and_text(tokens), **shape)
+    output, expected = attention(cache, on_gpu(1, **shape))
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("switch", ["auto", "no-bulk"])
+@pytest.mark.parametrize(
+    ("policy", "buffers"), [(channel_policy(key_group=64), 7), (MIXED, 4), (STREAM, 5)]
+)
+def test_fewer_buffers_than_warps(
+    policy: KVPolicy, buffers: int, switch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on GPUs with 99 KiB of shared memory; every warp has several pages."""
+    monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
+    monkeypatch.setattr(host.Specialization, "shape", lambda self, limit: (8, buffers))
+    fresh = CheckedKernels("decode", PackedAttention, host._disagreement, host._WORST_ERROR)
+    monkeypatch.setattr(host, "TRUSTED", fresh)
+    shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
+    cache = filled(policy, images_and_text(70_000), **shape)
+    output, expected = attention(cache, on_gpu(1, **shape))
+    assert kernel_of(cache) is not None
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_unequal_rows_and_padding(policy: KVPolicy) -> None:
+    ids = torch.zeros(5, 900, dtype=torch.int64)
+    for row, pads in enumerate((0, 899, 500, 33, 800)):
+        ids[row, :pads] = PADDING
+    shape = {"batch": 5, "kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled(policy, ids, **shape)
+    output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+
+
+def test_a_long_row_among_many() -> None:
+    """More rows than thread blocks: these go on from row to row, and many share the long one."""
+    rows, tokens = 160, 6000
+    ids = torch.full((rows, tokens), PADDING)
+    ids[:, -20:] = 0
+    ids[rows // 2] = 0
+    shape = {"batch": rows, "kv_heads": 1, "group": 4, "head_dim": 64}
+    cache = filled("compact", ids, **shape)
+    output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    assert error_of(output[rows // 2], expected[rows // 2]) < BOUNDS[torch.bfloat16]
+
+
+def test_a_row_that_has_ended_is_zero() -> None:
+    shape = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", torch.zeros(2, 300, dtype=torch.int64), **shape)
+    queries, keys, values = on_gpu(1, **shape)
+    cache.expect(torch.tensor([[PADDING], [0]]))
+    step = cache.ledger.advance(cache._expected.take(2, 1))
+    output = attend_stored(cache.layers[0], queries, keys, values, 0.1, step)
+    assert not output[0].any() and output[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_scores_of_any_size(policy: KVPolicy) -> None:
+    """Of 1 to 1,000; token norms over four decades, a few huge channels, 200 random pasts."""
+    errors = {seed: error_at(10 ** (seed / 199 * 3), seed, policy) for seed in range(200)}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] < BOUNDS[torch.bfloat16], worst
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("group", [4, 5, 8])
+@pytest.mark.parametrize(
+    "policy", [COMPACT, "oscar", "kivi", channel_policy(bits=4), MIXED, STREAM, STREAM_MIXED]
+)
+def test_large_scores(policy: str | KVPolicy, group: int, dtype: torch.dtype) -> None:
+    for seed, size in enumerate((1, 10, 30, 100, 300, 1000)):
+        assert error_at(size, seed, policy, group, dtype) < BOUNDS[dtype], size
+
+
+def error_at(
+    size: float,
+    seed: int,
+    policy: str | KVPolicy,
+    group: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Where the largest score is of this size: queries against keys that few of them single out."""
+    shape = {"kv_heads": 2, "group": group, "head_dim": 128}
+    generator = torch.Generator().manual_seed(seed)
+    cache = OscarCache(policy)
+    _, keys, values = chunk(seed, 2000, **shape)
+    keys *= torch.logspace(-2, 2, 2000)[torch.randperm(2000, generator=generator)][:, None]
+    keys[..., 5] *= 50
+    values *= torch.logspace(-1, 1, 2000).flip(0)[:, None]
+    cache.expect(images_and_text(2000))
+    cache.update(keys.to("cuda", dtype), values.to("cuda", dtype), 0)
+    queries, *rest = on_gpu(1, dtype, **shape)
+    past = cache.unpacked(0, torch.float32)[0].repeat_interleave(group, dim=1)
+    scores = queries.float() @ past.transpose(2, 3) * 128**-0.5
+    queries = (queries * (size / scores.abs().amax(dim=(2, 3), keepdim=True))).to(dtype)
+    return error_of(*attention(cache, (queries, *rest)))
+
+
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_memory_that_was_never_written_is_not_used(policy: KVPolicy) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+        cache = filled(policy, images_and_text(777), **shape)
+        output, expected = attention(cache, on_gpu(3, **shape))
+        assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("policy", [COMPACT, STREAM])
+def test_deterministic_on_any_stream_and_in_a_graph(policy: KVPolicy) -> None:
+    shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
+    cache = filled(policy, images_and_text(9000), **shape)
+    layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
+    step = cache.ledger.advance(cache._expected.take(1, 1))
+
+    def run() -> torch.Tensor:
+        return attend_stored(layer, queries, keys, values, 0.1, step)
+
+    first = run().clone()
+    assert all(torch.equal(run(), first) for _ in range(20))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        other = run()
+    stream.synchronize()
+    assert torch.equal(other, first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, first)
+
+
+def test_a_kernel_that_disagrees_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = PackedAttention.__call__
+
+    def wrong(kernel: PackedAttention, *arguments: object) -> None:
+        right(kernel, *arguments)
+        output = arguments[-1]
+        output.copy_(output.roll(1, dims=1))
+
+    monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
+    monkeypatch.setattr(PackedAttention, "__call__", wrong)
+    fresh = CheckedKernels("decode", PackedAttention, host._disagreement, host._WORST_ERROR)
+    monkeypatch.setattr(host, "TRUSTED", fresh)
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    with caplog.at_level(logging.ERROR):
+        cache = filled("compact", images_and_text(700), **shape)
+        output, expected = attention(cache, on_gpu(1, **shape))
+    assert error_of(output, expected) < BOUNDS[torch.bfloat16]
+    assert kernel_of(cache) is None
+    assert "decode kernel disagrees" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("policy", [COMPACT, "oscar", "bf16", MIXED, STREAM])
+@pytest.mark.parametrize("past", [100, 700, 20_000])
+def test_later_turn(past: int, policy: str | KVPolicy, dtype: torch.dtype) -> None:
+    """More new tokens than the kernel takes: the past is unpacked, piece by piece."""
+    shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled(policy, images_and_text(past), dtype, **shape)
+    output, expected = attention(cache, on_gpu(90, dtype, **shape))
+    # Each piece's output and the unpacked keys and values are rounded to 16 bit.
+    assert error_of(output, expected) < 3 * BOUNDS[dtype]
+
+
+def test_later_turn_with_padding() -> None:
+    ids = torch.zeros(3, 900, dtype=torch.int64)
+    for row, pads in enumerate((0, 899, 500)):
+        ids[row, :pads] = PADDING
+    shape = {"batch": 3, "kv_heads": 2, "group": 4, "head_dim": 128}
+    cache = filled("compact", ids, **shape)
+    new = torch.zeros(3, 40, dtype=torch.int64)
+    new[1, :30] = PADDING
+    stored, (queries, keys, values) = cache.unpacked(0, torch.float32), on_gpu(40, **shape)
+    cache.expect(new)
+    step = cache.ledger.advance(cache._expected.take(3, 40))
+    output = attend_stored(cache.layers[0], queries, keys, values, 128**-0.5, step)
+    whole = (torch.cat([x, y], dim=2).cpu() for x, y in zip(stored, (keys, values), strict=True))
+    real = torch.cat([ids, new], dim=1) != PADDING
+    assert error_of(output, plain_attention(queries.cpu(), *whole, real)) < 1e-2
+    assert not output[1, :, :30].any()
+
+
+@pytest.mark.parametrize(
+    ("policy", "head_dim", "dtype"),
+    [
+        (stream_policy(key_group=64), 128, torch.bfloat16),
+        (STREAM, 96, torch.bfloat16),
+        ("compact", 128, torch.float32),
+    ],
+)
+def test_what_the_kernel_does_not_take(
+    policy: str | KVPolicy, head_dim: int, dtype: torch.dtype
+) -> None:
+    shape = {"kv_heads": 1, "group": 2, "head_dim": head_dim}
+    cache = filled(policy, images_and_text(300), dtype, **shape)
+    assert kernel_of(cache) is None
+    output, expected = attention(cache, on_gpu(1, dtype, **shape))
+    assert error_of(output, expected) < 5e-3

@@ -1,0 +1,111 @@
+"""Tables of a decode step: every token once, work shared out evenly, segments' parts in order."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.store import PageStore
+from oscar_mm.ops.decode_tables import COLUMNS, FEWEST_ITEMS, assign, tables_of
+from oscar_mm.policy import Bits, KVPolicy
+
+COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 300)), min_size=1, max_size=5)
+
+
+@given(COUNTS, st.integers(1, 8), st.integers(1, 40), st.integers(1, 140))
+@settings(max_examples=150, deadline=None)
+def test_line_is_shared_out(
+    counts: list[tuple[int, int]], kv_heads: int, columns: int, workers: int
+) -> None:
+    table = assign(tuple(counts), kv_heads, columns, workers)
+    assert table.shape == (workers, 16)
+    tiles = -(-columns // COLUMNS)
+    lengths = np.repeat([1 + sum(count) for count in counts], kv_heads * tiles)
+    starts = np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    working = table[table[:, 0] < table[:, 1]]
+    # The parts follow each other without gaps and cover the line.
+    assert working[0, 0] == 0 and working[-1, 1] == total
+    assert (working[1:, 0] == working[:-1, 1]).all()
+    assert (working[:, 2] == total).all()
+    for (
+        begin,
+        end,
+        _,
+        used,
+        sequence,
+        head,
+        tile,
+        segment,
+        start,
+        in_16_bit,
+        pages,
+        first,
+        parts,
+    ) in working[:, :13].tolist():
+        assert segment == (sequence * kv_heads + head) * tiles + tile
+        assert start == starts[segment] <= begin < start + lengths[segment]
+        assert (in_16_bit, pages) == counts[sequence]
+        if parts:
+            assert end <= start + lengths[segment]
+            group = working[(working[:, 7] == segment)]
+            assert len(group) == parts and group[0, 11] == first
+            assert (group[:, 11] == first).all()
+        else:
+            assert used == min(workers, total)
+    if len(lengths) <= workers:
+        # With a shorter longest part the segments would need more thread blocks than there are.
+        longest = int((working[:, 1] - working[:, 0]).max())
+        assert longest <= FEWEST_ITEMS or (-(-lengths // (longest - 1))).sum() > workers
+    else:
+        spread = working[:, 1] - working[:, 0]
+        assert spread.max() - spread.min() <= 1
+
+
+def test_more_segments_than_thread_blocks_straddle() -> None:
+    table = assign(((0, 3), (1, 5)), 8, 4, 5)
+    assert (table[:, 12] == 0).all()
+    assert (table[:, 1] - table[:, 0]).sum() == 8 * (4 + 7)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"key_axis": "token", "token_scaling": None, "center": True}]
+)
+def test_every_token_is_listed_once(fields: dict[str, object]) -> None:
+    two, four = Bits(2, 2), Bits(4, 2) if fields else Bits(4, 4)
+    policy = KVPolicy(bits={"text": four, "image": two}, window=16, sinks=3, **fields)
+    ledger = Ledger(PageStore(policy))
+    generator = np.random.default_rng(0)
+    for tokens in (700, 1, 1, 333):
+        ids = np.repeat(generator.integers(0, 2, (2, tokens // 7 + 1)), 7, axis=1)[:, :tokens]
+        ledger.advance(ids.astype(np.int8))
+    ledger.crop(150)
+    for start in (60, 120):
+        ledger.forget(1, start, start + 30)
+    entries = [row.entries((two, four)) for row in ledger.sequences]
+    tables = tables_of(entries, 2, 3, 10, torch.device("cpu"))
+    for row, sequence in enumerate(ledger.sequences):
+        in_16_bit, pages = tables.counts[row].tolist()
+        recents = tables.recents[row, :in_16_bit].tolist()
+        streams = sequence.streams.values()
+        assert sorted(recents) == sorted(slot for stream in streams for slot in stream.slots)
+        assert len(set(recents)) == len(recents)
+        listed, held = [], len(recents)
+        for slot, used in tables.items[row, :pages].tolist():
+            start, stop = used >> 8 & 0xFF, used & 0xFF
+            held += stop - start
+            listed.append((slot, start, stop, four if used >> 16 else two))
+        assert held == sum(stream.tokens for stream in streams) == (885, 825)[row]
+        assert sorted(listed) == sorted(
+            (slot, start, stop, stream.bits)
+            for stream in streams
+            for slot, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True)
+        )
+        # The rest of a row, up to the length of the longest, is nobody's token.
+        assert not tables.items[row, pages:].any() and not tables.recents[row, in_16_bit:].any()
+    assert any(start and stop < 128 for _, start, stop, _ in listed)
+    # Work is counted in pages and in tiles of 16 tokens, the last of which need not be full.
+    in_items = tuple((-(-tokens // 16), pages) for tokens, pages in tables.counts.tolist())
+    assert np.array_equal(tables.assignments.numpy(), assign(in_items, 2, 3, 10))

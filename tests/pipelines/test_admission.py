@@ -1,0 +1,241 @@
+"""Requests that have no room are refused with numbers, before towers run, and nothing changes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.admission.capacity import HIDDEN_STATES
+from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes
+from oscar_mm.errors import Busy, NoRoom
+from oscar_mm.models import BUNDLED
+from oscar_mm.pipelines import admission, pipeline_for
+from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.policy import PLAIN
+from tests.pipelines.conftest import NEVER
+from tests.prompts import clip, noise, tone
+from tests.recordings import write_sound
+
+PICTURES = [noise(300, 300, seed) for seed in range(6)]
+POLICIES = ("compact", "oscar", "bf16")
+
+
+@pytest.fixture(scope="module")
+def vl(qwen3_vl_folder: Path) -> OscarVLPipeline:
+    pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype="bfloat16")
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+def like(pipe: Pipeline, **options: Any) -> Pipeline:
+    return type(pipe)(pipe.model, processor=pipe.processor, **options)
+
+
+@contextmanager
+def nothing_runs(pipe: Pipeline) -> Iterator[None]:
+    def run(*_: object) -> None:
+        raise AssertionError("the model ran")
+
+    hooks = [module.register_forward_pre_hook(run) for module in pipe.model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def in_use(report: MemoryReport) -> int:
+    return report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
+
+
+def is_held(foretold: float, report: MemoryReport, pipe: Pipeline) -> bool:
+    """Whether that much is in use, but for what an answer has to spare for its next tokens."""
+    spare, rest = divmod(int(foretold) - in_use(report), pipe._slot_bytes()[PLAIN])
+    return 0 <= spare <= 32 and not rest
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
+    pipe = like(vl, policy=policy)
+    prompt = pipe.prepare("What is it?", pipe.read_media(PICTURES), None)
+    for answer in (1, 40):
+        growth, sizes = pipe.growth(prompt, answer), pipe._slot_bytes()
+        held, pools = bytes_over_time(growth.held, sizes), pool_bytes(growth.held, sizes)
+        report = pipe(PICTURES, "What is it?", max_new_tokens=answer).memory
+        assert len(held) == answer and is_held(held[-1], report, pipe)
+        # Tables are not foreseen, and pools may grow by less.
+        assert 0.97 * pools < report.kv_bytes < 1.01 * pools
+    # A chat: what it holds, and most that a turn adds to that while it goes on.
+    seen: list[Growth] = []
+    pipe.make_room = lambda growth, *_: seen.append(growth)
+    with pipe.chat() as chat:
+        for shown, answer in ((PICTURES[:3], 20), (None, 50), (PICTURES[3:], 3)):
+            before, most = pipe.store.memory().used_bytes, 0
+            stream = chat.stream("And now?", images=shown, max_new_tokens=answer)
+            for _ in stream:
+                most = max(most, pipe.store.memory().used_bytes)
+            growth = seen.pop()
+            foretold = bytes_over_time(growth.held, pipe._slot_bytes())
+            assert is_held(foretold[-1], chat.memory, pipe)
+            page = min(pipe._slot_bytes().values())
+            assert most - page <= before + pipe.growth_bytes(growth) <= 1.05 * most + 1
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_foreseen_of_bundled_models(name: str) -> None:
+    pipe = pipeline_for(name)(name, device="cpu", dtype="bfloat16")
+    shown: dict[str, Any] = {"images": PICTURES}
+    if isinstance(pipe, OscarOmniPipeline):
+        shown["audio"] = [tone(3.0)]
+    prompt = pipe.prepare("What does picture 2 say?", pipe.read_media(**shown), None)
+    answer = pipe(prompt="What does picture 2 say?", **shown, max_new_tokens=20)
+    growth, sizes = pipe.growth(prompt, 20), pipe._slot_bytes()
+    held = bytes_over_time(growth.held, sizes)
+    ended = len(answer.token_ids) - (answer.finish_reason == "length")
+    assert is_held(held[ended], answer.memory, pipe)
+    assert answer.memory.kv_bytes < 1.01 * pool_bytes(growth.held, sizes)
+
+
+def test_foreseen_of_a_batch(vl: OscarVLPipeline) -> None:
+    requests = [{"images": PICTURES[:n], "prompt": "What?", "max_new_tokens": 9} for n in (2, 3)]
+    seen = []
+    pipe = like(vl)
+    pipe.make_room = lambda growth, tokens: seen.append((growth, tokens))
+    results = pipe.batch(requests, max_padding=1)
+    [(growth, tokens)] = seen
+    held = sum(in_use(result.answer.memory) for result in results)
+    # Reports are of each row taken out of the batch, without what it had to spare.
+    sizes = pipe._slot_bytes()
+    spare, rest = divmod(int(bytes_over_time(growth.held, sizes)[-1]) - held, sizes[PLAIN])
+    assert 0 <= spare <= 2 * 32 and rest == 0
+    assert tokens == 2 * results[1].answer.prompt_tokens
+
+
+def test_headers_decide_before_pixels_are_decoded(
+    vl: OscarVLPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.png"
+    Image.fromarray(noise(256, 256)).save(path)
+    damaged = tmp_path / "damaged.png"
+    damaged.write_bytes(path.read_bytes()[:2000])
+    pipe = like(vl, max_context=200)
+    monkeypatch.setattr(pipe, "read_media", None)
+    for ask in (pipe, lambda images, prompt, **how: pipe.chat().ask(prompt, images, **how)):
+        with pytest.raises(NoRoom, match="over the context, where 200 fit: image 256") as found:
+            ask([damaged] * 4, "What is it?", max_new_tokens=8)
+        for said in ("damaged.png: 64", "(at least 2 of these 4 fit)"):
+            assert said in str(found.value)
+        assert found.value.fits == 200 < found.value.asked
+    [result] = pipe.batch([{"images": [damaged] * 4, "prompt": "What?"}])
+    assert isinstance(result.error, NoRoom)
+    # The numbers are those of the prompt itself.
+    monkeypatch.undo()
+    whole = vl.prepare("What is it?", vl.read_media([path] * 4), None)
+    assert found.value.asked == whole.tokens + 8
+
+
+def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
+    long = write_sound(tmp_path / "long.flac", tone(20.0))
+    short = like_omni(omni, max_context=200)
+    with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
+        short("Who?", audio=long, max_new_tokens=4)
+    with nothing_runs(short), pytest.raises(NoRoom, match="keep fewer frames"):
+        short("Who?", videos=[clip(300)], max_new_tokens=4)
+    # Not wrong by what headers do not tell.
+    count = omni("Who?", audio=long, max_new_tokens=1).prompt_tokens
+    assert like_omni(omni, max_context=count + 1)("Who?", audio=long, max_new_tokens=1)
+    with pytest.raises(NoRoom):
+        like_omni(omni, max_context=count)("Who?", audio=long, max_new_tokens=1)
+
+
+def like_omni(pipe: Pipeline, **options: Any) -> Pipeline:
+    return OscarOmniPipeline(pipe.family.whole, processor=pipe.processor, **options)
+
+
+def test_refusals_by_the_budget_are_right(vl: OscarVLPipeline) -> None:
+    alone = like(vl)
+    prompt = alone.prepare("What?", alone.read_media(PICTURES), None)
+    needed = alone.growth_bytes(alone.growth(prompt, 30))
+    assert like(vl, kv_budget=needed)(PICTURES, "What?", max_new_tokens=30)
+    tight = like(vl, kv_budget=needed - 1)
+    with nothing_runs(tight), pytest.raises(NoRoom, match=r"over kv_budget .*, or raise") as found:
+        tight(PICTURES, "What?", max_new_tokens=30)
+    assert prompt.tokens < found.value.fits < found.value.asked == prompt.tokens + 30
+    fits = found.value.fits - prompt.tokens
+    assert len(tight(PICTURES, "What?", max_new_tokens=fits).token_ids) == fits
+    with pytest.raises(NoRoom):
+        tight(PICTURES, "What?", max_new_tokens=fits + 1)
+    # Requests of a batch one after the other, where they do not fit together.
+    answers = fits, 30, min(fits, 4)
+    rows = [{"images": PICTURES, "prompt": "What?", "max_new_tokens": n} for n in answers]
+    errors = [result.error for result in tight.batch(rows)]
+    assert errors[0] is None is errors[2] and isinstance(errors[1], NoRoom)
+    assert tight.budget.used_bytes == 0
+
+
+def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
+    one = like(vl, policy="bf16").chat()
+    one.ask("What?", images=PICTURES[:2], max_new_tokens=4)
+    limits = {"kv_budget": 3 * one.memory.kv_bytes, "max_context": 2000}
+    pipe = like(vl, policy="bf16", spill=tmp_path, **limits)
+    held, asking = pipe.chat(), pipe.chat()
+    for chat in (held, asking):
+        chat.ask("What?", images=PICTURES[:2], max_new_tokens=4)
+
+    def state() -> tuple:
+        chats = [(x.segments, x.memory.to_dict(), x.turns) for x in (held, asking)]
+        tokens = [x._held.now.token_ids.tolist() for x in (held, asking)]
+        return chats, tokens, pipe.store.memory(), list(tmp_path.iterdir())
+
+    before = state()
+    too_much: list[dict[str, Any]] = [
+        {"images": PICTURES * 2, "max_new_tokens": 4},
+        {"max_new_tokens": 1500},
+        {"max_new_tokens": 2000},
+        {"images": PICTURES * 9},
+    ]
+    for options in too_much:
+        with nothing_runs(pipe), pytest.raises(NoRoom, match=r"tokens are asked, over .* held"):
+            asking.ask("And these?", **options)
+        with nothing_runs(pipe), pytest.raises(NoRoom):
+            asking.stream("And these?", **options)
+        assert state() == before
+    # Others go to disk only for what then fits.
+    asking.ask("And this?", images=PICTURES[:3], max_new_tokens=4)
+    assert held.memory.kv_bytes == 0 and len(list(tmp_path.iterdir())) == 1
+    assert held.ask("Why?", max_new_tokens=4).token_ids
+
+
+def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = like(vl)
+    prompt = pipe.prepare("What?", pipe.read_media(PICTURES), None)
+    stored = pool_bytes(pipe.growth(prompt, 20).added, pipe._slot_bytes())
+    read = HIDDEN_STATES * 64 * 2 * prompt.tokens
+    free = {"cpu": stored + read}
+    monkeypatch.setattr(admission, "free_bytes", lambda device: free[device.type])
+    assert pipe(PICTURES, "What?", max_new_tokens=20)
+    free["cpu"] -= 1
+    with nothing_runs(pipe), pytest.raises(NoRoom, match=r"free memory of cpu .*prefill_chunk"):
+        pipe(PICTURES, "What?", max_new_tokens=20)
+    assert pipe(PICTURES[:3], "What?", max_new_tokens=20)
+    assert like(vl, prefill_chunk=64)(PICTURES, "What?", max_new_tokens=20)
+    with pipe.chat() as other, pipe.chat() as chat:
+        free["cpu"] = 1 << 30
+        other.ask("What?", images=PICTURES, max_new_tokens=20)
+        other.ask("And?", images=PICTURES, max_new_tokens=20)
+        free["cpu"] = read
+        with nothing_runs(pipe), pytest.raises(Busy, match="free memory of cpu"):
+            chat.ask("What?", images=PICTURES, max_new_tokens=20)
+        with nothing_runs(pipe), pytest.raises(NoRoom, match="free memory of cpu"):
+            chat.ask("What?", images=PICTURES * 4, max_new_tokens=20)
+    free["cpu"] = stored + read - 1
+    # Free when it was asked, and taken by others when its turn comes.
+    stream = pipe.stream(PICTURES[:1], "What?", max_new_tokens=4)
+    free["cpu"] = 1000
+    with nothing_runs(pipe), pytest.raises(Busy, match=r"1\.00 KB are free on cpu"):
+        list(stream)
