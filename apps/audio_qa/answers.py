@@ -12,7 +12,7 @@ from typing import Any
 
 from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.errors import InputError
-from oscar_mm.whole_file import whole_file, writing
+from oscar_mm.files import whole_file, writing
 
 RUN = ".run.json"
 """Suffix of the file beside the answers that holds the fingerprint."""

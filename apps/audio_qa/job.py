@@ -17,11 +17,11 @@ from oscar_mm.apps.audio_qa.summary import Work, summarize
 from oscar_mm.apps.audio_qa.watch import bar
 from oscar_mm.apps.audio_qa.worker import Plan, Worker
 from oscar_mm.errors import InputError
+from oscar_mm.files import whole_file, writing
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.source import is_address
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
-from oscar_mm.whole_file import whole_file, writing
 
 SUMMARY = ".summary.json"
 """Suffix of the file beside the answers that holds the summary."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.source import is_address
-from oscar_mm.media.suffixes import KIND
+from oscar_mm.media.source import KIND, is_address
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.whole_file import whole_file, writing
+from oscar_mm.files import whole_file, writing
 
 
 def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from oscar_mm.apps.demo.segments import SCRIPT as FORGETTING
 from oscar_mm.apps.demo.settings import AS_PRESET, WIDTHS
 from oscar_mm.apps.demo.transcript import SCRIPT as SCROLLING
 from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
-from oscar_mm.media.suffixes import SUFFIXES
+from oscar_mm.media.source import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 

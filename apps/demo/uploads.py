@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.suffixes import KIND, SUFFIXES
+from oscar_mm.media.source import KIND, SUFFIXES
 
 LIMITS = MediaLimits(
     max_request_pixels=400_000_000,

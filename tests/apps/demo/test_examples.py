@@ -8,7 +8,7 @@ import pytest
 from examples.train_pocket.language import QUESTIONS
 from oscar_mm.apps.demo.examples import EXAMPLES, FOLDER
 from oscar_mm.apps.demo.uploads import MAX_FILES, by_kind
-from oscar_mm.media.suffixes import SUFFIXES
+from oscar_mm.media.source import SUFFIXES
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.title)

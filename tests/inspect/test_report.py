@@ -14,8 +14,7 @@ from PIL import Image
 from oscar_mm import InputError
 from oscar_mm.inspect.figure import png, require_matplotlib
 from oscar_mm.inspect.inspection import Inspection
-from oscar_mm.inspect.page import page
-from oscar_mm.inspect.tables import details, tables
+from oscar_mm.inspect.report import details, page, tables
 from tests.inspect.synthetic import inspection
 
 
