@@ -1,4 +1,4 @@
-"""Ways to keep the past of a decode step: transformers' caches and ours, filled at random."""
+"""Variants of the cache of a decode step: transformers' caches and ours, filled at random."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 from benchmarks.decoder import Decoder
-from benchmarks.feed import text_and_images
+from benchmarks.synthetic_cache import text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.attention import IMPLEMENTATION
@@ -25,21 +25,22 @@ from oscar_mm.modality import Modality
 from oscar_mm.policy import Bits
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits after one more token of each row; arguments as of a step of ``DecodeSteps``."""
+"""Logits after one more token of each row, with the arguments of a ``DecodeSteps`` call."""
 _SEED = 0
 _ROUND = 512
-"""Tokens that a piece for an OscarCache is a multiple of; of one row they settle the balancing."""
+"""Pieces for an OscarCache are multiples of so many tokens; those of one row settle balancing."""
 
 
 @dataclass
-class Run:
-    """A filled cache and the step on it.
+class FilledCache:
+    """A filled cache and its decode step.
 
     Attributes:
-        kv_bytes: what the cache says that it holds.
-        captures: graphs that were captured for it.
-        ahead: launches the step that comes next, as of ``DecodeSteps``; None where a step waits
-            until the host has its tokens.
+        step: runs one step.
+        kv_bytes: gives the bytes that the cache reports.
+        captures: one entry for each captured graph.
+        ahead: launches the next step before the host has its tokens, as ``DecodeSteps.ahead`` does;
+            None if a step waits for the tokens.
     """
 
     step: Step
@@ -48,13 +49,13 @@ class Run:
     ahead: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
-class Way(ABC):
-    """A cache and a way to run a decode step.
+class CacheVariant(ABC):
+    """A kind of cache and how a decode step runs on it.
 
     Attributes:
-        title: in tables.
-        attention: implementation in the decoder.
-        inference: whether it runs in inference mode, else without gradients only.
+        title: name in tables.
+        attention: attention implementation of the decoder.
+        inference: whether steps run in inference mode, else only without gradients.
     """
 
     title: str
@@ -62,46 +63,44 @@ class Way(ABC):
     inference = True
 
     def missing(self) -> str | None:
-        """Why it cannot run here."""
+        """Why the variant cannot run here, or None."""
         return None
 
     @abstractmethod
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
-        """A cache that holds so many random tokens in each row, with room for so many steps."""
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
+        """A cache with so many random tokens in each row and room for so many steps."""
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
-        """Of one row at the end of all steps."""
+        """Bytes of one row at the end of all steps."""
         return decoder.token_bytes * (tokens + steps)
 
-    def finish(self) -> None:  # noqa: B027 - most have nothing to give up
-        """Give up what outlives a run."""
+    def release(self) -> None:  # noqa: B027 - most variants hold nothing
+        """Free what outlives a run."""
 
 
-class Dynamic(Way):
+class Dynamic(CacheVariant):
     """transformers' DynamicCache."""
 
     title = "DynamicCache"
 
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
-        """See ``Way``."""
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         cache = DynamicCache(config=decoder.config)
         first = _states(decoder, rows, tokens)
         for index, layer in enumerate(cache.layers):
             layer.lazy_initialization(*(side[:, :, :0] for side in first))
-            # Not by update(), which would hold a second copy on the way.
+            # update() would hold a second copy on the way.
             layer.keys, layer.values = (side.clone() if index else side for side in first)
-        step = by_cache(decoder, cache, decoder.model, rows, tokens)
-        return Run(step, lambda: _plain_bytes(cache))
+        step = _transformers_step(decoder, cache, decoder.model, rows, tokens)
+        return FilledCache(step, lambda: _plain_bytes(cache))
 
 
-class Static(Way):
+class Static(CacheVariant):
     """transformers' StaticCache and its compiled model, as ``generate`` runs it."""
 
     title = "StaticCache, compiled"
     inference = False
 
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
-        """See ``Way``."""
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         cache = StaticCache(config=decoder.config, max_cache_len=tokens + steps)
         states = _states(decoder, rows, tokens)
         for layer in cache.layers:
@@ -110,18 +109,18 @@ class Static(Way):
                 side[:, :, :tokens] = values
             layer.cumulative_length.fill_(tokens)
         on_gpu = decoder.device.type == "cuda"
-        # A rehearsal is to do without a C++ compiler.
+        # A rehearsal must do without a C++ compiler.
         config = CompileConfig() if on_gpu else CompileConfig(backend="eager", mode=None)
         call = decoder.model.get_compiled_call(config)
-        step = by_cache(decoder, cache, call, rows, tokens)
-        return Run(step, lambda: _plain_bytes(cache))
+        step = _transformers_step(decoder, cache, call, rows, tokens)
+        return FilledCache(step, lambda: _plain_bytes(cache))
 
-    def finish(self) -> None:
-        """Its graphs hold memory."""
+    def release(self) -> None:
+        """Drop the compiled graphs, which hold memory."""
         torch.compiler.reset()
 
 
-class Quantized(Way):
+class Quantized(CacheVariant):
     """transformers' QuantizedCache.
 
     Args:
@@ -132,11 +131,9 @@ class Quantized(Way):
         self.backend, self.title = backend, f"QuantizedCache, {backend} 2 bit"
 
     def missing(self) -> str | None:
-        """See ``Way``."""
         return not_installed(self.backend)
 
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
-        """See ``Way``."""
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         axis = BACKENDS[self.backend][2]
         cache = QuantizedCache(
             self.backend, decoder.config, nbits=2, axis_key=axis, axis_value=axis
@@ -145,21 +142,25 @@ class Quantized(Way):
         for layer in cache.layers:
             layer.update(*states)
 
-        def held() -> int:
-            packed = (
-                x for one in cache.layers for x in (one._quantized_keys, one._quantized_values)
+        def kv_bytes() -> int:
+            sides = (
+                side
+                for layer in cache.layers
+                for side in (layer._quantized_keys, layer._quantized_values)
             )
-            return sum(map(stored_bytes, packed)) + _plain_bytes(cache)
+            return sum(map(stored_bytes, sides)) + _plain_bytes(cache)
 
-        return Run(by_cache(decoder, cache, decoder.model, rows, tokens), held)
+        return FilledCache(
+            _transformers_step(decoder, cache, decoder.model, rows, tokens), kv_bytes
+        )
 
 
-class Oscar(Way):
+class Oscar(CacheVariant):
     """Our cache.
 
     Args:
-        policy: a preset's name.
-        graph: whether steps are captured; on a CPU a graph is the same function again.
+        policy: name of a preset.
+        graph: whether steps run as captured graphs; on a CPU a graph is the function itself.
     """
 
     attention = IMPLEMENTATION
@@ -168,14 +169,13 @@ class Oscar(Way):
         self.policy, self.graph = policy, graph
         self.title = f"{policy}, {'graph' if graph else 'eager'}"
 
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
-        """See ``Way``."""
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         cache = OscarCache(self.policy)
         for bits, count in self.slots(tokens, steps).items():
-            # Pools that are as large as needed from the start are never copied.
+            # Pools that start as large as needed are never copied.
             slots = cache.store.allocators[bits]
             slots.release(reversed(slots.allocate(rows * count)))
-        self._fill(cache, decoder, rows, tokens)
+        self._store_prompt(cache, decoder, rows, tokens)
         captures: list[str] = []
 
         def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -187,17 +187,16 @@ class Oscar(Way):
         how = record if self.graph else None
         position = torch.full((rows,), tokens)
         steps = DecodeSteps(decoder.model, cache, decoder.axes, position, decoder.device, how)
-        return Run(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
+        return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
-        """See ``Way``."""
         config, policy = decoder.config, KVPolicy.of(self.policy)
         sizes = ModelShape.of(config, 0).slot_bytes(policy)
         row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
         return config.num_hidden_layers * row
 
     def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
-        """Bits -> slots that a row needs for a prompt and an answer, found by a rehearsal."""
+        """Bits -> slots that a row needs for a prompt and an answer, by a rehearsal on a ledger."""
         ledger = Ledger(PageStore(self.policy))
         prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
         starts = range(0, tokens, _ROUND)
@@ -209,25 +208,25 @@ class Oscar(Way):
             most = {bits: max(most[bits], slots.used) for bits, slots in ledger.allocators.items()}
         return most
 
-    def _fill(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
+    def _store_prompt(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
         generator = torch.Generator(decoder.device).manual_seed(_SEED)
         modalities = text_and_images(tokens)
         for start, stop in decoder.pieces(rows, tokens, _ROUND):
             cache.expect(modalities[start:stop].expand(rows, -1))
             cache.attend_packed(None)
             keys, values = (decoder.states(rows, stop - start, generator) for _ in range(2))
-            some = keys[:1, :, :_ROUND]
+            sample = keys[:1, :, :_ROUND]
             heads = decoder.config.num_attention_heads
-            queries = None if start else decoder.states(1, some.shape[2], generator, heads)
+            queries = None if start else decoder.states(1, sample.shape[2], generator, heads)
             for index, attention in enumerate(decoder.attentions):
                 cache.update(keys, values, index)
                 layer = cache.layers[index]
                 if queries is not None:
-                    layer.settle_basis(some, queries, attention)
+                    layer.settle_basis(sample, queries, attention)
                 layer.append(keys, values, cache.ledger.last)
 
 
-WAYS: dict[str, Way] = {
+VARIANTS: dict[str, CacheVariant] = {
     "dynamic": Dynamic(),
     "static-compiled": Static(),
     "quantized-hqq": Quantized("hqq"),
@@ -240,8 +239,10 @@ WAYS: dict[str, Way] = {
 }
 
 
-def by_cache(decoder: Decoder, cache: Cache, call: Callable, rows: int, tokens: int) -> Step:
-    """A step of transformers with one of its caches, which holds so many tokens in each row."""
+def _transformers_step(
+    decoder: Decoder, cache: Cache, call: Callable, rows: int, tokens: int
+) -> Step:
+    """A step with a cache of transformers that holds so many tokens in each row."""
     axes = decoder.axes
     position = torch.full((rows,), tokens, device=decoder.device)
 

@@ -1,4 +1,4 @@
-"""Bounds of the decode kernel: what the project promises of each shape and policy."""
+"""Bounds of the decode kernel: what each policy must reach on each shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 MEASURES = ("cold", "graph")
 MOST_ERROR = 2e-3
-"""Of an output in bfloat16, whose own rounding is 1.7e-3."""
+"""Largest relative error of an output in bfloat16, whose own rounding is 1.7e-3."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ _LARGE = (QWEN_BATCH, OMNI_BATCH, LLAVA_BATCH)
 
 @dataclass(frozen=True)
 class Bound:
-    """``figure`` ("floor_share" or "speedup") of a policy is to be at least ``least``."""
+    """A policy must reach at least ``least`` of a figure ("floor_share", "speedup") on shapes."""
 
     policy: str
     figure: str
@@ -57,48 +57,48 @@ BOUNDS = (
     Bound("standard", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
     Bound("standard, 2 bit", "floor_share", 0.85, _LARGE),
     Bound("standard, 2 bit", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
-    # The kernels' general claims, held where compact is to reach 5x.
+    # What the kernels claim in general, on the shapes where compact must reach 5x.
     Bound("oscar", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
     Bound("compact, 4 bit", "speedup", 2.5, (*_LARGE, QWEN_LONG)),
 )
 
 
 def rate(row: dict[str, Any], peers: list[dict[str, Any]], bandwidth: float) -> None:
-    """Add to a row its floor, its share of it, its speedup over the best peer, by each measure.
+    """Add to a row its floor, its share of the floor and its speedup over the best peer.
 
     Args:
-        row: with "bytes" that a call must read, and microseconds or None in "us", by measure.
+        row: has "bytes" that a call must read, and microseconds or None in "us", by measure.
         peers: rows of the 16-bit kernels on the same shape.
-        bandwidth: bytes per second of the run's own copy.
+        bandwidth: bytes per second of a copy in the same run.
     """
     row["floor_us"] = row["bytes"] / bandwidth * 1e6
     row["floor_share"], row["speedup"] = {}, {}
     for measure in MEASURES:
-        spent = row["us"][measure]
+        us = row["us"][measure]
         best = min((p["us"][measure] for p in peers if p["us"][measure]), default=None)
-        row["floor_share"][measure] = row["floor_us"] / spent if spent else None
-        row["speedup"][measure] = best / spent if spent and best else None
+        row["floor_share"][measure] = row["floor_us"] / us if us else None
+        row["speedup"][measure] = best / us if us and best else None
 
 
 def check(shape: Shape, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bounds of a rated row: what was found by each measure, and whether that meets it."""
-    found = []
+    """Bounds of a rated row: its value by each measure, and whether the value meets the bound."""
+    checks = []
     for bound in BOUNDS:
         if bound.policy == row["name"] and shape in bound.shapes:
             values = row[bound.figure]
             met = {m: None if values[m] is None else values[m] >= bound.least for m in MEASURES}
-            found.append(
+            checks.append(
                 {"figure": bound.figure, "least": bound.least, "found": values, "met": met}
             )
-    return found
+    return checks
 
 
 def verdict(met: dict[str, bool | None]) -> str:
-    """ "met" if every measure that there is meets the bound, else by which it is not met."""
+    """ "met" if every measure meets the bound, else which measures do not, or are missing."""
     missed = [measure for measure in MEASURES if met[measure] is False]
     if missed:
         return f"NOT met ({', '.join(missed)})"
-    absent = [measure for measure in MEASURES if met[measure] is None]
-    if len(absent) == len(MEASURES):
+    missing = [measure for measure in MEASURES if met[measure] is None]
+    if len(missing) == len(MEASURES):
         return "not measured"
-    return f"met ({absent[0]} not measured)" if absent else "met"
+    return f"met ({missing[0]} not measured)" if missing else "met"
