@@ -32,6 +32,7 @@ SHOWN = {
     "QuaRot": "v",
     "per token, least squares": "^",
     "OScaR, published": "D",
+    "standard": "p",
     "compact": "o",
     "compact, balance None": "<",
     "compact, norm plain": ">",
@@ -271,7 +272,8 @@ def plot(rows: Rows, folder: Path, device: str) -> Path | None:
                 if (row["family"], row["condition"]) == (family, condition) and "kl" in row
             ]
             for name, (bits, kl) in _points(panel).items():
-                colour = "black" if name not in ("compact", "compact, groups 32") else "tab:red"
+                ours = name in ("standard", "compact", "compact, groups 32")
+                colour = "tab:red" if ours else "black"
                 axis.plot(bits, kl, SHOWN[name], label=name, color=colour, fillstyle="none")
             axis.set_yscale("log")
             axis.set_title(f"{family}, {condition}")
