@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.apps.terminal import warnings_as_lines, written
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
@@ -73,7 +73,7 @@ def ask(
         seed=seed,
     )
     model = options.chosen_model(model, hears=bool(sounds) or audio_in_video)
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
 
     kind = pipeline_for(model)
@@ -91,7 +91,7 @@ def ask(
         dtype=dtype,
         max_context=max_context,
     )
-    with progress.prefill(pipe.model):
+    with terminal.prefill(pipe.model):
         with warnings_as_lines():
             stream = pipe.stream(prompt=prompt, system=system, **shown, **how)
         pieces = stream.with_reasoning()

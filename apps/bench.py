@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 import typer
 
 import oscar_mm
-from oscar_mm.apps import options, progress
-from oscar_mm.apps.audio_qa.marking import normalized
-from oscar_mm.apps.audio_qa.rows import Row, read_rows
+from oscar_mm.apps import options, terminal
+from oscar_mm.apps.audio_qa.rows import Row, normalized, read_rows
 from oscar_mm.errors import InputError
 from oscar_mm.text_file import read_text
 from oscar_mm.whole_file import writing
@@ -175,7 +174,7 @@ def accuracy(
 
 def _methods(names: list[str]) -> list[Any]:
     """Those that are asked for, after the 16-bit cache."""
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.compare.methods import REFERENCE, main_methods, selected  # brings torch
 
     known = main_methods()

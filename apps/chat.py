@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.apps.terminal import harmless, warnings_as_lines, written
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
@@ -77,7 +77,7 @@ def chat(
         seed=seed,
     )
     model = options.chosen_model(model, hears=audio_in_video)
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
 
     pipe = pipeline_for(model)(
@@ -166,7 +166,7 @@ class _Talk:
         shown = {kind: paths or None for kind, paths in self.waiting.items()}
         before = len(self.chat.turns)
         with _ctrl_c() as pressed:
-            with progress.prefill(self.pipe.model), warnings_as_lines():
+            with terminal.prefill(self.pipe.model), warnings_as_lines():
                 stream = self.chat.stream(prompt, **shown, **self.how)
                 pieces = stream.with_reasoning()
                 first = next(pieces, "")

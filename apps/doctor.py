@@ -226,22 +226,22 @@ def _kernel_checks(device: str) -> list[Check]:
     """Each operation's kernel against PyTorch operations, and its speed beside a plain copy."""
     import torch
 
-    from oscar_mm.apps import kernels
+    from oscar_mm.apps import kernel_checks
 
     place = torch.device(device)
     speeds: list[float] = []
 
     def copy() -> tuple[bool, str]:
-        speeds.append(kernels.copy_speed(place))
+        speeds.append(kernel_checks.copy_speed(place))
         return True, f"{speeds[0] / 1e9:.0f} GB/s read and written"
 
     def kernel(operation: str) -> tuple[bool, str]:
-        verdict = kernels.checked(operation, place)
+        verdict = kernel_checks.checked(operation, place)
         far = f"off by {verdict.disagreement:.2g}, at most {verdict.bound:g} is right"
         if not verdict.agrees:
             return False, f"disagrees with PyTorch operations ({far}): it is not used"
-        job = kernels.job(operation, place)
-        seconds = kernels.seconds_of(job.call, place)
+        job = kernel_checks.job(operation, place)
+        seconds = kernel_checks.seconds_of(job.call, place)
         speed = job.moved / seconds
         share = "".join(f", {speed / copied:.0%} of a copy" for copied in speeds)
         timed = f"{seconds * 1e6:.1f} us, {speed / 1e9:.0f} GB/s{share}"
@@ -251,7 +251,7 @@ def _kernel_checks(device: str) -> list[Check]:
         _tried(f"copy on {device}", copy),
         *(
             _tried(f"{name} kernel on {device}", partial(kernel, name))
-            for name in kernels.OPERATIONS
+            for name in kernel_checks.OPERATIONS
         ),
     ]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import existing_file
 from oscar_mm.text_file import read_text
@@ -63,7 +63,7 @@ def inspect(
     if text is not None and model is None:
         raise InputError(options.TEXT_NEEDS_MODEL)
     model = options.chosen_model(model, hears=bool(given["audio"]))
-    progress.on_loading()
+    terminal.on_loading()
     asked = _PROMPT if prompt is None else prompt
     network, prepared = _prepared(model, given, asked, written, tokens, device, dtype)
 
@@ -71,7 +71,7 @@ def inspect(
     from oscar_mm.inspect.inspection import inspect_prompt
     from oscar_mm.inspect.tables import tables
 
-    with progress.prefill(network):
+    with terminal.prefill(network):
         inspection = inspect_prompt(network, prepared)
     said, shown = findings(inspection), tables(inspection)
     _print(said, shown)

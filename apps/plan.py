@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.gpus import GPUS
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -55,7 +55,7 @@ def plan(
     sizes = {"image_size": _pixels("--image-size", image_size)}
     sizes["video_size"] = _pixels("--video-size", video_size)
     model = options.chosen_model(model, hears=audio_minutes > 0)
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.pipelines.planning import Session
     from oscar_mm.pipelines.planning import plan as planned
 

@@ -13,12 +13,11 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-from oscar_mm.apps.audio_qa.answers import Answers
-from oscar_mm.apps.audio_qa.results import failed
+from oscar_mm.apps.audio_qa.answer_file import Answers
+from oscar_mm.apps.audio_qa.engine import Plan, Worker
+from oscar_mm.apps.audio_qa.results import Work, failed
 from oscar_mm.apps.audio_qa.rows import Row, by_recording
-from oscar_mm.apps.audio_qa.summary import Work
-from oscar_mm.apps.audio_qa.watch import bar
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.apps.terminal import bar
 from oscar_mm.errors import InputError
 
 LOCAL = "local"

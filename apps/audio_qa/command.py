@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.apps.audio_qa.rows import read_rows
 from oscar_mm.apps.terminal import warnings_as_lines
 from oscar_mm.media import MediaLimits
@@ -81,9 +81,9 @@ def audio_qa_command(
     if max_audio_seconds is not None:
         limits = MediaLimits(max_audio_seconds=max_audio_seconds)
     model = options.chosen_model(model, hears=audio_in_video or any(row.audio for row in rows))
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.apps.audio_qa.job import audio_qa  # brings torch
-    from oscar_mm.apps.audio_qa.summary import show
+    from oscar_mm.apps.audio_qa.results import show
 
     with warnings_as_lines():
         summary = audio_qa(

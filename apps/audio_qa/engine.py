@@ -1,28 +1,88 @@
-"""Engine: answers rows on one model, every recording read once, rows in batches under a budget."""
+"""Engine: a model that answers rows in batches and reads each recording once."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from oscar_mm.apps.audio_qa.marking import correct
+import torch
+
 from oscar_mm.apps.audio_qa.results import Result, answered, chosen, failed, told
-from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.apps.audio_qa.settings import Settings
+from oscar_mm.apps.audio_qa.rows import Row, correct
 from oscar_mm.cache.join import can_join
 from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits
+from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.batch import answers
 from oscar_mm.pipelines.choosing import choose
 from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.packing import Prepared
 from oscar_mm.pipelines.reading import Reading
+from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
+
+_FORMAT = 1
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How all rows of a run are answered.
+
+    Attributes:
+        policy: how keys and values are stored.
+        system: system prompt.
+        max_new_tokens: longest free answer.
+        list_choices: write the choices under the question, with letters, and choose among the
+            letters; else the choices themselves are scored as answers.
+        use_audio_in_video: hear the sound of videos too.
+        video_fps: frames per second that are sampled from videos.
+        dtype: of the weights; None for the default.
+
+    Raises:
+        InputError: a value that is not allowed.
+    """
+
+    policy: KVPolicy
+    system: str | None = None
+    max_new_tokens: int = 64
+    list_choices: bool = False
+    use_audio_in_video: bool = False
+    video_fps: float = 2.0
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens!r}: must be a whole number, at least 1"
+            )
+
+    def prompt(self, question: str, choices: tuple[str, ...]) -> tuple[str, list[str]]:
+        """What is asked, and the answers to choose from."""
+        if not (self.list_choices and choices):
+            return question, list(choices)
+        if len(choices) > len(_LETTERS):
+            raise InputError(f"choices: {len(choices)} are more than there are letters")
+        letters = list(_LETTERS[: len(choices)])
+        listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
+        return "\n".join([question, *listed, "Answer with the letter."]), letters
+
+    def fingerprint(self, model: str | None = None) -> dict[str, Any]:
+        """What answers depend on; ``model`` is ``Pipeline.fingerprint``, None if not known yet."""
+        values = {"format": _FORMAT, "model": model}
+        for name, value in asdict(self).items():
+            if isinstance(value, dict):
+                values |= {f"{name}.{part}": of_part for part, of_part in value.items()}
+            else:
+                values[name] = value
+        return values
 
 
 @dataclass(eq=False)
@@ -223,3 +283,84 @@ class Engine:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.pipe.store.memory().pool_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a worker needs to know.
+
+    Attributes:
+        model: name of a bundled model, folder or hub id.
+        settings: how rows are answered.
+        batch_size: most rows at once.
+        kv_budget: bytes that recordings and batches may hold together, or None.
+        device: by default a GPU if there is one.
+        allow_remote: fetch media that are http(s) addresses.
+        limits: bounds on media.
+    """
+
+    model: str
+    settings: Settings
+    batch_size: int = 8
+    kv_budget: int | str | None = None
+    device: str | None = None
+    allow_remote: bool = False
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+
+class Worker:
+    """A loaded model.
+
+    Args:
+        plan: what to load and how to answer.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        settings = plan.settings
+        self._pipe = pipeline_for(plan.model)(
+            plan.model,
+            policy=settings.policy,
+            device=plan.device,
+            dtype=settings.dtype,
+            limits=plan.limits,
+            video_fps=settings.video_fps,
+            allow_remote=plan.allow_remote,
+            kv_budget=plan.kv_budget,
+            spill=False,
+        )
+        self._engine = Engine(self._pipe, settings, plan.batch_size)
+        self._loaded = time.process_time()
+        self.fingerprint = settings.fingerprint(self._pipe.fingerprint)
+
+    def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
+        """See ``Engine.run``."""
+        return self._engine.run(groups)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of pages and blocks that are in use now."""
+        return self._pipe.store.memory().used_bytes
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What it has done so far: the fields of ``Work`` that only it knows."""
+        return {
+            "cpu_seconds": time.process_time() - self._loaded,
+            "audio_seconds": self._engine.audio_seconds,
+            "kv_peak_bytes": self._engine.peak_bytes,
+            "process_peak_bytes": _process_peak(),
+        }
+
+
+def _process_peak() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -9,13 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.answers import RUN, Answers
+from oscar_mm.apps.audio_qa.answer_file import RUN, Answers
+from oscar_mm.apps.audio_qa.engine import Plan, Settings, Worker
+from oscar_mm.apps.audio_qa.results import Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
-from oscar_mm.apps.audio_qa.samples import write_samples
-from oscar_mm.apps.audio_qa.settings import Settings
-from oscar_mm.apps.audio_qa.summary import Work, summarize
-from oscar_mm.apps.audio_qa.watch import bar
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.apps.terminal import bar
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.source import is_address

@@ -1,4 +1,4 @@
-"""Rows: what is to be asked about which media, from JSONL, CSV or a folder of recordings."""
+"""Rows: the questions of JSONL, CSV or a folder of recordings, and whether answers are right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import hashlib
 import itertools
 import json
+import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -300,3 +301,36 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 def _place(base: Path, source: str) -> str:
     return source if is_address(source) else str(base / source)
+
+
+def right_choices(row: Row) -> set[int]:
+    """Which choices are right, by their text or else by their letter (A is the first).
+
+    Raises:
+        InputError: the row's answer is none of its choices.
+    """
+    texts = [normalized(choice) for choice in row.choices]
+    right = set()
+    for answer in row.answer:
+        found = [place for place, text in enumerate(texts) if text == normalized(answer)]
+        if not found and len(answer) == 1 and 0 <= ord(answer.upper()) - ord("A") < len(texts):
+            found = [ord(answer.upper()) - ord("A")]
+        if not found:
+            raise InputError(f"answer {answer!r} is none of the choices")
+        right.update(found)
+    return right
+
+
+def correct(row: Row, text: str, choice: int | None) -> bool | None:
+    """Whether an answer is right: the choice, or else exact match; None where that is unknown."""
+    if not row.answer:
+        return None
+    if choice is not None:
+        return choice in right_choices(row)
+    return normalized(text) in {normalized(answer) for answer in row.answer}
+
+
+def normalized(text: str) -> str:
+    """Without case, surrounding punctuation and the kind of white space."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return plain.strip(".,;:!?\"'` ") or plain

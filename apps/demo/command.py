@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -54,7 +54,7 @@ def demo(
     parse_bytes("--kv-budget", kv_budget)
     if importlib.util.find_spec("gradio") is None:
         raise InputError("the demo needs gradio: pip install 'oscar-mm[demo]'")
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.apps.demo.server import serve  # brings gradio and torch
 
     serve(

@@ -11,14 +11,19 @@ from typing import Any
 
 import gradio as gr
 
-from oscar_mm.apps.demo import views
+from oscar_mm.apps.demo.comparison_panel import comparison_view
 from oscar_mm.apps.demo.examples import Example
-from oscar_mm.apps.demo.fits import MODELS, how_many
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.report import report_json
-from oscar_mm.apps.demo.settings import chosen, whole
+from oscar_mm.apps.demo.memory_panel import (
+    MODELS,
+    how_many,
+    memory_view,
+    report_json,
+    segments_view,
+    status_view,
+)
+from oscar_mm.apps.demo.session import Visitor, chosen, whole
+from oscar_mm.apps.demo.sessions import Hall
 from oscar_mm.apps.demo.transcript import history, live
-from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.capacity import ModelShape
 from oscar_mm.errors import InputError
 
@@ -56,11 +61,11 @@ class Handlers:
         return (
             history(visitor.exchanges, visitor.writing),
             live(visitor.writing),
-            views.panel(visitor),
-            views.segments(visitor),
-            views.compared(visitor),
+            memory_view(visitor),
+            segments_view(visitor),
+            comparison_view(visitor),
             self._fits(visitor, gpu, model, length),
-            views.status(visitor),
+            status_view(visitor),
             visitor.other is not None,
         )
 
@@ -133,8 +138,8 @@ class Handlers:
                 if now is not writing or box is not _SAME:
                     past = sent = history(visitor.exchanges, now)
                     writing = now
-                compared = views.compared(visitor) if visitor.other else _SAME
-                parts = past, live(now), views.panel(visitor), _SAME, compared
+                compared = comparison_view(visitor) if visitor.other else _SAME
+                parts = past, live(now), memory_view(visitor), _SAME, compared
                 yield *parts, *[_SAME] * 3, box
                 box = _SAME
         except InputError as error:
@@ -149,7 +154,7 @@ class Handlers:
         try:
             if wanted:
                 for _ in visitor.compare():
-                    panel, compared = views.panel(visitor), views.compared(visitor)
+                    panel, compared = memory_view(visitor), comparison_view(visitor)
                     yield _SAME, _SAME, panel, _SAME, compared, *[_SAME] * 3
             else:
                 visitor.stop_comparing()
@@ -233,7 +238,7 @@ class Handlers:
 
     def why(self, request: gr.Request) -> Iterator[str]:
         """What the keys of this conversation are like."""
-        from oscar_mm.apps.demo.why import why
+        from oscar_mm.apps.demo.inspection_panel import why
 
         visitor = self._visitor(request)
         yield '<p class="empty">Reading …</p>'

@@ -7,13 +7,13 @@ from typing import Any
 
 import gradio as gr
 
-from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.examples import EXAMPLES
-from oscar_mm.apps.demo.fits import LENGTHS, MODELS
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
-from oscar_mm.apps.demo.local import LocalBlocks
-from oscar_mm.apps.demo.segments import SCRIPT as FORGETTING
-from oscar_mm.apps.demo.settings import AS_PRESET, WIDTHS
+from oscar_mm.apps.demo.inspection_panel import NOT_INSPECTED
+from oscar_mm.apps.demo.isolation import LocalBlocks
+from oscar_mm.apps.demo.memory_panel import LENGTHS, MODELS
+from oscar_mm.apps.demo.memory_panel import SCRIPT as FORGETTING
+from oscar_mm.apps.demo.session import AS_PRESET, WIDTHS
 from oscar_mm.apps.demo.transcript import SCRIPT as SCROLLING
 from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
 from oscar_mm.gpus import GPUS
@@ -141,7 +141,7 @@ def _side(handlers: Handlers, fresh: dict[str, Any]) -> dict[str, Any]:
         )
         parts["compared"] = _HTML(fresh["compared"], elem_id="compared")
     with gr.Tab("Why", id="why"):
-        parts["why"] = _HTML(views.NOT_INSPECTED, elem_id="why")
+        parts["why"] = _HTML(NOT_INSPECTED, elem_id="why")
         parts["inspect"] = gr.Button("Inspect this conversation", elem_id="inspect", size="sm")
     with gr.Tab("Settings", id="settings"):
         parts |= _settings(handlers)

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from oscar_mm.apps.demo.examples import FOLDER
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.session import Settings
+from oscar_mm.apps.demo.sessions import Hall
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
-from oscar_mm.apps.listening import bound
-from oscar_mm.apps.signals import sigterm_as_ctrl_c
+from oscar_mm.apps.server_process import bound, sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -117,7 +116,7 @@ def running(
         from starlette.middleware import Middleware
 
         from oscar_mm.apps.demo.handlers import Handlers
-        from oscar_mm.apps.demo.local import LocalOnly
+        from oscar_mm.apps.demo.isolation import LocalOnly
         from oscar_mm.apps.demo.page import build
         from oscar_mm.apps.guard import Guard
 

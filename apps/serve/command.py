@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from oscar_mm.apps import options, progress
-from oscar_mm.apps.listening import bound, listen, url
-from oscar_mm.apps.signals import sigterm_as_ctrl_c
+from oscar_mm.apps import options, terminal
+from oscar_mm.apps.server_process import bound, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
@@ -91,7 +90,7 @@ def serve(
         ) from None
     sockets = bound(host, port)
     model = options.chosen_model(model, hears=True)
-    progress.on_loading()
+    terminal.on_loading()
     from oscar_mm.apps.guard import is_loopback
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
     from oscar_mm.apps.serve.service import Bounds

@@ -22,8 +22,7 @@ from starlette.exceptions import HTTPException
 from oscar_mm.apps.guard import Guard
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
-from oscar_mm.apps.serve.refusals import Refused
-from oscar_mm.apps.serve.replies import failure, heading, model_card
+from oscar_mm.apps.serve.responses import Refused, failure, heading, model_card
 from oscar_mm.apps.serve.service import Bounds, Service
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from starlette.types import Receive, Scope, Send
 from oscar_mm.apps.serve.conversations import Conversations, Written
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
-from oscar_mm.apps.serve.refusals import RETRY_S, Gone, Refused, busy, refusals
-from oscar_mm.apps.serve.replies import chunk, completion
+from oscar_mm.apps.serve.responses import RETRY_S, Gone, Refused, busy, chunk, completion, refusals
 from oscar_mm.decoding.reasoning import Reasoning
 from oscar_mm.decoding.sampling import Sampling
 from oscar_mm.errors import Busy

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from oscar_mm import KVPolicy
-from oscar_mm.apps.audio_qa.settings import Settings
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.apps.audio_qa.engine import Plan, Settings, Worker
 from oscar_mm.policy import DEFAULT
 from tests.prompts import tone
 from tests.recordings import write_sound

@@ -13,10 +13,8 @@ from PIL import Image
 
 from oscar_mm import KVPolicy
 from oscar_mm.apps.audio_qa import engine as engine_module
-from oscar_mm.apps.audio_qa.engine import Engine
+from oscar_mm.apps.audio_qa.engine import Engine, Plan, Settings, Worker
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
-from oscar_mm.apps.audio_qa.settings import Settings
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
 from oscar_mm.media import MediaLimits
 from tests.apps.audio_qa.conftest import CHOICES, assert_same, questions, write_lines
 from tests.prompts import noise

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.apps.audio_qa.marking import correct, right_choices
-from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, correct, read_rows, right_choices
 from tests.apps.audio_qa.conftest import write_lines
 
 

@@ -7,10 +7,9 @@ import pytest
 from PIL import Image
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.session import Settings, Visitor
+from oscar_mm.apps.demo.sessions import Hall
 from oscar_mm.apps.demo.uploads import LIMITS
-from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.policy import KVPolicy
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone

@@ -15,7 +15,7 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.command import DEFAULT_MODEL
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.server import running
-from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.session import Settings
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.policy import KVPolicy
 from tests.apps.demo.browser import Browser

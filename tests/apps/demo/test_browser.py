@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from oscar_mm.apps.demo.server import Served, running
-from oscar_mm.apps.demo.visitor import Visitor
+from oscar_mm.apps.demo.session import Visitor
 from tests.apps.demo.conftest import COMPACT
 from tests.apps.demo.test_server import free_port
 

@@ -7,17 +7,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.curve import Curve
-from oscar_mm.apps.demo.differences import marked
-from oscar_mm.apps.demo.fits import LENGTHS, MODELS, how_many, scaled
-from oscar_mm.apps.demo.memory_panel import memory_panel
-from oscar_mm.apps.demo.report import report_json
-from oscar_mm.apps.demo.settings import AS_PRESET, chosen
-from oscar_mm.apps.demo.thumbnails import thumbnails
+from oscar_mm.apps.demo.comparison_panel import comparison_view, marked
+from oscar_mm.apps.demo.inspection_panel import why
+from oscar_mm.apps.demo.measured_chat import Curve
+from oscar_mm.apps.demo.memory_panel import (
+    LENGTHS,
+    MODELS,
+    how_many,
+    memory_panel,
+    memory_view,
+    report_json,
+    scaled,
+    segments_view,
+    status_view,
+)
+from oscar_mm.apps.demo.session import AS_PRESET, chosen
+from oscar_mm.apps.demo.transcript import thumbnails
 from oscar_mm.apps.demo.uploads import LIMITS
-from oscar_mm.apps.demo.why import why
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.answer import Timings
 from oscar_mm.errors import InputError
@@ -167,22 +174,22 @@ def test_thumbnails(uploads, tmp_path) -> None:
 
 
 def test_views_of_a_conversation(visitor, uploads) -> None:
-    assert "Start comparing" in views.compared(visitor)
-    assert "listed here" in views.segments(visitor)
+    assert "Start comparing" in comparison_view(visitor)
+    assert "listed here" in segments_view(visitor)
     visitor.begin(chosen("compact", BITS, 32, None, True))
-    assert "next answer is compared" in views.compared(visitor)
+    assert "next answer is compared" in comparison_view(visitor)
     asked(visitor, "What?", uploads / "0.png", uploads / "tone.wav")
-    table = views.segments(visitor)
+    table = segments_view(visitor)
     assert table.count("<button") == 2 and 'aria-label="Forget tone.wav"' in table
     assert table.count("<img") == 1 and table.count("waveform of") == 1
     visitor.forget(1)
-    table = views.segments(visitor)
+    table = segments_view(visitor)
     assert table.count("<button") == 1 and "forgotten" in table
-    compared = views.compared(visitor)
+    compared = comparison_view(visitor)
     assert compared.count("<section>") == 2 and 'role="status"' in compared
-    assert "bits: text 2, image 2" in views.status(visitor)
+    assert "bits: text 2, image 2" in status_view(visitor)
     assert "other" in paths(compared)
-    assert set(paths(views.panel(visitor))) >= {"text", "image", "audio", "plain", "other"}
+    assert set(paths(memory_view(visitor))) >= {"text", "image", "audio", "plain", "other"}
 
 
 def test_the_report_has_numbers_and_nothing_that_was_said(visitor, uploads) -> None:

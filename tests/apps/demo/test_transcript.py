@@ -3,11 +3,9 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
-from oscar_mm.apps.demo.differences import marked
-from oscar_mm.apps.demo.exchange import Exchange
-from oscar_mm.apps.demo.segments import segment_table
-from oscar_mm.apps.demo.thumbnails import Shown
-from oscar_mm.apps.demo.transcript import history, live
+from oscar_mm.apps.demo.comparison_panel import marked
+from oscar_mm.apps.demo.memory_panel import segment_table
+from oscar_mm.apps.demo.transcript import Exchange, Shown, history, live
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.modality import Modality
 

@@ -60,8 +60,8 @@ def user(*parts: Any) -> dict[str, Any]:
 @contextmanager
 def started(app: Any) -> Iterator[tuple[Any, str]]:
     """A server that runs in a thread of its own, and its address."""
-    from oscar_mm.apps.listening import bound
     from oscar_mm.apps.serve.server import Server
+    from oscar_mm.apps.server_process import bound
 
     server = Server(app)
     sockets = bound("127.0.0.1", 0)

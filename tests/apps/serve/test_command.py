@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 
-from oscar_mm.apps.listening import bound, listen, url
 from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key
+from oscar_mm.apps.server_process import bound, listen, url
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError
 from tests.apps.serve.conftest import user

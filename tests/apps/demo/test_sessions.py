@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from oscar_mm.apps.demo import hall as hall_module
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.settings import AS_PRESET, chosen
+from oscar_mm.apps.demo import sessions as sessions_module
+from oscar_mm.apps.demo.session import AS_PRESET, chosen
+from oscar_mm.apps.demo.sessions import Hall
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
@@ -71,7 +71,7 @@ def test_the_budget_holds_for_all_together(pipe, uploads) -> None:
 
 
 def test_the_hall_may_be_full(hall, monkeypatch) -> None:
-    monkeypatch.setattr(hall_module, "MAX_VISITORS", 2)
+    monkeypatch.setattr(sessions_module, "MAX_VISITORS", 2)
     for session in "ab":
         asked(hall.visitor(session), "What?")
     with pytest.raises(InputError, match="2 visitors are here already"):
@@ -79,7 +79,7 @@ def test_the_hall_may_be_full(hall, monkeypatch) -> None:
     hall.leave("a")
     first = hall.visitor("c")
     asked(first, "What?")
-    monkeypatch.setattr(hall_module, "IDLE_S", 0.0)
+    monkeypatch.setattr(sessions_module, "IDLE_S", 0.0)
     hall.visitor("b")
     hall.visitor("d")  # and c, idle longest, leaves
     asking = pytest.raises(InputError, match="reload the page")
@@ -96,16 +96,16 @@ def test_who_never_asked_gives_way(hall) -> None:
         invented = hall.visitor(f"invented {index}")
         with pytest.raises(InputError, match="nothing to take back"):
             invented.undo()
-    assert len(hall._visitors) == hall_module.MAX_VISITORS
+    assert len(hall._visitors) == sessions_module.MAX_VISITORS
     asked(hall.visitor("new"), "What?")
     for index in range(100):
         hall.visitor(f"more {index}").tell(InputError("no"))
     assert hall.visitor("new").turns and hall.visitor("mine") is mine
-    assert len(hall._visitors) == hall_module.MAX_VISITORS
+    assert len(hall._visitors) == sessions_module.MAX_VISITORS
 
 
 def test_who_waits_for_the_first_answer_stays(hall, monkeypatch) -> None:
-    monkeypatch.setattr(hall_module, "MAX_VISITORS", 2)
+    monkeypatch.setattr(sessions_module, "MAX_VISITORS", 2)
     first = hall.visitor("a")
     options = {"max_new_tokens": 6, "temperature": 0.0}
     answering = first.ask("What?", [], **options)

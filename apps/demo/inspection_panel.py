@@ -9,6 +9,11 @@ from oscar_mm.inspect.errors import PAIRS
 from oscar_mm.inspect.findings import findings
 from oscar_mm.inspect.inspection import Inspection
 
+NOT_INSPECTED = (
+    '<p class="empty">Reads the media of this conversation once more and measures, layer by layer, '
+    "how long keys are in each modality, what rotation and token scaling do to them, and what "
+    "packing costs.</p>"
+)
 _STAGES = {
     "raw": "c-plain",
     "rotated": "c-image",

@@ -1,10 +1,12 @@
-"""Listening: where a server takes connections, claimed before its model takes its time to load."""
+"""The process of a server: the sockets on which it listens, and the signal that ends it."""
 
 import errno
 import os
+import signal
 import socket
-from collections.abc import Iterable
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from oscar_mm.errors import InputError
 
@@ -78,3 +80,21 @@ def _unusable(host: str, port: int, error: OSError) -> InputError:
         f"--host {host} --port {port}: cannot be used ({error.strerror}): give another --port, or "
         "an address of this machine"
     )
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """In the block SIGTERM does what Ctrl-C does; once, so that it does not disturb the end."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

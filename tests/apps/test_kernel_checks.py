@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.apps import doctor, kernels
+from oscar_mm.apps import doctor, kernel_checks
 from oscar_mm.cache.layout import PageFormat
 from oscar_mm.cli import app
 from oscar_mm.ops.nvrtc import KernelError
@@ -16,10 +16,10 @@ from oscar_mm.policy import DEFAULT, Bits
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
 def test_calls_that_are_timed(operation: str) -> None:
     """They run, do something, and move what their page format says."""
-    job = kernels.job(operation, CPU, pages=16)
+    job = kernel_checks.job(operation, CPU, pages=16)
     returned = job.call()
     in_16_bit = 2 * 16 * 128 * 8 * 128 * 2
     by_token = 16 * PageFormat.of(KVPolicy.preset(DEFAULT), Bits(3, 2), 8, 128).page_bytes
@@ -43,25 +43,25 @@ def test_calls_that_are_timed(operation: str) -> None:
         assert [x.shape for x in returned] == [(16, 8, 128, 128)] * 2
 
 
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
 def test_there_is_no_kernel_on_a_cpu(operation: str) -> None:
     with pytest.raises(KernelError, match="NVIDIA GPU"):
-        kernels.checked(operation, CPU)
+        kernel_checks.checked(operation, CPU)
 
 
 def test_a_kernel_that_disagrees_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"append": (0.0, 0.0), "decode": (0.5, 0.02), "pack": (float("nan"), 0.01)}
-    monkeypatch.setattr(kernels, "OPERATIONS", (*verdicts, "unpack"))
+    monkeypatch.setattr(kernel_checks, "OPERATIONS", (*verdicts, "unpack"))
 
     def checked(operation: str, device: torch.device) -> Verdict:
         if operation == "unpack":
             raise KernelError("no compiler today")
         return Verdict(*verdicts[operation])
 
-    monkeypatch.setattr(kernels, "checked", checked)
-    monkeypatch.setattr(kernels, "copy_speed", lambda device: 4e12)
-    monkeypatch.setattr(kernels, "job", lambda *_: kernels.Job(print, 2 << 20))
-    monkeypatch.setattr(kernels, "seconds_of", lambda call, device: 2e-6)
+    monkeypatch.setattr(kernel_checks, "checked", checked)
+    monkeypatch.setattr(kernel_checks, "copy_speed", lambda device: 4e12)
+    monkeypatch.setattr(kernel_checks, "job", lambda *_: kernel_checks.Job(print, 2 << 20))
+    monkeypatch.setattr(kernel_checks, "seconds_of", lambda call, device: 2e-6)
     found = {check.name: check for check in doctor._kernel_checks("cpu")}
     assert found.pop("copy on cpu").detail == "4000 GB/s read and written"
     append = found.pop("append kernel on cpu")
@@ -85,7 +85,7 @@ def test_doctor_checks_and_times_every_kernel(capsys: pytest.CaptureFixture) -> 
     app(["doctor", "--json"], standalone_mode=False)
     report = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in report["checks"]}
-    for operation in kernels.OPERATIONS:
+    for operation in kernel_checks.OPERATIONS:
         check = checks[f"{operation} kernel on cuda:0"]
         print(check)
         assert check["ok"] and "GB/s" in check["detail"] and "of a copy" in check["detail"]

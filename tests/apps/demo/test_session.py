@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.apps.demo import side as side_module
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.settings import AS_PRESET, chosen
+from oscar_mm.apps.demo import measured_chat as chat_module
+from oscar_mm.apps.demo.session import AS_PRESET, Visitor, chosen
+from oscar_mm.apps.demo.sessions import Hall
 from oscar_mm.apps.demo.uploads import LIMITS
-from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from tests.apps.demo.conftest import COMPACT, asked
@@ -39,10 +38,10 @@ def test_answers_are_those_of_the_library(hall, visitor, uploads) -> None:
 
 
 def test_a_page_is_told_at_most_so_often(visitor, uploads, monkeypatch) -> None:
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 0.001)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 0.001)
     # The question, its media, the first word, the whole answer, its end.
     assert asked(visitor, "What?", uploads / "0.png", tokens=40) <= 5
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     assert asked(visitor, "What?", tokens=40) > 10
     tokens = [one.tokens for one in visitor.side.curve.samples]
     assert len(tokens) > 10 and tokens == sorted(tokens)
@@ -57,7 +56,7 @@ def test_answers_have_a_longest_length(visitor) -> None:
 
 
 def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     pipe = OscarVLPipeline(qwen3_vl_thinking_folder, device="cpu", limits=LIMITS)
     hall = Hall(pipe, COMPACT, (uploads, tmp_path))
     visitor = hall.visitor("a")
@@ -132,7 +131,7 @@ def test_an_answer_without_a_word_is_told(visitor) -> None:
 
 
 def test_stop_keeps_what_was_written(visitor, monkeypatch) -> None:
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     for count, _ in enumerate(visitor.ask("What?", [], max_new_tokens=500)):
         if count == 4:
             visitor.stop()
@@ -157,7 +156,7 @@ def test_only_one_answer_at_a_time_and_others_end_it(visitor, uploads) -> None:
 
 
 def test_who_leaves_in_the_middle_keeps_what_was_written(visitor, monkeypatch) -> None:
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     running = visitor.ask("What?", [], max_new_tokens=500)
     for _ in range(5):
         next(running)
@@ -224,7 +223,7 @@ def test_comparison(visitor, uploads) -> None:
 
 def test_a_comparison_that_is_stopped_is_given_up(visitor, monkeypatch) -> None:
     visitor.begin(chosen("compact", dict.fromkeys(_LABELS, AS_PRESET), 32, None, True))
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     for _ in visitor.ask("What?", [], max_new_tokens=30):
         if visitor.exchanges[0].other:
             visitor.stop()
@@ -297,7 +296,7 @@ def test_who_has_left_holds_nothing(hall: Hall, visitor: Visitor, uploads: Path)
 
 def test_who_leaves_while_it_is_answered_holds_nothing(hall, visitor, monkeypatch) -> None:
     used = hall.pipe.budget.used_bytes
-    monkeypatch.setattr(side_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     running = visitor.ask("What?", [], max_new_tokens=500)
     for _ in range(4):
         next(running)

@@ -6,9 +6,15 @@ import re
 from difflib import SequenceMatcher
 from html import escape
 
-from oscar_mm.apps.demo.side import Side
+from oscar_mm.apps.demo.measured_chat import Side
+from oscar_mm.apps.demo.memory_panel import memory_chart
+from oscar_mm.apps.demo.session import Visitor
 from oscar_mm.sizes import format_bytes
 
+_NOT_COMPARED = (
+    '<p class="empty">Start comparing, and every question is answered over a plain 16-bit cache '
+    "too, with the same sampling. Questions that were asked are asked again.</p>"
+)
 _LONGEST = 2000
 """Words of an answer that are compared."""
 
@@ -52,3 +58,18 @@ def marked(one: str, other: str) -> tuple[str, str]:
             part = escape("".join(text[start:stop]))
             side.append(part if kind == "equal" or not part.strip() else f"<mark>{part}</mark>")
     return "".join(sides[0]), "".join(sides[1])
+
+
+def comparison_view(visitor: Visitor) -> str:
+    """Both answers to the latest question that has both."""
+    if visitor.other is None:
+        return _NOT_COMPARED
+    chart = memory_chart(visitor.side.curve, visitor.other.curve)
+    both = [one for one in visitor.turns if one.other is not None]
+    if not both:
+        return f'<p class="empty">The next answer is compared.</p>{chart}'
+    last, name = both[-1], visitor.settings.name
+    cards = comparison(
+        last.question, last.answer, last.other or "", visitor.side, visitor.other, name
+    )
+    return f"{cards}{chart}"

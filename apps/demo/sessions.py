@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oscar_mm.apps.demo.settings import Settings
-from oscar_mm.apps.demo.visitor import Visitor
+from oscar_mm.apps.demo.session import Settings, Visitor
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines.twin import with_policy
 from oscar_mm.policy import KVPolicy

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.apps.audio_qa.answers import Answers
+from oscar_mm.apps.audio_qa.answer_file import Answers
+from oscar_mm.apps.audio_qa.engine import Settings
 from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.apps.audio_qa.settings import Settings
 
 HOW = Settings(KVPolicy.preset("compact")).fingerprint("a model")
 ROW = {"id": "a", "error": None, "digest": "1", "answer": "\u00e4\u2028b"}
