@@ -18,103 +18,103 @@ if TYPE_CHECKING:
 
 TABLES = "tables"
 PARTS = ("text", "image", "video", "audio", TABLES)
-"""What the held bytes are made of, in the order in which they are stacked."""
-_LONGEST = 1200
+"""The parts of the memory, in the order in which the chart stacks them."""
 UPDATES_PER_S = 10
-"""How often a page is told about an answer that is being written."""
+"""How often a page learns about an answer that the model writes."""
+_MOST_SAMPLES = 1200
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One measurement.
+class MemorySample:
+    """One measurement of a conversation's memory.
 
     Attributes:
-        tokens: of the conversation, forgotten ones included.
+        tokens: tokens of the conversation, forgotten ones included.
         by_modality: tokens that are not forgotten.
-        parts: bytes held, by PARTS. Free slots of the store, which is everybody's, are not in it.
-        plain: bytes of the stored tokens in a plain 16-bit cache.
+        parts: bytes by PARTS, without free slots of the store, which all conversations share.
+        bf16_bytes: bytes of the stored tokens in a plain 16-bit cache.
         values: key and value elements stored.
     """
 
     tokens: int
     by_modality: dict[str, int]
     parts: dict[str, int]
-    plain: int
+    bf16_bytes: int
     values: int
 
     @classmethod
-    def of(cls, report: MemoryReport, tokens: int) -> Sample:
-        """From what the library measured."""
+    def of(cls, report: MemoryReport, tokens: int) -> MemorySample:
+        """Convert the library's report."""
         parts = {name: report.by_modality[name] for name in PARTS if name != TABLES}
         parts[TABLES] = report.by_kind["tables"]
         return cls(tokens, report.tokens, parts, report.bf16_bytes, report.values)
 
     @property
-    def stored(self) -> int:
+    def stored_tokens(self) -> int:
         """Tokens that are not forgotten."""
         return sum(self.by_modality.values())
 
     @property
-    def held(self) -> int:
-        """Bytes."""
+    def used_bytes(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def ratio(self) -> float:
         """How many times smaller than 16 bit; 1.0 while nothing is stored."""
-        return self.plain / self.held if self.plain else 1.0
+        return self.bf16_bytes / self.used_bytes if self.bf16_bytes else 1.0
 
     @property
     def bits_per_value(self) -> float:
-        """Bits held per key or value element, tables and all; 0.0 while nothing is stored."""
-        return self.held * 8 / self.values if self.values else 0.0
+        """Bits per key or value element, tables included; 0.0 while nothing is stored."""
+        return self.used_bytes * 8 / self.values if self.values else 0.0
 
 
-class Curve:
-    """Samples in order of time, beginning with nothing; their tokens never go down."""
+class MemoryCurve:
+    """Samples in order of time, beginning with an empty one; their tokens never decrease."""
 
     def __init__(self) -> None:
-        self.samples = [Sample(0, {}, dict.fromkeys(PARTS, 0), 0, 0)]
+        self.samples = [MemorySample(0, {}, dict.fromkeys(PARTS, 0), 0, 0)]
 
     @property
-    def last(self) -> Sample:
-        """What is held now."""
+    def last(self) -> MemorySample:
+        """The latest sample."""
         return self.samples[-1]
 
     def add(self, report: MemoryReport, tokens: int) -> None:
-        """One more measurement; of a long conversation every other old one is given up."""
-        if len(self.samples) >= _LONGEST:
+        """Add a measurement; a long curve drops every other old one."""
+        if len(self.samples) >= _MOST_SAMPLES:
             del self.samples[1:-1:2]
-        self.samples.append(Sample.of(report, tokens))
+        self.samples.append(MemorySample.of(report, tokens))
 
     def cut(self, tokens: int) -> None:
-        """Back to a conversation of ``tokens`` tokens."""
-        self.samples = [one for one in self.samples if one.tokens <= tokens]
+        """Go back to a conversation of ``tokens`` tokens."""
+        self.samples = [sample for sample in self.samples if sample.tokens <= tokens]
 
-    def thinned(self, count: int) -> list[Sample]:
-        """At most about ``count`` samples, the first and the last among them."""
+    def thinned(self, count: int) -> list[MemorySample]:
+        """Choose about ``count`` samples at most, the first and the last among them."""
         step = max(1, -(-len(self.samples) // count))
         chosen = self.samples[::step]
         return chosen if chosen[-1] is self.last else [*chosen, self.last]
 
 
-class Side:
-    """One of the two sides of a comparison, or the only one.
+class MeasuredChat:
+    """The conversation over the packed cache, or over the 16-bit cache beside it.
 
     Args:
         chat: a new one, or one that goes on.
 
     Attributes:
-        curve: of its memory.
-        memory: of the conversation when it was measured last, as ``segments`` are: a budget may
-            since have had it written to disk.
-        timings: of the latest answer, as far as it goes.
-        finish_reason: of the latest answer.
-        reasoning: of the latest answer, as far as it goes.
+        curve: the curve of its memory.
+        memory: the memory at the latest measurement, as ``segments`` are: a budget may have moved
+            the conversation to disk since.
+        timings: timings of the latest answer so far.
+        finish_reason: why the latest answer ended.
+        reasoning: reasoning of the latest answer so far.
     """
 
     def __init__(self, chat: Chat) -> None:
-        self.chat, self.curve = chat, Curve()
+        self.chat, self.curve = chat, MemoryCurve()
         self.timings: Timings | None = None
         self.finish_reason = self.reasoning = ""
         self.memory, self.segments = chat.memory, chat.segments
@@ -123,16 +123,16 @@ class Side:
 
     @property
     def tokens(self) -> int:
-        """Of the conversation, forgotten ones included."""
+        """Tokens of the conversation, forgotten ones included."""
         return self.chat.turns[-1].stop if self.chat.turns else 0
 
     @property
     def tokens_by_modality(self) -> dict[str, int]:
-        """Tokens that are stored, when the conversation was measured last."""
+        """Tokens stored at the latest measurement."""
         return self.curve.last.by_modality
 
     def measure(self) -> None:
-        """Note what is held now; reasoning that was held meanwhile, or a turn, may be gone."""
+        """Measure the memory; reasoning or a turn measured before may be gone."""
         self.curve.cut(self.tokens)
         self.memory, self.segments = self.chat.memory, self.chat.segments
         self.curve.add(self.memory, self.tokens)
@@ -144,20 +144,21 @@ class Side:
         options: Mapping[str, Any],
         stop: threading.Event,
     ) -> Generator[str]:
-        """The answer so far, again and again while it is written, and once more at its end.
+        """Yield the answer so far, several times while the model writes and once at its end.
 
         Args:
-            media: as ``uploads.by_kind`` gives it.
+            question: the question's text.
+            media: files by kind, see ``uploads.files_by_kind``.
             options: max_new_tokens, temperature, ...
-            stop: ends the answer when it is set; what was written by then counts.
+            stop: ends the answer when it is set; the text so far counts.
 
         Raises:
-            InputError: as of ``Chat.stream``; the chat is as it was.
+            InputError: see ``Chat.stream``; the chat does not change.
         """
         before, turns = self.tokens, len(self.chat.turns)
-        shown = {kind: paths or None for kind, paths in media.items()}
-        stream = self.chat.stream(question, **shown, **options)
-        text, told, self.reasoning = "", 0.0, ""
+        files = {kind: paths or None for kind, paths in media.items()}
+        stream = self.chat.stream(question, **files, **options)
+        text, updated, self.reasoning = "", 0.0, ""
         try:
             for piece in stream.with_reasoning():
                 if isinstance(piece, Reasoning):
@@ -166,9 +167,9 @@ class Side:
                     text += piece
                 if stop.is_set():
                     break
-                if time.monotonic() - told >= 1 / UPDATES_PER_S:
-                    self._look(before)
-                    told = time.monotonic()
+                if time.monotonic() - updated >= 1 / UPDATES_PER_S:
+                    self._measure_progress(before)
+                    updated = time.monotonic()
                     yield text
             else:
                 self.timings = stream.result.timings
@@ -190,10 +191,10 @@ class Side:
         self.chat.forget(index)
         self.measure()
 
-    def _look(self, before: int) -> None:
+    def _measure_progress(self, before: int) -> None:
         running = self.chat.so_far
         if running is not None:
             self.timings = running.timings
-            # The token that was chosen last is not in the cache yet.
+            # The cache lacks the token that was chosen last.
             tokens = before + running.prompt_tokens + len(running.token_ids) - 1
             self.curve.add(running.memory, tokens)

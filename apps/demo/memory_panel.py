@@ -10,8 +10,8 @@ from typing import Any
 
 import oscar_mm
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.measured_chat import PARTS, Curve
-from oscar_mm.apps.demo.session import Visitor
+from oscar_mm.apps.demo.measured_chat import PARTS, MemoryCurve
+from oscar_mm.apps.demo.session import Session
 from oscar_mm.capacity import ModelShape
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.decoding.answer import Timings
@@ -20,14 +20,14 @@ from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
 
-_POINTS = 160
+_MOST_POINTS = 160
 _NOTE = (
     '<p class="how">Tokens stay in 16 bit until 128 of their modality fill a page, so a short '
     "conversation gains little. Every byte that is in use counts.</p>"
 )
 _LEAST_TOKENS, _LEAST_BYTES = 256, 100_000
-"""Where the axes end before there is much to show."""
-SCRIPT = """
+"""The shortest axes."""
+FORGET_SCRIPT = """
 element.addEventListener('click', (event) => {
   const button = event.target.closest('button[data-index]');
   if (!button || button.disabled) return;
@@ -35,7 +35,7 @@ element.addEventListener('click', (event) => {
   trigger('click', {index: Number(button.dataset.index)});
 });
 """
-"""Tells the page which button was pressed."""
+"""Sends the index of the segment whose button a visitor presses."""
 MODELS = {
     "Qwen3-VL-2B": ModelShape(28, 8, 128, 2_100_000_000),
     "Qwen3-VL-4B": ModelShape(36, 8, 128, 4_400_000_000),
@@ -47,20 +47,28 @@ MODELS = {
     "LLaVA-v1.6-Vicuna-7B": ModelShape(32, 32, 128, 7_100_000_000),
     "LLaVA-v1.6-Vicuna-13B": ModelShape(40, 40, 128, 13_400_000_000),
 }
-"""Layers, KV heads, head_dim and parameters, about, of published checkpoints."""
+"""Layers, KV heads, head_dim and about how many parameters published checkpoints have."""
 LENGTHS = {"this long": 0, "8K tokens": 8192, "32K tokens": 32768, "128K tokens": 131072}
-"""Tokens of a conversation with this mix of modalities; 0 for as many as there are."""
-_EXAMPLE = {"text": 1, "image": 7}
-"""The mix before anything was said."""
+"""Tokens of a conversation; 0 for its present length."""
+_EXAMPLE_MIX = {"text": 1, "image": 7}
+"""The mix of modalities in an empty conversation."""
 
 
-def memory_panel(curve: Curve, timings: Timings | None, other: Curve | None = None) -> str:
-    """Tiles and chart.
+def memory_view(session: Session) -> str:
+    """Show the memory of a conversation in numbers, and over its tokens."""
+    baseline = session.baseline.curve if session.baseline else None
+    return memory_panel(session.conversation.curve, session.conversation.timings, baseline)
+
+
+def memory_panel(
+    curve: MemoryCurve, timings: Timings | None, baseline: MemoryCurve | None = None
+) -> str:
+    """Show tiles and a chart.
 
     Args:
-        curve: of the conversation.
-        timings: of the latest answer, as far as it goes.
-        other: of the same conversation over a 16-bit cache, where that runs beside it.
+        curve: memory of the conversation.
+        timings: timings of the latest answer so far.
+        baseline: memory of the same conversation over a 16-bit cache, where that runs beside it.
     """
     now = curve.last
     speed = f"{timings.tokens_per_s:.0f}" if timings and timings.tokens_per_s else "-"
@@ -70,69 +78,74 @@ def memory_panel(curve: Curve, timings: Timings | None, other: Curve | None = No
         f"<dd>{escape(value)}</dd><small>{escape(note)}</small></div>"
         for name, value, note, lead in (
             ("16 bit takes", f"{now.ratio:.2f}x", "as much", True),
-            ("Held now", format_bytes(now.held), f"{now.stored:,} tokens", True),
-            ("In 16 bit", format_bytes(now.plain), "the same tokens", False),
+            ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens", True),
+            ("In 16 bit", format_bytes(now.bf16_bytes), "the same tokens", False),
             ("Bits per value", f"{now.bits_per_value:.2f}", "all counted", False),
             ("Speed", speed, "tokens/s", False),
             ("First token", wait, "media and prompt", False),
         )
     )
-    return f'<dl class="tiles">{tiles}</dl>{memory_chart(curve, other)}{_NOTE}'
+    return f'<dl class="tiles">{tiles}</dl>{memory_chart(curve, baseline)}{_NOTE}'
 
 
-def memory_chart(curve: Curve, other: Curve | None) -> str:
-    """Bytes over tokens, stacked by modality, below what 16 bit would take."""
-    samples = curve.thinned(_POINTS)
-    shown = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
+def memory_chart(curve: MemoryCurve, baseline: MemoryCurve | None) -> str:
+    """Draw bytes over tokens, stacked by modality, below what 16 bit would take."""
+    samples = curve.thinned(_MOST_POINTS)
+    parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
-    for part in shown or PARTS[:1]:
+    for part in parts or PARTS[:1]:
         below = [height + one.parts[part] for height, one in zip(below, samples, strict=True)]
         points = [(one.tokens, height) for one, height in zip(samples, below, strict=True)]
         lines.append(Line(part, f"c-{part}", points, filled=True))
-    plain = [(sample.tokens, sample.plain) for sample in samples]
+    plain = [(sample.tokens, sample.bf16_bytes) for sample in samples]
     lines.append(Line("the same in 16 bit", "c-plain", plain, dashed=True))
-    if other is not None:
-        measured = [(sample.tokens, sample.held) for sample in other.thinned(_POINTS)]
-        lines.append(Line("16 bit, measured", "c-other", measured))
+    if baseline is not None:
+        points = [(sample.tokens, sample.used_bytes) for sample in baseline.thinned(_MOST_POINTS)]
+        lines.append(Line("16 bit, measured", "c-other", points))
     now = curve.last
     summary = (
-        f"{now.stored} tokens hold {format_bytes(now.held)}; in 16 bit they would hold "
-        f"{format_bytes(now.plain)}, {now.ratio:.2f} times as much"
+        f"{now.stored_tokens} tokens hold {format_bytes(now.used_bytes)}; in 16 bit they would "
+        f"hold {format_bytes(now.bf16_bytes)}, {now.ratio:.2f} times as much"
     )
     return chart(
         lines,
         title="Memory of keys and values",
         summary=summary,
         x_label="tokens of the conversation",
-        show_y=_short,
+        show_y=_axis_bytes,
         least_x=_LEAST_TOKENS,
         least_y=_LEAST_BYTES,
     )
 
 
-def _short(count: float) -> str:
-    """Bytes for an axis, where the steps are round."""
+def _axis_bytes(count: float) -> str:
+    """Write bytes for an axis, whose steps are round."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:g} {unit}"
     return f"{count:g}"
 
 
-def segment_table(segments: Sequence[Segment], pictures: Sequence[Sequence[str]]) -> str:
-    """The table.
+def segments_view(session: Session) -> str:
+    """Show the parts of a conversation."""
+    previews = [[preview.html for preview in turn.previews] for turn in session.turns]
+    return segment_table(session.conversation.segments, previews)
+
+
+def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]) -> str:
+    """Show segments with their tokens and bytes, and a button to forget each medium.
 
     Args:
-        segments: of the conversation.
-        pictures: HTML of the media of each turn, in the order of its segments; empty where there
-            are none.
+        segments: segments of the conversation.
+        previews: HTML of the media of each turn, in the order of its segments; "" for none.
     """
     if not segments:
         return (
             '<p class="empty">What you show and ask is listed here, with its tokens and bytes.</p>'
         )
-    media = {turn: iter(shown) for turn, shown in enumerate(pictures)}
+    media = {turn: iter(htmls) for turn, htmls in enumerate(previews)}
     rows = "".join(
-        _row(one, "" if one.modality is Modality.TEXT else next(media[one.turn], ""))
+        _segment_row(one, "" if one.modality is Modality.TEXT else next(media[one.turn], ""))
         for one in segments
     )
     return (
@@ -143,40 +156,39 @@ def segment_table(segments: Sequence[Segment], pictures: Sequence[Sequence[str]]
     )
 
 
-def _row(one: Segment, picture: str) -> str:
-    label, kind = escape(one.label), one.modality.label
-    mark = picture or f'<i class="glyph c-{kind}" aria-hidden="true">{kind[0].upper()}</i>'
+def _segment_row(segment: Segment, preview: str) -> str:
+    label, kind = escape(segment.label), segment.modality.label
+    mark = preview or f'<i class="glyph c-{kind}" aria-hidden="true">{kind[0].upper()}</i>'
     action = ""
-    if one.forgotten:
+    if segment.forgotten:
         action = '<span class="gone">forgotten</span>'
-    elif one.modality is not Modality.TEXT:
+    elif segment.modality is not Modality.TEXT:
         action = (
-            f'<button type="button" data-index="{one.index}" aria-label="Forget {label}" '
+            f'<button type="button" data-index="{segment.index}" aria-label="Forget {label}" '
             'title="Free its memory; the conversation goes on">Forget</button>'
         )
     return (
-        f'<tr class="{"is-gone" if one.forgotten else ""}"><th scope="row"><div class="piece">'
+        f'<tr class="{"is-gone" if segment.forgotten else ""}"><th scope="row"><div class="piece">'
         f'<span class="mark">{mark}</span><span class="name"><b>{label}</b>'
         f'<small class="c-{kind}">{kind}</small></span></div></th>'
-        f"<td>{one.tokens:,}</td><td>{format_bytes(one.bytes)}</td><td>{action}</td></tr>"
+        f"<td>{segment.tokens:,}</td><td>{format_bytes(segment.bytes)}</td><td>{action}</td></tr>"
     )
 
 
-def how_many(
+def capacity(
     stored: Mapping[str, int], policy: KVPolicy, gpu: str, shape: ModelShape, length: str
 ) -> str:
-    """Two counts and how they come about.
+    """Tell how many conversations like this fit on a GPU, computed from the model's shape.
 
     Args:
         stored: tokens of the conversation by modality.
-        policy: of the conversation.
+        policy: cache format of the conversation.
         gpu: a key of ``oscar_mm.gpus.GPUS``.
-        shape: of the model.
+        shape: shape of the model.
         length: a key of LENGTHS.
     """
-    mix = stored if sum(stored.values()) else _EXAMPLE
-    wanted = LENGTHS[length] or sum(stored.values()) or 1024
-    tokens = scaled(mix, wanted)
+    mix = stored if sum(stored.values()) else _EXAMPLE_MIX
+    tokens = scale_mix(mix, LENGTHS[length] or sum(stored.values()) or 1024)
     plain = KVPolicy.preset("bf16")
     room = GPUS[gpu] * 1e9
     packed, whole = (shape.conversations(room, one, tokens) for one in (policy, plain))
@@ -193,26 +205,29 @@ def how_many(
     )
 
 
-def scaled(mix: Mapping[str, int], total: int) -> dict[str, int]:
-    """So many tokens of a mix of modalities; the rest of the division is text."""
+def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
+    """Scale a mix of modalities to ``total`` tokens; what division leaves over is text."""
     count = sum(mix.values())
     tokens = {name: total * part // count for name, part in mix.items()}
     tokens["text"] = tokens.get("text", 0) + total - sum(tokens.values())
     return tokens
 
 
-def report(visitor: Visitor) -> dict[str, Any]:
-    """Model, policy, memory, segments (without names) and the speed of the latest answer."""
-    side, pipe = visitor.side, visitor.side.chat.pipe
+def memory_report(session: Session) -> str:
+    """Return model, policy, memory, segments (without names) and speed as JSON.
+
+    The report is for sharing: it contains nothing that anybody said or showed.
+    """
+    conversation, pipe = session.conversation, session.conversation.chat.pipe
     policy = asdict(pipe.policy) | {"bits": pipe.policy.bits._asdict()}
-    found = {
+    record: dict[str, Any] = {
         "oscar_mm": oscar_mm.__version__,
         "model": {"family": pipe.family.name, "fingerprint": pipe.fingerprint},
         "dtype": str(pipe.model.dtype).removeprefix("torch."),
         "device": pipe.family.device.type,
-        "policy": {"preset": visitor.settings.name, **policy},
-        "turns": len(side.chat.turns),
-        "memory": side.memory.to_dict(),
+        "policy": {"preset": session.settings.name, **policy},
+        "turns": len(conversation.chat.turns),
+        "memory": conversation.memory.to_dict(),
         "segments": [
             {
                 "modality": one.modality.label,
@@ -220,38 +235,20 @@ def report(visitor: Visitor) -> dict[str, Any]:
                 "bytes": one.bytes,
                 "forgotten": one.forgotten,
             }
-            for one in side.segments
+            for one in conversation.segments
         ],
-        "timings": asdict(side.timings) if side.timings else None,
+        "timings": asdict(conversation.timings) if conversation.timings else None,
     }
-    if visitor.other is not None:
-        found["sixteen_bit"] = {"memory": visitor.other.memory.to_dict()}
-    return found
+    if session.baseline is not None:
+        record["sixteen_bit"] = {"memory": session.baseline.memory.to_dict()}
+    return json.dumps(record, indent=1, allow_nan=False)
 
 
-def report_json(visitor: Visitor) -> str:
-    """The same as text."""
-    return json.dumps(report(visitor), indent=1, allow_nan=False)
-
-
-def memory_view(visitor: Visitor) -> str:
-    """Numbers and chart of the memory."""
-    other = visitor.other.curve if visitor.other else None
-    return memory_panel(visitor.side.curve, visitor.side.timings, other)
-
-
-def segments_view(visitor: Visitor) -> str:
-    """What the conversation is made of."""
-    return segment_table(
-        visitor.side.segments, [[shown.html for shown in one.shown] for one in visitor.turns]
-    )
-
-
-def status_view(visitor: Visitor) -> str:
-    """A line about this conversation and the server."""
-    policy = visitor.settings.policy
+def status_view(session: Session) -> str:
+    """Show a line about this conversation and the server."""
+    policy = session.settings.policy
     bits = ", ".join(f"{name} {count}" for name, count in policy.bits._asdict().items())
     return (
-        f'<p class="status"><b>{escape(visitor.settings.name)}</b> · bits: {escape(bits)} · '
-        f"window {policy.window} · {escape(visitor.hall.status)}</p>"
+        f'<p class="status"><b>{escape(session.settings.name)}</b> · bits: {escape(bits)} · '
+        f"window {policy.window} · {escape(session.sessions.status)}</p>"
     )

@@ -12,29 +12,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.apps.demo.measured_chat import Side
-from oscar_mm.apps.demo.transcript import NOTES, Exchange, thumbnails
-from oscar_mm.apps.demo.uploads import MAX_NEW_TOKENS, by_kind, checked_text, uploaded
+from oscar_mm.apps.demo.measured_chat import MeasuredChat
+from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
+from oscar_mm.apps.demo.uploads import MAX_NEW_TOKENS, bounded_text, files_by_kind, upload_path
 from oscar_mm.errors import InputError
-from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
-    from oscar_mm.apps.demo.sessions import Hall
+    from oscar_mm.apps.demo.sessions import Sessions
     from oscar_mm.inspect.inspection import Inspection
 
 AS_PRESET = "preset"
-"""Of bits: what the preset says."""
+"""The choice of bits that leaves them to the preset."""
 WIDTHS = ("2", "3/2", "4/2", "4", "16")
-"""Bits of keys and of values that can be chosen, one number where they are the same."""
+"""Bits of keys and of values that the page offers, one number where they are the same."""
 _PATIENCE_S = 60
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of one conversation.
+class SessionSettings:
+    """What a visitor chooses for a conversation.
 
     Attributes:
         policy: how its keys and values are stored.
@@ -48,38 +47,35 @@ class Settings:
     system: str | None = None
     compare: bool = False
 
+    @classmethod
+    def of_fields(
+        cls, preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
+    ) -> SessionSettings:
+        """Check what the fields of the page contain.
+
+        Args:
+            preset: a preset's name.
+            bits: one of WIDTHS, or AS_PRESET, by modality.
+            window: latest tokens that stay in 16 bit.
+            system: system prompt; empty for none.
+            compare: whether a 16-bit cache answers beside it.
+
+        Raises:
+            InputError: a value is not allowed.
+        """
+        widths = {name: _bits(text) for name, text in bits.items() if text != AS_PRESET}
+        policy = KVPolicy.preset(preset, bits=widths, window=as_int(window))
+        text = bounded_text("system prompt", system or "")
+        return cls(policy, preset, text or None, bool(compare))
+
     @property
     def name(self) -> str:
-        """Of the policy, for people."""
+        """The policy's name for people; a star marks a changed preset."""
         return self.preset if self.policy == KVPolicy.preset(self.preset) else f"{self.preset}*"
 
 
-def chosen(
-    preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
-) -> Settings:
-    """Settings from what the fields of the page hold.
-
-    Args:
-        preset: a preset's name.
-        bits: by modality: like "2", "3/2", "16", or AS_PRESET.
-        window: latest tokens that stay in 16 bit.
-        system: system prompt; empty for none.
-
-    Raises:
-        InputError: a value that is not allowed.
-    """
-    base = KVPolicy.preset(preset)
-    given = {
-        one.label: base.bits_for(one) if bits[one.label] == AS_PRESET else _bits(bits[one.label])
-        for one in Modality
-    }
-    policy = KVPolicy.preset(preset, bits=given, window=whole(window))
-    text = checked_text("system prompt", system or "")
-    return Settings(policy, preset, text or None, bool(compare))
-
-
-def whole(value: Any) -> Any:
-    """A slider's 32.0 as 32; anything else as it is, for others to refuse."""
+def as_int(value: Any) -> Any:
+    """Turn a slider's 32.0 into 32; leave anything else to the checks of others."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -90,58 +86,58 @@ def _bits(text: str) -> tuple[int, int]:
     return first, second[0] if second else first
 
 
-class Visitor:
-    """A visitor; its methods may be called from several threads.
+class Session:
+    """A visitor's conversation; its methods may be called from several threads.
 
     Args:
-        hall: where it is.
+        sessions: all sessions of the page.
 
     Attributes:
-        settings: of the conversation.
-        side: the conversation.
-        other: the same over a 16-bit cache, or None.
-        exchanges: what is shown of it.
-        writing: the one whose answer is being written, or None.
-        seen: ``time.monotonic()`` when the visitor last did something.
+        settings: the settings of the conversation.
+        conversation: the chat over the packed cache.
+        baseline: the same chat over a 16-bit cache, or None.
+        exchanges: what the transcript shows.
+        active: the exchange whose answer the model writes now, or None.
+        last_active: ``time.monotonic()`` when the visitor last did something.
     """
 
-    def __init__(self, hall: Hall) -> None:
-        self.hall, self.seen = hall, time.monotonic()
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions, self.last_active = sessions, time.monotonic()
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
-        self._begin(hall.settings)
+        self._begin(sessions.settings)
 
-    def _begin(self, settings: Settings) -> None:
-        side = self._new_side(settings.policy, settings)
-        self.other = self._new_side(_SIXTEEN_BIT, settings) if settings.compare else None
-        self.side, self.settings = side, settings
+    def _begin(self, settings: SessionSettings) -> None:
+        conversation = self._new_chat(settings.policy, settings)
+        self.baseline = self._new_chat(_SIXTEEN_BIT, settings) if settings.compare else None
+        self.conversation, self.settings = conversation, settings
         self.exchanges: list[Exchange] = []
-        self.writing: Exchange | None = None
+        self.active: Exchange | None = None
 
-    def _new_side(self, policy: KVPolicy, settings: Settings) -> Side:
-        return Side(self.hall.pipeline(policy).chat(settings.system))
+    def _new_chat(self, policy: KVPolicy, settings: SessionSettings) -> MeasuredChat:
+        return MeasuredChat(self.sessions.pipeline(policy).chat(settings.system))
 
     @property
     def turns(self) -> list[Exchange]:
-        """Exchanges that are turns of the chat."""
-        return [one for one in self.exchanges if one.counts]
+        """The exchanges that are turns of the chat."""
+        return [exchange for exchange in self.exchanges if exchange.counts]
 
     @property
     def converses(self) -> bool:
-        """Whether something was asked and answered, or is just now."""
+        """Whether the model has answered a question, or answers one now."""
         return self._turn.locked() or bool(self.turns)
 
     def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
-        """Ask a question; goes on as the answer does, with ``exchanges`` brought up to date.
+        """Ask a question; each step brings ``exchanges`` up to date with the growing answer.
 
-        Whatever is wrong with the question ends up in the exchange, and the conversation goes on.
+        What is wrong with the question becomes the exchange's error, and the conversation goes on.
 
         Args:
             text: the question.
-            files: what it shows.
+            files: the media that it shows.
             options: max_new_tokens, temperature.
 
         Raises:
-            InputError: an answer is being written.
+            InputError: the model writes another answer.
         """
         if not self._turn.acquire(blocking=False):
             raise InputError("an answer is being written: wait for it, or stop it")
@@ -151,41 +147,41 @@ class Visitor:
             self._stop.clear()
             exchange = Exchange(text, options={"seed": secrets.randbits(31), **options})
             self.exchanges.append(exchange)
-            self.writing = exchange
-            yield from self._answered(exchange, files)
+            self.active = exchange
+            yield from self._answer(exchange, files)
         finally:
-            self.writing = None
+            self.active = None
             if self._closed:
                 self._close_chats()
             self._turn.release()
 
-    def _answered(self, exchange: Exchange, files: Sequence[str | Path]) -> Iterator[None]:
+    def _answer(self, exchange: Exchange, files: Sequence[str | Path]) -> Iterator[None]:
         try:
-            exchange.question = checked_text("message", exchange.question)
+            exchange.question = bounded_text("message", exchange.question)
             # A chat takes pictures alone for a question; here somebody forgot to type it.
-            self.hall.pipe.check_text("prompt", exchange.question)
+            self.sessions.pipe.check_text("prompt", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
-            exchange.media = by_kind(files, self.hall.folders)
-            exchange.shown = thumbnails(exchange.media, self.hall.pipe.limits)
+            exchange.media = files_by_kind(files, self.sessions.folders)
+            exchange.previews = load_previews(exchange.media, self.sessions.pipe.limits)
             yield
-            before = len(self.side.chat.turns)
+            before = len(self.conversation.chat.turns)
             try:
-                with closing(self._answers(self.side, exchange)) as answers:
-                    for exchange.answer in answers:
-                        exchange.reasoning = self.side.reasoning
+                with closing(self._texts(self.conversation, exchange)) as texts:
+                    for exchange.answer in texts:
+                        exchange.reasoning = self.conversation.reasoning
                         yield
             finally:
-                exchange.counts = len(self.side.chat.turns) > before
+                exchange.counts = len(self.conversation.chat.turns) > before
             if not exchange.counts:
                 raise InputError("stopped before the first word: the conversation is as before")
-            exchange.note = NOTES.get(self.side.finish_reason, "")
+            exchange.note = NOTES.get(self.conversation.finish_reason, "")
             if not exchange.answer:
                 exchange.note = "the model ended without a word"
-            self.writing = None
+            self.active = None
             yield
-            if self.other is not None:
+            if self.baseline is not None:
                 self._stop.clear()
-                yield from self._compared(self.other, exchange)
+                yield from self._answer_baseline(self.baseline, exchange)
         except InputError as error:
             exchange.error = str(error)
         except Exception as error:
@@ -193,131 +189,134 @@ class Visitor:
             exchange.error = f"the server failed ({type(error).__name__}); try again"
 
     def _check_length(self, tokens: Any) -> None:
-        most = self.hall.pipe.longest_answer(MAX_NEW_TOKENS)
+        most = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
         if isinstance(tokens, int) and tokens > most:
             raise InputError(f"an answer of {tokens:,} tokens is over the {most:,} of here")
 
-    def _answers(self, side: Side, exchange: Exchange) -> Generator[str]:
-        return side.answer(exchange.question, exchange.media, exchange.options, self._stop)
+    def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
+        return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
 
-    def _compared(self, side: Side, exchange: Exchange) -> Iterator[None]:
-        """The answer of the 16-bit cache; without a whole one the comparison ends."""
-        whole = False
+    def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
+        """Answer over the 16-bit cache; the comparison ends with an incomplete answer."""
+        complete = False
         try:
-            with closing(self._answers(side, exchange)) as answers:
-                for exchange.other in answers:
+            with closing(self._texts(chat, exchange)) as texts:
+                for exchange.baseline in texts:
                     yield
-            whole = not self._stop.is_set()
+            complete = not self._stop.is_set()
         finally:
-            if not whole:
-                self._give_up_other()
+            if not complete:
+                self._drop_baseline()
 
     def compare(self) -> Iterator[None]:
-        """Answer all questions over a 16-bit cache too, from now on as well.
+        """Answer all earlier and later questions over a 16-bit cache too.
 
         Raises:
-            InputError: files of a loaded conversation are not there.
+            InputError: the conversation was loaded, and its media files are missing.
         """
-        with self._alone():
-            if self.other is not None:
+        with self._exclusive():
+            if self.baseline is not None:
                 return
-            if self._lacks_files:
+            if self._lacks_media:
                 raise InputError("a loaded conversation is without its media: begin a new one")
-            self.other = self._new_side(_SIXTEEN_BIT, self.settings)
+            self.baseline = self._new_chat(_SIXTEEN_BIT, self.settings)
             self.settings = replace(self.settings, compare=True)
-            forgotten = [one.index for one in self.side.segments if one.forgotten]
+            segments = self.conversation.segments
+            forgotten = [segment.index for segment in segments if segment.forgotten]
             for exchange in self.turns:
-                yield from self._compared(self.other, exchange)
-                if self.other is None:
+                yield from self._answer_baseline(self.baseline, exchange)
+                if self.baseline is None:
                     return
             for index in forgotten:
-                self.other.forget(index)
+                self.baseline.forget(index)
             yield
 
     def stop_comparing(self) -> None:
-        """No 16-bit cache any more."""
-        with self._alone():
-            self._give_up_other()
+        """Drop the 16-bit cache."""
+        with self._exclusive():
+            self._drop_baseline()
 
-    def _give_up_other(self) -> None:
-        if self.other is not None:
-            self.other.chat.close()
-        self.other, self.settings = None, replace(self.settings, compare=False)
+    def _drop_baseline(self) -> None:
+        if self.baseline is not None:
+            self.baseline.chat.close()
+        self.baseline, self.settings = None, replace(self.settings, compare=False)
         for exchange in self.exchanges:
-            exchange.other = None
+            exchange.baseline = None
 
-    def tell(self, error: Exception) -> None:
-        """Show why something was refused."""
+    def show_error(self, error: Exception) -> None:
+        """Show in the transcript why the page refused something."""
         self.exchanges.append(Exchange("", error=str(error)))
 
     @property
     def stopped(self) -> bool:
-        """Whether the latest answer was ended by ``stop``."""
-        return self._stop.is_set() or self.side.finish_reason == "interrupted"
+        """Whether ``stop`` ended the latest answer."""
+        return self._stop.is_set() or self.conversation.finish_reason == "interrupted"
 
     def stop(self) -> None:
-        """End the answer that is being written; what is there counts."""
+        """End the answer that the model writes; its text so far counts."""
         self._stop.set()
 
-    def begin(self, settings: Settings | None = None) -> None:
-        """A new conversation."""
-        with self._alone():
-            old = self._sides
+    def begin(self, settings: SessionSettings | None = None) -> None:
+        """Begin a new conversation."""
+        with self._exclusive():
+            old = self._chats
             self._begin(settings or self.settings)
-            for side in old:
-                side.chat.close()
+            for chat in old:
+                chat.chat.close()
 
     def undo(self) -> None:
-        """Take back the last question, or the last message that could not be answered."""
-        with self._alone():
+        """Take back the last question, or the last message that the page refused."""
+        with self._exclusive():
             if not self.exchanges:
                 raise InputError("there is nothing to take back")
             if self.exchanges[-1].counts:
-                for side in self._sides:
-                    side.undo()
+                for chat in self._chats:
+                    chat.undo()
             self.exchanges.pop()
 
     def forget(self, index: int) -> None:
         """Free the memory of a segment: an image, a video or a recording."""
-        with self._alone():
-            for side in self._sides:
-                side.forget(index)
+        with self._exclusive():
+            for chat in self._chats:
+                chat.forget(index)
 
     def save(self, path: Path) -> None:
         """Write the conversation to a file."""
-        with self._alone():
-            if not self.side.chat.turns:
+        with self._exclusive():
+            if not self.conversation.chat.turns:
                 raise InputError("there is nothing to save yet")
-            self.side.chat.save(path)
+            self.conversation.chat.save(path)
 
     def load(self, path: str | Path) -> None:
-        """Go on with a saved conversation in place of this one."""
-        with self._alone():
-            chat = self.side.chat.pipe.load_chat(uploaded(path, self.hall.folders))
+        """Replace this conversation with a saved one."""
+        with self._exclusive():
+            pipe = self.conversation.chat.pipe
+            chat = pipe.load_chat(upload_path(path, self.sessions.folders))
             self._close_chats()
-            self.side, self.other = Side(chat), None
+            self.conversation, self.baseline = MeasuredChat(chat), None
             self.settings = replace(self.settings, system=chat.system, compare=False)
             self.exchanges = [Exchange.loaded(turn) for turn in chat.turns]
 
     def inspection(self) -> Inspection:
-        """What quantization does to the keys and values of this conversation's media."""
+        """Measure what quantization does to keys and values of this conversation's media."""
         from oscar_mm.inspect.inspection import inspect_prompt
 
-        with self._alone():
-            if not self.turns or self._lacks_files:
+        with self._exclusive():
+            if not self.turns or self._lacks_media:
                 raise InputError("ask a question with media first")
-            pipe, last = self.side.chat.pipe, self.turns[-1]
-            media: dict[str, Any] = {
-                kind: [p for one in self.turns for p in one.media[kind]] for kind in last.media
+            pipe, last = self.conversation.chat.pipe, self.turns[-1]
+            files: dict[str, Any] = {
+                kind: [path for turn in self.turns for path in turn.media[kind]]
+                for kind in last.media
             }
-            shown = pipe.read_media(**media)
-            prompt = pipe.prepare(last.question, shown, self.settings.system)
+            media = pipe.read_media(**files)
+            prompt = pipe.prepare(last.question, media, self.settings.system)
             pipe.check_length(prompt, 1)
             with pipe.lock:
                 return inspect_prompt(pipe.model, prompt)
 
     def close(self) -> None:
-        """The visitor has left: nothing is held any more, at the latest when an answer ends."""
+        """Free the conversation now, or when the answer that the model writes has ended."""
         self._closed = True
         self._stop.set()
         if self._turn.acquire(timeout=_PATIENCE_S):
@@ -325,21 +324,22 @@ class Visitor:
             self._turn.release()
 
     @property
-    def _lacks_files(self) -> bool:
-        """Whether media were shown whose files are not here: those of a loaded conversation."""
-        return any(shown.path is None for one in self.exchanges for shown in one.shown)
+    def _lacks_media(self) -> bool:
+        """Whether files of media are missing, as they are in a loaded conversation."""
+        previews = (preview for exchange in self.exchanges for preview in exchange.previews)
+        return any(preview.path is None for preview in previews)
 
     @property
-    def _sides(self) -> list[Side]:
-        return [side for side in (self.side, self.other) if side is not None]
+    def _chats(self) -> list[MeasuredChat]:
+        return [chat for chat in (self.conversation, self.baseline) if chat is not None]
 
     def _close_chats(self) -> None:
-        for side in self._sides:
-            side.chat.close()
+        for chat in self._chats:
+            chat.chat.close()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No answer is being written; one that was ends first."""
+    def _exclusive(self) -> Iterator[None]:
+        """End the answer that the model writes, and let no other begin inside."""
         self._stop.set()
         if not self._turn.acquire(timeout=_PATIENCE_S):
             raise InputError("the model is still reading: try again in a moment")

@@ -1,4 +1,4 @@
-"""Hall: the visitors of a page, and the pipelines that answer them."""
+"""Sessions: the visitors of a page, and the pipelines that answer them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oscar_mm.apps.demo.session import Settings, Visitor
+from oscar_mm.apps.demo.session import Session, SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines.twin import with_policy
 from oscar_mm.policy import KVPolicy
@@ -18,106 +18,109 @@ from oscar_mm.sizes import format_bytes
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
-MAX_VISITORS = 64
+MAX_SESSIONS = 64
 IDLE_S = 900.0
-"""A visitor with a conversation who did nothing for so long gives way when the hall is full."""
+"""A full page gives up a conversation whose visitor has done nothing for so long."""
 
 
-class Hall:
+class Sessions:
     """Each visitor has a chat of its own; all share a model, a lock and a budget.
 
     Args:
-        pipe: answers; with a ``kv_budget``, so that visitors cannot fill the memory.
-        settings: of conversations where the visitor chose nothing else.
-        folders: that files of messages may be in.
+        pipe: answers; its ``kv_budget`` keeps visitors from filling the memory.
+        settings: settings of conversations for which the visitor has chosen none.
+        folders: the only folders from which files of messages are read.
     """
 
-    def __init__(self, pipe: Pipeline, settings: Settings, folders: Sequence[Path]) -> None:
+    def __init__(self, pipe: Pipeline, settings: SessionSettings, folders: Sequence[Path]) -> None:
         self.pipe, self.settings, self.folders = pipe, settings, folders
         self._pipes: weakref.WeakValueDictionary[KVPolicy, Pipeline] = weakref.WeakValueDictionary(
             {pipe.policy: pipe}
         )
-        self._visitors: dict[str, Visitor] = {}
+        self._sessions: dict[str, Session] = {}
         self._lock, self._closed = threading.Lock(), False
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
-        """The model with this cache format."""
+        """Give the model this cache format."""
         with self._lock:
             pipe = self._pipes.get(policy)
             if pipe is None:
                 pipe = self._pipes[policy] = with_policy(self.pipe, policy)
             return pipe
 
-    def visitor(self, session: str) -> Visitor:
-        """Of a browser session; a new one is let in.
+    def session(self, key: str) -> Session:
+        """Return a browser's session, or begin one.
 
-        A session costs a caller nothing to invent: when the hall is full, who has no conversation
-        yet gives way, and is let in again with the first question.
+        Anybody can invent keys for free: when the page is full, a session without a conversation
+        makes way, and begins anew with the first question.
+
+        Args:
+            key: the browser's session hash.
 
         Raises:
-            InputError: the hall is full, or closed.
+            InputError: the page is full, or closed.
         """
         with self._lock:
-            found = self._visitors.get(session)
-        if found is None:
-            found = self._let_in(session, Visitor(self))
-        found.seen = time.monotonic()
-        return found
+            session = self._sessions.get(key)
+        if session is None:
+            session = self._admit(key, Session(self))
+        session.last_active = time.monotonic()
+        return session
 
-    def _let_in(self, session: str, new: Visitor) -> Visitor:
-        """The new visitor, or who came with the same session meanwhile."""
-        left = None
+    def _admit(self, key: str, new: Session) -> Session:
+        """Add the new session, unless another thread has added one for this key meanwhile."""
+        evicted = None
         with self._lock:
             if self._closed:
                 raise InputError("the page is being closed")
-            if session in self._visitors:
-                return self._visitors[session]
-            if len(self._visitors) >= MAX_VISITORS:
-                left = self._visitors.pop(self._gives_way())
-            self._visitors[session] = new
-        if left is not None:
-            left.close()
+            if key in self._sessions:
+                return self._sessions[key]
+            if len(self._sessions) >= MAX_SESSIONS:
+                evicted = self._sessions.pop(self._longest_idle())
+            self._sessions[key] = new
+        if evicted is not None:
+            evicted.close()
         return new
 
-    def _gives_way(self) -> str:
-        """Whose place is for another one: of those without a conversation, else of all, who was
+    def _longest_idle(self) -> str:
+        """Choose whom to evict: among sessions without a conversation, else among all, the one
         idle longest. A browser that lost its connection does not say so."""
         now = time.monotonic()
-        session, idlest = max(
-            self._visitors.items(), key=lambda item: (not item[1].converses, now - item[1].seen)
+        key, session = max(
+            self._sessions.items(), key=lambda item: (not item[1].converses, -item[1].last_active)
         )
-        if idlest.converses and now - idlest.seen < IDLE_S:
-            raise InputError(f"{MAX_VISITORS} visitors are here already: try again later")
-        return session
+        if session.converses and now - session.last_active < IDLE_S:
+            raise InputError(f"{MAX_SESSIONS} visitors are here already: try again later")
+        return key
 
-    def leave(self, session: str) -> None:
-        """A visitor has left: what was held for it is free."""
+    def leave(self, key: str) -> None:
+        """End a session and free its memory."""
         with self._lock:
-            visitor = self._visitors.pop(session, None)
-        if visitor is not None:
-            visitor.close()
+            session = self._sessions.pop(key, None)
+        if session is not None:
+            session.close()
 
     def close(self) -> None:
-        """All visitors leave, as soon as their answers end, and no one is let in any more."""
+        """End all sessions as soon as their answers end, and admit no more."""
         with self._lock:
             self._closed = True
-            visitors = list(self._visitors.values())
-        for visitor in visitors:
-            visitor.stop()
-        for visitor in visitors:
-            visitor.close()
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.stop()
+        for session in sessions:
+            session.close()
         with self._lock:
-            self._visitors.clear()
+            self._sessions.clear()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no one is here, and so nothing is being answered."""
-        return not self._visitors
+        """Whether there are no sessions, so that the model answers nobody."""
+        return not self._sessions
 
     @property
     def status(self) -> str:
-        """Who is here and what all of them hold, in words."""
-        count, budget = len(self._visitors), self.pipe.budget
+        """The number of visitors and the memory of all, in words."""
+        count, budget = len(self._sessions), self.pipe.budget
         people = f"{count} visitor{'' if count == 1 else 's'} here"
         if budget is None:
             return people

@@ -8,22 +8,22 @@ import pytest
 from PIL import Image
 
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.comparison_panel import comparison_view, marked
-from oscar_mm.apps.demo.inspection_panel import why
-from oscar_mm.apps.demo.measured_chat import Curve
+from oscar_mm.apps.demo.comparison_panel import comparison_view, mark_differences
+from oscar_mm.apps.demo.inspection_panel import inspection_view
+from oscar_mm.apps.demo.measured_chat import MemoryCurve
 from oscar_mm.apps.demo.memory_panel import (
     LENGTHS,
     MODELS,
-    how_many,
+    capacity,
     memory_panel,
+    memory_report,
     memory_view,
-    report_json,
-    scaled,
+    scale_mix,
     segments_view,
     status_view,
 )
-from oscar_mm.apps.demo.session import AS_PRESET, chosen
-from oscar_mm.apps.demo.transcript import thumbnails
+from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
+from oscar_mm.apps.demo.transcript import load_previews
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.answer import Timings
@@ -59,14 +59,14 @@ def paths(html: str) -> dict[str, list[list[float]]]:
 
 
 def test_free_slots_of_the_server_do_not_count() -> None:
-    curve = Curve()
+    curve = MemoryCurve()
     curve.add(report(300, 650), 30)
-    assert curve.last.held == 1000 and curve.last.ratio == 4.0
-    assert curve.last.bits_per_value == 4.0 and curve.last.stored == 30
+    assert curve.last.used_bytes == 1000 and curve.last.ratio == 4.0
+    assert curve.last.bits_per_value == 4.0 and curve.last.stored_tokens == 30
 
 
 def test_a_long_curve_stays_small_and_keeps_its_ends() -> None:
-    curve = Curve()
+    curve = MemoryCurve()
     for tokens in range(1, 5000):
         curve.add(report(tokens, 0), tokens)
     assert len(curve.samples) <= 1200
@@ -78,7 +78,7 @@ def test_a_long_curve_stays_small_and_keeps_its_ends() -> None:
 
 
 def test_the_chart_stacks_modalities_below_the_line_of_16_bit() -> None:
-    curve = Curve()
+    curve = MemoryCurve()
     curve.add(report(300_000, 650_000), 400)
     html = memory_panel(curve, Timings(0.25, 1.0, 31.0))
     drawn = paths(html)
@@ -89,7 +89,7 @@ def test_the_chart_stacks_modalities_below_the_line_of_16_bit() -> None:
         assert x == 100 and y == pytest.approx(100 - 100 * height / top, abs=0.01)
     for shown in ("4.00x", "950.05 KB", "3.80 MB", "4.00", "31", "0.25 s", "30 tokens"):
         assert shown in html
-    other = Curve()
+    other = MemoryCurve()
     other.add(report(2_000_000, 0), 400)
     assert "other" in paths(memory_panel(curve, None, other))
 
@@ -109,36 +109,38 @@ def test_axes_end_on_round_numbers() -> None:
 
 
 def test_words_that_differ_are_marked() -> None:
-    assert marked("code 7KQ2, red", "code 7KQ3, red") == (
+    assert mark_differences("code 7KQ2, red", "code 7KQ3, red") == (
         "code <mark>7KQ2</mark>, red",
         "code <mark>7KQ3</mark>, red",
     )
-    assert marked("same", "same") == ("same", "same")
-    assert marked("", "more here")[1] == "<mark>more here</mark>"
+    assert mark_differences("same", "same") == ("same", "same")
+    assert mark_differences("", "more here")[1] == "<mark>more here</mark>"
 
 
 def test_how_many_fit_is_told_by_the_formula() -> None:
     policy, shape = KVPolicy.preset("compact"), MODELS["Qwen3-VL-8B"]
     mix = {"text": 100, "image": 700}
-    html = how_many(mix, policy, "H100", shape, "32K tokens")
-    tokens = scaled(mix, 32768)
+    html = capacity(mix, policy, "H100", shape, "32K tokens")
+    tokens = scale_mix(mix, 32768)
     assert sum(tokens.values()) == 32768 and tokens["image"] == 28672
     packed = shape.conversations(80e9, policy, tokens)
     whole = shape.conversations(80e9, KVPolicy.preset("bf16"), tokens)
     assert f"<strong>{packed:,}</strong>" in html and f"<b>{whole:,}</b>" in html
-    assert "no room" in how_many({}, policy, "RTX 4090", MODELS["Qwen3-VL-32B"], "this long")
+    assert "no room" in capacity({}, policy, "RTX 4090", MODELS["Qwen3-VL-32B"], "this long")
 
 
 def test_every_choice_of_the_planner_works() -> None:
     for gpu in GPUS:
         for shape in (*MODELS.values(), ModelShape(4, 2, 128, 5_000_000)):
             for length in LENGTHS:
-                assert how_many({"text": 3}, KVPolicy.preset("oscar"), gpu, shape, length)
+                assert capacity({"text": 3}, KVPolicy.preset("oscar"), gpu, shape, length)
 
 
 def test_settings_say_what_is_wrong() -> None:
-    assert chosen("kivi", BITS, 32.0, "", False).policy == KVPolicy.preset("kivi")
-    assert chosen("bf16", BITS, 0, None, False).policy == KVPolicy.preset("bf16")
+    assert SessionSettings.of_fields("kivi", BITS, 32.0, "", False).policy == KVPolicy.preset(
+        "kivi"
+    )
+    assert SessionSettings.of_fields("bf16", BITS, 0, None, False).policy == KVPolicy.preset("bf16")
     for preset, bits, window, why_not in (
         ("nothing", BITS, 32, "unknown policy 'nothing'"),
         (
@@ -153,7 +155,7 @@ def test_settings_say_what_is_wrong() -> None:
         ("compact", BITS, 9999, "window=9999"),
     ):
         with pytest.raises(InputError, match=why_not):
-            chosen(preset, bits, window, None, False)
+            SessionSettings.of_fields(preset, bits, window, None, False)
 
 
 def test_thumbnails(uploads, tmp_path) -> None:
@@ -163,50 +165,50 @@ def test_thumbnails(uploads, tmp_path) -> None:
         "videos": [uploads / "clip.mp4"],
         "audio": [uploads / "tone.wav"],
     }
-    picture, video, clip = thumbnails(media, LIMITS)
+    picture, video, clip = load_previews(media, LIMITS)
     assert (picture.kind, video.kind, clip.kind) == ("picture", "video", "clip")
     assert all(one.html.startswith("<img src=") for one in (picture, video))
     assert 'alt="big.png"' in picture.html and len(picture.html) < 10_000
     assert 'aria-label="waveform of tone.wav"' in clip.html and clip.html.count("<rect") == 28
     broken = {"images": [uploads / "broken.png"], "videos": [], "audio": []}
     with pytest.raises(InputError, match=r"broken\.png"):
-        thumbnails(broken, LIMITS)
+        load_previews(broken, LIMITS)
 
 
-def test_views_of_a_conversation(visitor, uploads) -> None:
-    assert "Start comparing" in comparison_view(visitor)
-    assert "listed here" in segments_view(visitor)
-    visitor.begin(chosen("compact", BITS, 32, None, True))
-    assert "next answer is compared" in comparison_view(visitor)
-    asked(visitor, "What?", uploads / "0.png", uploads / "tone.wav")
-    table = segments_view(visitor)
+def test_views_of_a_conversation(session, uploads) -> None:
+    assert "Start comparing" in comparison_view(session)
+    assert "listed here" in segments_view(session)
+    session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
+    assert "next answer is compared" in comparison_view(session)
+    asked(session, "What?", uploads / "0.png", uploads / "tone.wav")
+    table = segments_view(session)
     assert table.count("<button") == 2 and 'aria-label="Forget tone.wav"' in table
     assert table.count("<img") == 1 and table.count("waveform of") == 1
-    visitor.forget(1)
-    table = segments_view(visitor)
+    session.forget(1)
+    table = segments_view(session)
     assert table.count("<button") == 1 and "forgotten" in table
-    compared = comparison_view(visitor)
+    compared = comparison_view(session)
     assert compared.count("<section>") == 2 and 'role="status"' in compared
-    assert "bits: text 2, image 2" in status_view(visitor)
+    assert "bits: text 2, image 2" in status_view(session)
     assert "other" in paths(compared)
-    assert set(paths(memory_view(visitor))) >= {"text", "image", "audio", "plain", "other"}
+    assert set(paths(memory_view(session))) >= {"text", "image", "audio", "plain", "other"}
 
 
-def test_the_report_has_numbers_and_nothing_that_was_said(visitor, uploads) -> None:
-    asked(visitor, "My secret question", uploads / "0.png")
-    text = report_json(visitor)
+def test_the_report_has_numbers_and_nothing_that_was_said(session, uploads) -> None:
+    asked(session, "My secret question", uploads / "0.png")
+    text = memory_report(session)
     found = json.loads(text)
     assert "secret" not in text and "0.png" not in text
-    assert found["memory"] == visitor.side.chat.memory.to_dict()
+    assert found["memory"] == session.conversation.chat.memory.to_dict()
     assert found["policy"]["bits"] == {one.label: [2, 2] for one in Modality}
     assert [one["modality"] for one in found["segments"]] == ["text", "image"]
     assert found["dtype"] == "bfloat16" and found["timings"]["prefill_s"] > 0
 
 
-def test_why(visitor, uploads) -> None:
-    asked(visitor, "What?", *(uploads / f"{index}.png" for index in range(3)))
-    inspection = visitor.inspection()
-    html = why(inspection)
+def test_why(session, uploads) -> None:
+    asked(session, "What?", *(uploads / f"{index}.png" for index in range(3)))
+    inspection = session.inspection()
+    html = inspection_view(inspection)
     assert html.count("<figure") == (4 if inspection.has_pages else 3)
     medians = [layer.norms.tokens["image"].median for layer in inspection.layers]
     top = [float(one) for one in re.findall(r"<i>([^<]*)</i>", html)][4]

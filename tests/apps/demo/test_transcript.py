@@ -3,9 +3,9 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
-from oscar_mm.apps.demo.comparison_panel import marked
+from oscar_mm.apps.demo.comparison_panel import mark_differences
 from oscar_mm.apps.demo.memory_panel import segment_table
-from oscar_mm.apps.demo.transcript import Exchange, Shown, history, live
+from oscar_mm.apps.demo.transcript import Exchange, Preview, history, live
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.modality import Modality
 
@@ -39,11 +39,14 @@ def test_nothing_that_was_said_becomes_html() -> None:
         reasoning=EVIL,
         note=EVIL,
         error=EVIL,
-        shown=[Shown("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"), Shown("clip", EVIL)],
+        previews=[
+            Preview("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"),
+            Preview("clip", EVIL),
+        ],
     )
     evil_segment = Segment(1, Modality.IMAGE, 18, 100, EVIL, 0)
     htmls = [history([evil]), live(evil), segment_table([evil_segment], [[]])]
-    htmls.append(marked(EVIL, "other")[0])
+    htmls.append(mark_differences(EVIL, "other")[0])
     for html in htmls:
         page = Page(html)
         assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img"})
@@ -52,18 +55,20 @@ def test_nothing_that_was_said_becomes_html() -> None:
 
 
 def test_media_are_numbered_over_the_whole_conversation() -> None:
-    first = [Shown("picture", "a.png"), Shown("picture", "b.png"), Shown("clip", "c.wav")]
-    page = Page(history([exchange(shown=first), exchange(shown=[Shown("picture", "d.png")])]))
+    first = [Preview("picture", "a.png"), Preview("picture", "b.png"), Preview("clip", "c.wav")]
+    page = Page(
+        history([exchange(previews=first), exchange(previews=[Preview("picture", "d.png")])])
+    )
     for caption in ("picture 1", "picture 2", "clip 1", "picture 3"):
         assert caption in page.text
 
 
 def test_files_are_linked_and_sounds_can_be_played() -> None:
     shown = [
-        Shown("picture", "a b.png", Path("/up/a b.png"), '<img alt="a b.png">'),
-        Shown("clip", "c.wav", Path("/up/c.wav"), "<svg></svg>"),
+        Preview("picture", "a b.png", Path("/up/a b.png"), '<img alt="a b.png">'),
+        Preview("clip", "c.wav", Path("/up/c.wav"), "<svg></svg>"),
     ]
-    tags = Page(history([exchange(shown=shown)])).tags
+    tags = Page(history([exchange(previews=shown)])).tags
     [link] = [attrs for tag, attrs in tags if tag == "a"]
     assert link["href"] == "gradio_api/file=/up/a%20b.png"
     [sound] = [attrs for tag, attrs in tags if tag == "button"]
