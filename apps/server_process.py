@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from oscar_mm.errors import InputError
 
 
-def bound(host: str, port: int) -> list[socket.socket]:
+def bind(host: str, port: int) -> list[socket.socket]:
     """Sockets, one for each address of a name; none takes connections before its ``listen``.
 
     Args:

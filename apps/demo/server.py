@@ -18,7 +18,7 @@ from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.session import SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
-from oscar_mm.apps.server_process import bound, sigterm_as_ctrl_c
+from oscar_mm.apps.server_process import bind, sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -50,7 +50,7 @@ def serve(
     """
     with sigterm_as_ctrl_c():
         # gradio binds its own socket when the model is loaded; a port in use is an error now.
-        for sock in bound(host, port):
+        for sock in bind(host, port):
             sock.close()
         pipe = pipeline_for(model)(
             model,

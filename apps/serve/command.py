@@ -1,4 +1,4 @@
-"""`oscar-mm serve`: the model for other programs, over HTTP."""
+"""`oscar-mm serve`: answer other programs over HTTP."""
 
 import os
 import sys
@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from oscar_mm.apps import options, terminal
-from oscar_mm.apps.server_process import bound, listen, sigterm_as_ctrl_c, url
+from oscar_mm.apps.server_process import bind, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
 _LONGEST_TEXT = 1024
-"""Tokens of an answer by default, without a thinking model's reasoning."""
+"""Longest answer by default, in tokens, without a thinking model's reasoning."""
 _KEY_BYTES = 4096
-"""Longest file of a key."""
-_LETS_GO_S = 2.0
-"""In which a model that works on an answer ends its step, when the server has stopped."""
+"""Largest file of a key."""
+_RELEASE_S = 2.0
+"""Seconds in which the model must end its step after the server has stopped."""
 
 
 def serve(
@@ -88,12 +88,12 @@ def serve(
         raise InputError(
             f"serve needs the package {error.name}: pip install 'oscar-mm[serve]'"
         ) from None
-    sockets = bound(host, port)
+    sockets = bind(host, port)
     model = options.chosen_model(model, hears=True)
     terminal.on_loading()
     from oscar_mm.apps.guard import is_loopback
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
-    from oscar_mm.apps.serve.service import Bounds
+    from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.pipelines import pipeline_for
 
     pipe = pipeline_for(model)(
@@ -107,7 +107,7 @@ def serve(
     )
     if not is_loopback(host) and key is None:
         print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
-    bounds = Bounds(
+    limits = ServerLimits(
         api_key=key,
         max_request_bytes=size,
         max_new_tokens=max_new_tokens or pipe.longest_answer(_LONGEST_TEXT),
@@ -116,28 +116,28 @@ def serve(
         conversations=conversations,
         grace_s=grace,
     )
-    server = Server(create_app(pipe, model, bounds, host))
+    server = Server(create_app(pipe, model, limits, host))
     try:
         listen(sockets)
         print(f"{model} at {url(host, port)}/v1", file=sys.stderr)
-        # uvicorn hands a signal on when it has stopped.
+        # uvicorn raises the signal again after it has stopped.
         with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
             server.run(sockets)
     finally:
         if pipe.budget is not None:
             pipe.budget.close()
-    if not pipe.lock.acquire(timeout=_LETS_GO_S):
-        # A long prompt is being read, in a thread that the process would wait for.
+    if not pipe.lock.acquire(timeout=_RELEASE_S):
+        # The process would wait for the thread in which the model still reads a long prompt.
         sys.stderr.flush()
         os._exit(0)
     pipe.lock.release()
 
 
 def api_key(file: Path | None) -> str | None:
-    """The key of a file, or of the environment, as an option would stand in the process list.
+    """Read the key from a file or the environment; the process list would show an option.
 
     Raises:
-        InputError: the file cannot be read, or a key that is there is none.
+        InputError: the file cannot be read, or holds no key.
     """
     name = KEY_VARIABLE if file is None else str(file)
     if file is None:
@@ -151,6 +151,6 @@ def api_key(file: Path | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
     key = key.strip()
-    if not key or len(key) > _KEY_BYTES or any(one.isspace() for one in key):
+    if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
         raise InputError(f"{name}: must hold one key, without spaces, and nothing else")
     return key

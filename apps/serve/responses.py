@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from oscar_mm.decoding.answer import Answer
 
 RETRY_S = 5
-"""After which a client may try again."""
+"""Seconds after which a client may try again."""
 _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
-"""What only who runs the server can do."""
+"""Advice that only the server's operator can follow."""
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """A request that gets no answer.
 
     Args:
-        status: of HTTP.
-        message: for the client.
+        status: HTTP status.
+        message: message for the client.
         kind: OpenAI's type of error.
         code: OpenAI's or vLLM's code of the error.
         field: the protocol's name of what is wrong.
@@ -49,33 +49,33 @@ class Refused(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error."""
-        return failure(str(self), self.kind, self.code, self.field)
+        """Body of the response."""
+        return error_body(str(self), self.kind, self.code, self.field)
 
 
-class Gone(Refused):
-    """The client has left: nobody reads this."""
+class ClientGone(Refusal):
+    """The client has left; nobody reads this refusal."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has left")
 
 
-def busy(message: str) -> Refused:
-    """What the server has no room for just now."""
-    return Refused(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
+def busy(message: str) -> Refusal:
+    """Refuse what the server has no room for now."""
+    return Refusal(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Turn errors into refusals that speak of the protocol, not of this package."""
+def as_refusals() -> Iterator[None]:
+    """Turn errors inside into refusals that speak of the protocol, not of this package."""
     try:
         yield
-    except Refused:
+    except Refusal:
         raise
     except Busy:
         raise busy("other answers hold the memory that this request needs") from None
     except NoRoom as error:
-        raise Refused(
+        raise Refusal(
             400,
             f"the conversation and its answer come to {error.asked:,} tokens, and {error.fits:,} "
             "have room: shorten messages, send fewer or smaller media, or lower max_tokens",
@@ -84,42 +84,42 @@ def refusals() -> Iterator[None]:
         ) from None
     except InputError as error:
         field = error.field if isinstance(error, FieldError) else None
-        raise Refused(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
+        raise Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        raise Refused(500, "the server failed to answer this", "server_error") from None
+        raise Refusal(500, "the server failed to answer this", "server_error") from None
 
 
-def failure(
+def error_body(
     message: str, kind: str, code: str | int | None = None, field: str | None = None
 ) -> dict[str, Any]:
-    """An error."""
+    """Body of an error."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def completion(about: Mapping[str, Any], answer: Answer, usage: Any) -> dict[str, Any]:
-    """A whole answer."""
+def completion(header: Mapping[str, Any], answer: Answer, usage: Any) -> dict[str, Any]:
+    """Body of a complete answer."""
     message = {"role": "assistant", "content": answer.text}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     reason = answer.finish_reason
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    return {**about, "object": "chat.completion", "choices": [choice], "usage": usage}
+    return {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
 
 
 def chunk(
-    about: Mapping[str, Any], delta: dict[str, Any] | None, reason: str | None = None, **more: Any
+    header: Mapping[str, Any], delta: dict[str, Any] | None, reason: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A piece of an answer; without ``delta`` the one that has only the usage."""
+    """Body of a piece of an answer; without ``delta`` it has the usage only."""
     choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": reason}]
-    return {**about, "object": "chat.completion.chunk", "choices": choices, **more}
+    return {**header, "object": "chat.completion.chunk", "choices": choices, **more}
 
 
-def heading(number: str, model: str) -> dict[str, Any]:
-    """What all parts of an answer have in common."""
+def answer_header(number: str, model: str) -> dict[str, Any]:
+    """Fields that all pieces of an answer share."""
     return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
 
 
 def model_card(name: str) -> dict[str, Any]:
-    """A model in the list of models."""
+    """Entry of the list of models."""
     return {"id": name, "object": "model", "owned_by": "oscar_mm"}

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key
-from oscar_mm.apps.server_process import bound, listen, url
+from oscar_mm.apps.server_process import bind, listen, url
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError
 from tests.apps.serve.conftest import user
@@ -69,12 +69,12 @@ def test_where_it_cannot_listen(capsys) -> None:
 
 def test_another_that_was_loading_too() -> None:
     """The later of two is told so; until then nobody can connect."""
-    [first] = bound("127.0.0.1", 0)
+    [first] = bind("127.0.0.1", 0)
     with first:
         port = first.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-        [second] = bound("127.0.0.1", port)
+        [second] = bind("127.0.0.1", port)
         with second:
             listen([first])
             with pytest.raises(InputError, match=f"--port {port}: cannot be used"):
@@ -85,7 +85,7 @@ def test_a_name_with_an_address_that_this_machine_has_not(monkeypatch) -> None:
     there = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
     gone = socket.getaddrinfo("192.0.2.1", 0, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: gone + there)
-    [one] = bound("localhost", 0)
+    [one] = bind("localhost", 0)
     with one:
         assert one.getsockname()[0] == "127.0.0.1"
 
@@ -116,12 +116,12 @@ def command_that_reads_for_ever(*arguments: str) -> None:
     """With a model that does not let go of a prompt."""
     from oscar_mm.apps.serve.conversations import Conversations
 
-    def answering(self: Conversations, _: Any) -> Iterator[str]:
+    def answer_steps(self: Conversations, _: Any) -> Iterator[str]:
         with self.pipe.lock:
             Event().wait()
         yield ""
 
-    Conversations.answering = answering
+    Conversations.answer_steps = answer_steps
     command(*arguments)
 
 
