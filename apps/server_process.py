@@ -12,38 +12,40 @@ from oscar_mm.errors import InputError
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets, one for each address of a name; none takes connections before its ``listen``.
+    """Bind a socket to each address of a name; none takes connections before ``listen``.
+
+    A server claims its port by this before its model takes its time to load.
 
     Args:
         host: name or address of this machine.
         port: 0 for a free one.
 
     Raises:
-        InputError: no such name or address, or the port is taken.
+        InputError: the name or address is unknown, or the port is taken.
     """
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             _bare(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
         raise InputError(f"--host {host}: is no known name or address ({error})") from None
     sockets, absent = [], None
     with ExitStack() as opened:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
             try:
-                made = opened.enter_context(socket.socket(family, kind, protocol))
-                if os.name == "posix":  # Windows would share a port that is taken.
-                    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock = opened.enter_context(socket.socket(family, kind, protocol))
+                if os.name == "posix":  # Windows would share a port in use.
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
-                    made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                made.bind(address)
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind(address)
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise _unusable(host, port, error) from None
-                # A machine without IPv6 may know localhost by ::1 too.
+                # A machine without IPv6 may still give localhost the address ::1.
                 absent = error
             else:
-                sockets.append(made)
+                sockets.append(sock)
         if not sockets and absent is not None:
             raise _unusable(host, port, absent)
         opened.pop_all()
@@ -54,24 +56,24 @@ def listen(sockets: Iterable[socket.socket]) -> None:
     """Take connections.
 
     Raises:
-        InputError: another server, which was loading too, has the port now.
+        InputError: another server has bound the same port and listens already.
     """
-    for one in sockets:
-        host, port = one.getsockname()[:2]
+    for sock in sockets:
+        host, port = sock.getsockname()[:2]
         try:
-            one.listen()
+            sock.listen()
         except OSError as error:
             raise _unusable(host, port, error) from None
 
 
 def url(host: str, port: int) -> str:
-    """The address for clients."""
+    """Return the address for clients."""
     host = _bare(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _bare(host: str) -> str:
-    """Of IPv6 without the brackets of URLs."""
+    """Remove the brackets that URLs put around IPv6 addresses."""
     return host.removeprefix("[").removesuffix("]")
 
 
@@ -84,7 +86,7 @@ def _unusable(host: str, port: int, error: OSError) -> InputError:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """In the block SIGTERM does what Ctrl-C does; once, so that it does not disturb the end."""
+    """Make SIGTERM do inside what Ctrl-C does, but once, so that it does not disturb the end."""
 
     def interrupt(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -15,50 +15,50 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-def written(pieces: Iterable[str]) -> Iterator[str]:
-    """Write an answer as it comes: text on stdout, a model's reasoning dimly on stderr.
+def print_pieces(pieces: Iterable[str]) -> Iterator[str]:
+    """Print an answer as it comes: text on stdout, a model's reasoning dimly on stderr.
 
     Args:
-        pieces: as ``AnswerStream.with_reasoning`` gives them.
+        pieces: pieces of ``AnswerStream.with_reasoning``.
 
-    Returns:
-        The pieces, each once it is written.
+    Yields:
+        each piece after it is printed.
     """
     from oscar_mm.decoding.reasoning import Reasoning
 
     reasons = False
     for piece in pieces:
         if isinstance(piece, Reasoning):
-            _write_dimly(piece)
+            _print_dimly(piece)
         else:
             if reasons:
                 print("\n", file=sys.stderr, flush=True)
-            print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+            print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         reasons = isinstance(piece, Reasoning)
         yield piece
     if reasons:
         print(file=sys.stderr, flush=True)
 
 
-def _write_dimly(piece: str) -> None:
+def _print_dimly(piece: str) -> None:
     on_terminal = sys.stderr.isatty()
-    shown = f"\033[2m{harmless(piece)}\033[0m" if on_terminal else piece
+    shown = f"\033[2m{printable(piece)}\033[0m" if on_terminal else piece
     print(shown, end="", file=sys.stderr, flush=True)
 
 
-def harmless(text: str) -> str:
-    """Without the control characters by which text in a picture could command a terminal."""
+def printable(text: str) -> str:
+    """Replace control characters, by which text in a picture could command a terminal."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}"
-        if unicodedata.category(one) == "Cc" and one not in "\n\t"
-        else one
-        for one in text
+        if unicodedata.category(character) == "Cc" and character not in "\n\t"
+        else character
+        for character in text
     )
 
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Warnings inside are one line each on stderr."""
+    """Print each warning inside as one line on stderr."""
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         yield
@@ -68,22 +68,22 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     print("oscar-mm: warning:", message, file=sys.stderr)
 
 
-def on_loading() -> None:
-    """From now on transformers' own bar over the weights; nothing if stderr is no terminal."""
+def quiet_transformers() -> None:
+    """Silence transformers, but for its bar over the weights on a terminal."""
     from transformers.utils import logging
 
-    # stdout and stderr are the command's own: errors are shown by the command line.
+    # The command line itself shows errors.
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
 
 @contextmanager
-def prefill(model: Any) -> Iterator[None]:
-    """A bar over the decoder's layers during the first forward pass, on a terminal.
+def prefill_bar(model: Any) -> Iterator[None]:
+    """Show a bar over the decoder's layers during the first forward pass, on a terminal.
 
     Args:
-        model: a model of transformers that generates.
+        model: a generative model of transformers.
     """
     if not sys.stderr.isatty():
         yield
@@ -91,7 +91,7 @@ def prefill(model: Any) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    # Some language models name them otherwise: then there is no bar.
+    # Some language models have another name for their layers: then there is no bar.
     layers = getattr(model.get_decoder(), "layers", ())
     if not len(layers):
         yield
@@ -110,14 +110,14 @@ def prefill(model: Any) -> Iterator[None]:
                 hook.remove()
 
 
-class Bar:
-    """Shows rows, hours of audio per hour and KV memory; nothing where stderr is no terminal."""
+class RowsBar:
+    """A bar with rows, hours of audio per hour and KV memory; invisible off a terminal."""
 
     def __init__(self, shown: tuple[Progress, TaskID] | None) -> None:
         self._shown = shown
 
     def update(self, rows: int, audio_seconds: float, seconds: float, kv_bytes: int) -> None:
-        """Of this run so far."""
+        """Show what this run has done so far."""
         if self._shown is None:
             return
         progress, task = self._shown
@@ -127,10 +127,10 @@ class Bar:
 
 
 @contextmanager
-def bar(rows: int) -> Iterator[Bar]:
-    """A bar over so many rows."""
+def rows_bar(rows: int) -> Iterator[RowsBar]:
+    """Show a bar over ``rows`` rows inside."""
     if not sys.stderr.isatty():
-        yield Bar(None)
+        yield RowsBar(None)
         return
     from rich.console import Console
     from rich.progress import (
@@ -143,4 +143,4 @@ def bar(rows: int) -> Iterator[Bar]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows  {task.fields[note]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        yield Bar((progress, progress.add_task("", total=rows, note="")))
+        yield RowsBar((progress, progress.add_task("", total=rows, note="")))

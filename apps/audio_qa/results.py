@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.rows import Row, correct
+from oscar_mm.apps.audio_qa.rows import Row, is_correct
 from oscar_mm.decoding.answer import Answer
 from oscar_mm.errors import InputError
 from oscar_mm.memory import MemoryReport
@@ -21,64 +21,64 @@ from oscar_mm.whole_file import whole_file, writing
 Result = dict[str, Any]
 """A line of the output:
 
-- id, group: of the row. digest: of what it asks.
-- answer: text; of a row with choices, the one that was chosen. choice: its place, from 0.
-- correct: true, false, or null where no answer was given.
+- id, group: id and group of the row. digest: ``Row.digest``.
+- answer: text of the answer, or of the choice. choice: index of the choice, from 0.
+- correct: true, false, or null where the row has no answer.
 - scores: log-likelihood of each choice. finish_reason: "stop", "length" or "choice".
-- tokens: of prompt and answer, media included.
-- kv_bytes: bytes of the pages, blocks and tables of these tokens, those included that it shares
-  with other rows; kv_ratio: bytes of as many tokens in 16 bit, divided by them.
-- seconds: its share of reading the media and of its batch.
+- tokens: tokens of prompt and answer, media included.
+- kv_bytes: bytes of the pages, blocks and tables of these tokens, also of those that other rows
+  share; kv_ratio: bytes of as many tokens in 16 bit, divided by kv_bytes.
+- seconds: the row's share of reading the media and of its batch.
 - error: why there is no answer, else null.
 """
 
 
-def answered(row: Row, answer: Answer) -> Result:
-    """Of a free answer."""
+def answer_result(row: Row, answer: Answer) -> Result:
+    """Describe a free answer."""
     return _result(
         row,
         answer.memory,
         answer=answer.text,
-        correct=correct(row, answer.text, None),
+        correct=is_correct(row, answer.text, None),
         finish_reason=answer.finish_reason,
         tokens=answer.prompt_tokens + len(answer.token_ids),
     )
 
 
-def chosen(row: Row, choice: Choice) -> Result:
-    """Of a row with choices."""
+def choice_result(row: Row, choice: Choice) -> Result:
+    """Describe the answer to a row with choices."""
     return _result(
         row,
         choice.memory,
         answer=row.choices[choice.best],
         choice=choice.best,
-        correct=correct(row, "", choice.best),
+        correct=is_correct(row, "", choice.best),
         scores=[round(score, 4) for score in choice.scores],
         finish_reason="choice",
         tokens=choice.prompt_tokens,
     )
 
 
-def failed(row: Row, error: str) -> Result:
-    """Of a row that got no answer."""
+def error_result(row: Row, error: str) -> Result:
+    """Describe a row without an answer."""
     return _result(row, None, error=error)
 
 
-def told(error: Exception) -> str:
-    """One line about an error; only those of bad input speak for themselves."""
+def error_line(error: Exception) -> str:
+    """Describe an error in a line, with its type unless the input is to blame."""
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
 
 
 def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
     empty = dict.fromkeys(("answer", "choice", "correct", "scores", "finish_reason", "error"))
-    held = 0 if memory is None else memory.kv_bytes - memory.by_kind["unused"]
+    kv_bytes = 0 if memory is None else memory.kv_bytes - memory.by_kind["unused"]
     return {
         "id": row.id,
         **empty,
         "tokens": 0,
-        "kv_bytes": held,
-        "kv_ratio": round(memory.bf16_bytes / held, 4) if memory and held else None,
+        "kv_bytes": kv_bytes,
+        "kv_ratio": round(memory.bf16_bytes / kv_bytes, 4) if memory and kv_bytes else None,
         "seconds": 0.0,
         "group": row.group,
         "digest": row.digest,
@@ -90,12 +90,12 @@ class Work:
     """What this process, or its workers, did for the run.
 
     Attributes:
-        rows: answered or failed.
-        seconds: from the first row to the last, without loading the model.
-        cpu_seconds: of processors that worked on them, all threads.
-        audio_seconds: of the recordings that were read, each once where rows share it.
-        kv_peak_bytes: most bytes that pools of pages and blocks took, of one worker.
-        process_peak_bytes: most resident memory of one process; on a GPU its allocated memory.
+        rows: rows answered or failed.
+        seconds: time from the first row to the last, without loading the model.
+        cpu_seconds: time of all processors and threads.
+        audio_seconds: length of the recordings read; rows that share a recording count it once.
+        kv_peak_bytes: largest pools of pages and blocks of a worker.
+        process_peak_bytes: largest resident memory of a process; on a GPU its allocated memory.
     """
 
     rows: int
@@ -107,7 +107,7 @@ class Work:
 
 
 def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any]:
-    """Counts and accuracies of all rows of an output, and the rates of this run's work."""
+    """Sum up all rows of an output, and the speed of this run."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     rows = list(results)
     for row in rows:
@@ -129,7 +129,7 @@ def _counts(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     answered = [row for row in rows if row["error"] is None]
     chosen = [row for row in answered if row["choice"] is not None]
     free = [row for row in answered if row["choice"] is None]
-    held = sum(row["kv_bytes"] for row in answered)
+    kv_bytes = sum(row["kv_bytes"] for row in answered)
     in_16_bit = sum(row["kv_bytes"] * (row["kv_ratio"] or 0) for row in answered)
     return {
         "rows": len(rows),
@@ -139,13 +139,13 @@ def _counts(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         "exact_match": _accuracy(free),
         "marked": sum(row["correct"] is not None for row in answered),
         "mean_tokens": _share(sum(row["tokens"] for row in answered), len(answered)),
-        "mean_kv_bytes": _share(held, len(answered)),
-        "kv_ratio": _share(in_16_bit, held),
+        "mean_kv_bytes": _share(kv_bytes, len(answered)),
+        "kv_ratio": _share(in_16_bit, kv_bytes),
     }
 
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> float | None:
-    """Share of right ones among those whose answer is known; rows with an error do not count."""
+    """Return the share of right rows among rows with a known answer and no error."""
     marked = [row["correct"] for row in rows if row["correct"] is not None]
     return _share(sum(marked), len(marked))
 
@@ -154,8 +154,8 @@ def _share(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-def show(summary: Mapping[str, Any]) -> None:
-    """Print the table."""
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print a table of groups, and a line about speed and memory."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -166,7 +166,7 @@ def show(summary: Mapping[str, Any]) -> None:
         table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     for name, counts in [*summary["groups"].items(), ("all", summary)]:
         table.add_row(
-            # As it is: no markup, and half of a surrogate pair as JSON escapes it.
+            # No markup, and JSON's escape for half of a surrogate pair.
             Text(name.encode(errors="backslashreplace").decode()),
             f"{counts['rows']:,}",
             f"{counts['failed']:,}",
@@ -178,11 +178,11 @@ def show(summary: Mapping[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table)
     work, rates = summary["work"], summary["throughput"]
-    kept, taken = (format_bytes(work[f"{kind}_peak_bytes"]) for kind in ("kv", "process"))
+    kv_peak, process_peak = (format_bytes(work[f"{kind}_peak_bytes"]) for kind in ("kv", "process"))
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
         f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour; most memory: "
-        f"KV {kept}, process {taken}"
+        f"KV {kv_peak}, process {process_peak}"
     )
 
 
@@ -191,10 +191,10 @@ def _percent(share: float | None) -> str:
 
 
 def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]) -> int:
-    """Write one line for each row that was answered; how many there are.
+    """Write a line for each answered row, as lmms-eval's ``--log_samples`` does; count them.
 
-    A line has doc_id, input, target, resps, filtered_resps and doc_hash, and its metric:
-    ``exact_match``, or of a row with choices ``acc``, whose resps are pairs of a log-likelihood
+    A line has doc_id, input, target, resps, filtered_resps and doc_hash, and a metric:
+    ``exact_match``, or for choices ``acc``. The resps of choices are pairs of a log-likelihood
     and whether it is the highest.
 
     Raises:
@@ -223,7 +223,7 @@ def _sample(number: int, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
     metric = "exact_match"
     if row.choices:
         metric, best = "acc", result["choice"]
-        pairs = [[score, place == best] for place, score in enumerate(result["scores"])]
+        pairs = [[score, index == best] for index, score in enumerate(result["scores"])]
         sample |= {"resps": [[pair] for pair in pairs], "filtered_resps": pairs}
     if correct is not None:
         sample[metric] = float(correct)

@@ -12,7 +12,7 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 DEFAULT_MODEL = "pocket-omni"
-"""Takes pictures and sound."""
+"""This model takes pictures and sound."""
 
 
 def demo(
@@ -54,7 +54,7 @@ def demo(
     parse_bytes("--kv-budget", kv_budget)
     if importlib.util.find_spec("gradio") is None:
         raise InputError("the demo needs gradio: pip install 'oscar-mm[demo]'")
-    terminal.on_loading()
+    terminal.quiet_transformers()
     from oscar_mm.apps.demo.server import serve  # brings gradio and torch
 
     serve(

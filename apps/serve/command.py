@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,9 @@ _RELEASE_S = 2.0
 """Seconds in which the model must end its step after the server has stopped."""
 
 
+@options.grouped
 def serve(
+    *,
     model: options.Model = None,
     policy: options.Policy = DEFAULT,
     host: Annotated[
@@ -42,7 +45,7 @@ def serve(
         typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
     ] = None,
     max_context: options.MaxContext = None,
-    max_new_tokens: options.Longest = None,
+    max_new_tokens: options.AnswerLength = None,
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
     ] = "64MB",
@@ -55,9 +58,7 @@ def serve(
         float,
         typer.Option(metavar="S", help="Seconds that answers have to end in on SIGTERM or Ctrl-C."),
     ] = 10.0,
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    dtype: options.Dtype = None,
+    placement: options.PlacementOptions,
 ) -> None:
     """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
 
@@ -89,8 +90,8 @@ def serve(
             f"serve needs the package {error.name}: pip install 'oscar-mm[serve]'"
         ) from None
     sockets = bind(host, port)
-    model = options.chosen_model(model, hears=True)
-    terminal.on_loading()
+    model = options.model_or_bundled(model, hears=True)
+    terminal.quiet_transformers()
     from oscar_mm.apps.guard import is_loopback
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
     from oscar_mm.apps.serve.service import ServerLimits
@@ -99,9 +100,7 @@ def serve(
     pipe = pipeline_for(model)(
         model,
         policy=policy,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
+        **asdict(placement),
         max_context=max_context,
         kv_budget=kv_budget,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.apps.audio_qa.rows import Row, by_recording, correct, read_rows, right_choices
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, is_correct, read_rows, right_choices
 from tests.apps.audio_qa.conftest import write_lines
 
 
@@ -177,12 +177,12 @@ def test_groups_and_digests() -> None:
 
 def test_marking() -> None:
     free = Row("a", "?", answer=("Two dogs.", "2"))
-    assert correct(free, " two  DOGS", None) and correct(free, "2!", None)
-    assert correct(free, "two", None) is False
-    assert correct(Row("a", "?"), "two", None) is None
-    assert correct(Row("a", "?", answer=("!",)), "!", None)
+    assert is_correct(free, " two  DOGS", None) and is_correct(free, "2!", None)
+    assert is_correct(free, "two", None) is False
+    assert is_correct(Row("a", "?"), "two", None) is None
+    assert is_correct(Row("a", "?", answer=("!",)), "!", None)
     row = Row("a", "?", choices=("Ann", "Bob", "b"), answer=("bob",))
-    assert right_choices(row) == {1} and correct(row, "", 1) and not correct(row, "", 2)
+    assert right_choices(row) == {1} and is_correct(row, "", 1) and not is_correct(row, "", 2)
     # A letter that is a choice itself is that one, any other is a place.
     assert right_choices(Row("a", "?", choices=row.choices, answer=("B", "a"))) == {2, 0}
     for answer in ("D", "Eve"):
