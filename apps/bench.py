@@ -150,22 +150,26 @@ def accuracy(
     if questions is not None:
         rows = _rows(questions)[:limit]
         model = options.model_or_bundled(model, hears=any(row.audio for row in rows))
-        chosen = _select_methods(methods or [])
-        about = _compare_questions(questions, rows, model, chosen, max_new_tokens, device, dtype)
+        selected_methods = _select_methods(methods or [])
+        about = _compare_questions(
+            questions, rows, model, selected_methods, max_new_tokens, device, dtype
+        )
     else:
         texts = {str(path): read_text(path) for path in text or []}
         if model is None:
             raise InputError(options.TEXT_NEEDS_MODEL)
-        chosen = _select_methods(methods or [])
+        selected_methods = _select_methods(methods or [])
         sizes = (tokens or _TOKENS, passages or _PASSAGES, max_new_tokens)
-        about = _compare_texts(texts, model, chosen, sizes, device, dtype)
+        about = _compare_texts(texts, model, selected_methods, sizes, device, dtype)
     if out is not None:
         record = {
             "model": model,
             "max_new_tokens": max_new_tokens,
             "oscar_mm": oscar_mm.__version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "policies": {one.name: asdict(one.policy) for one in chosen if _is_policy(one)},
+            "policies": {
+                one.name: asdict(one.policy) for one in selected_methods if _is_policy(one)
+            },
             **about,
         }
         with writing(f"--out {out}"):
@@ -177,12 +181,12 @@ def _select_methods(names: list[str]) -> list[Any]:
     terminal.quiet_transformers()
     from oscar_mm.compare.methods import REFERENCE, main_methods, selected  # brings torch
 
-    known = main_methods()
-    chosen = selected(known, names)
-    if not chosen:
-        known_names = "; ".join(one.name for one in known)
-        raise InputError(f"--methods {' '.join(names)}: in no name of {known_names}")
-    return [known[0], *(one for one in chosen if one.name != REFERENCE)]
+    available = main_methods()
+    selected_methods = selected(available, names)
+    if not selected_methods:
+        names_available = "; ".join(one.name for one in available)
+        raise InputError(f"--methods {' '.join(names)}: in no name of {names_available}")
+    return [available[0], *(one for one in selected_methods if one.name != REFERENCE)]
 
 
 def _compare_questions(

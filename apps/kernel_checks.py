@@ -129,9 +129,9 @@ def _pack(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> W
     source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
     places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
     policy = _WHOLE_PAGE_POLICY
-    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    options = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
     sides = (keys, values, _recent(device))
-    call = partial(pack_jobs, *sides, *places, None, text_of(page_format), *how)
+    call = partial(pack_jobs, *sides, *places, None, text_of(page_format), *options)
     return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
@@ -140,10 +140,10 @@ def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
     keys, values = (_states(device, len(pool), _HEADS, PAGE_TOKENS) for _ in range(2))
     jobs, begins = whole_page_tables(len(pool), device)
     bad = torch.zeros(1, dtype=torch.int32, device=device)
-    how = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
+    options = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
     tables = (jobs, begins[: len(pool) * page_format.center])
     sides = (keys, values, _recent(device))
-    call = partial(store, *sides, *tables, pool, bad, None, text_of(page_format), *how)
+    call = partial(store, *sides, *tables, pool, bad, None, text_of(page_format), *options)
     return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
@@ -161,9 +161,9 @@ def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) ->
         torch.tensor(counts, dtype=torch.int32, device=device),
         torch.from_numpy(parts.copy()).to(device),
     )
-    how = (_HEAD_DIM**-0.5, [text_of(page_format)], _POLICY.rotate)
+    options = (_HEAD_DIM**-0.5, [text_of(page_format)], _POLICY.rotate)
     return Workload(
-        partial(decode, *new, [pool], _recent(device), None, *tables, *how), pool.nbytes
+        partial(decode, *new, [pool], _recent(device), None, *tables, *options), pool.nbytes
     )
 
 

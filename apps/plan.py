@@ -104,8 +104,10 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
     plain = KVPolicy.preset("bf16")
     kinds = {name: {name: count} for name, count in estimate.tokens.items() if count}
     for name, tokens in (kinds | {"all": estimate.tokens}).items():
-        whole, packed = (estimate.shape.kv_bytes(one, tokens) for one in (plain, estimate.policy))
-        sizes = (format_bytes(whole), format_bytes(packed), f"{whole / packed:.2f}x")
+        unpacked, packed = (
+            estimate.shape.kv_bytes(one, tokens) for one in (plain, estimate.policy)
+        )
+        sizes = (format_bytes(unpacked), format_bytes(packed), f"{unpacked / packed:.2f}x")
         by_modality.add_row(name, f"{sum(tokens.values()):,}", *sizes)
     sessions = table("GPU", "sessions in 16 bit", f"with {policy}")
     for name, counts in fits.items():

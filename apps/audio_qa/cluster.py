@@ -186,14 +186,15 @@ def _run(
             audio = sum(report["audio_seconds"] for report in reports.values())
             spent = time.perf_counter() - start
             shown.update(len(rows) - len(left), audio, spent, about["kv_bytes"])
-    found = list(reports.values())
+    all_reports = list(reports.values())
     return Work(
         rows=len(rows),
         seconds=time.perf_counter() - start,
         **{
-            name: sum(report[name] for report in found) for name in ("cpu_seconds", "audio_seconds")
+            name: sum(report[name] for report in all_reports)
+            for name in ("cpu_seconds", "audio_seconds")
         },
-        **{name: max(report[name] for report in found) for name in _PEAKS},
+        **{name: max(report[name] for report in all_reports) for name in _PEAKS},
     )
 
 

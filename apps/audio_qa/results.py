@@ -127,16 +127,16 @@ def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any
 
 def _counts(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     answered = [row for row in rows if row["error"] is None]
-    chosen = [row for row in answered if row["choice"] is not None]
-    free = [row for row in answered if row["choice"] is None]
+    with_choices = [row for row in answered if row["choice"] is not None]
+    without_choices = [row for row in answered if row["choice"] is None]
     kv_bytes = sum(row["kv_bytes"] for row in answered)
     in_16_bit = sum(row["kv_bytes"] * (row["kv_ratio"] or 0) for row in answered)
     return {
         "rows": len(rows),
         "failed": len(rows) - len(answered),
         "accuracy": _accuracy(answered),
-        "choice_accuracy": _accuracy(chosen),
-        "exact_match": _accuracy(free),
+        "choice_accuracy": _accuracy(with_choices),
+        "exact_match": _accuracy(without_choices),
         "marked": sum(row["correct"] is not None for row in answered),
         "mean_tokens": _share(sum(row["tokens"] for row in answered), len(answered)),
         "mean_kv_bytes": _share(kv_bytes, len(answered)),
@@ -150,8 +150,8 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> float | None:
     return _share(sum(marked), len(marked))
 
 
-def _share(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if whole else None
+def _share(part: float, total: float) -> float | None:
+    return round(part / total, 4) if total else None
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:

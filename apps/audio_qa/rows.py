@@ -65,8 +65,8 @@ class Row:
     @property
     def digest(self) -> str:
         """Equal in rows that ask the same."""
-        asked = [self.question, self.choices, [Path(one).name for one in sum(self.recording, ())]]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        content = [self.question, self.choices, [Path(one).name for one in sum(self.recording, ())]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def read_rows(
@@ -203,7 +203,7 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
     def medium(path: Path) -> dict[str, Any]:
         return {_KIND[path.suffix.lower()]: (str(path.absolute()),)}
 
-    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _KIND]
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _KIND]
     return [
         Row(
             id=path.relative_to(folder).as_posix(),
@@ -211,7 +211,7 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
             where=str(path),
             **medium(path),
         )
-        for path in found
+        for path in paths
         if path.is_file()
     ]
 
@@ -237,7 +237,7 @@ def _row(
     if isinstance(record, InputError):
         return Row(id=_unused_id(taken, place), question="", where=where, error=str(record))
     given = {_SINGULAR.get(name, name): value for name, value in record.items()}
-    asked = given.get("question", question)
+    content = given.get("question", question)
     about: dict[str, Any] = {
         "id": _unused_id(taken, place.rpartition(" ")[2], place),
         "where": where,
@@ -248,7 +248,7 @@ def _row(
             for name, field in (("id", "id"), ("group", group_by))
             if given.get(field) is not None
         }
-        if not isinstance(asked, str) or not asked.strip():
+        if not isinstance(content, str) or not content.strip():
             raise InputError("question must be text that is not empty")
         texts: dict[str, Any] = {
             name: _texts(name, given.get(name)) for name in ("choices", "answer", *MEDIA)
@@ -258,8 +258,8 @@ def _row(
         for kind in MEDIA:
             texts[kind] = tuple(_medium_path(base, one) for one in texts[kind])
     except InputError as error:
-        return Row(question=asked if isinstance(asked, str) else "", error=str(error), **about)
-    return Row(question=asked, **texts, **about)
+        return Row(question=content if isinstance(content, str) else "", error=str(error), **about)
+    return Row(question=content, **texts, **about)
 
 
 def _given_id(record: Mapping[str, Any] | InputError) -> str | None:

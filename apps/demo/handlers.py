@@ -34,6 +34,8 @@ _UNCHANGED = gr.skip()
 class Handlers:
     """The handlers of a page.
 
+    Most take the scenario for which the page shows the capacity: GPU, model and length.
+
     Args:
         sessions: the visitors.
         folder: takes the files that visitors download.
@@ -43,14 +45,8 @@ class Handlers:
     """
 
     part_names = (
-        "history",
-        "live",
-        "memory",
-        "segments",
-        "compared",
-        "capacity",
-        "status",
-        "compare",
+        *("history", "live", "memory", "segments"),
+        *("compared", "capacity", "status", "compare"),
     )
 
     def __init__(self, sessions: Sessions, folder: Path) -> None:
@@ -59,14 +55,14 @@ class Handlers:
         model = getattr(pipe.family, "whole", pipe.model)
         self.shape = ModelShape.of(pipe.model.config, model.num_parameters())
 
-    def initial(self, gpu: str, model: str, length: str) -> dict[str, Any]:
+    def initial(self, *scenario: str) -> dict[str, Any]:
         """Return the parts of an empty conversation by name."""
         session = Session(self.sessions)
-        parts = self.all_parts(session, gpu, model, length)
+        parts = self.all_parts(session, *scenario)
         session.close()
         return dict(zip(self.part_names, parts, strict=True))
 
-    def all_parts(self, session: Session, gpu: str, model: str, length: str) -> tuple:
+    def all_parts(self, session: Session, *scenario: str) -> tuple:
         """Return all parts, in the order of ``part_names``."""
         return (
             history(session.exchanges, session.active),
@@ -74,20 +70,18 @@ class Handlers:
             memory_view(session),
             segments_view(session),
             comparison_view(session),
-            self._capacity(session, gpu, model, length),
+            self._capacity(session, *scenario),
             status_view(session),
             session.baseline is not None,
         )
 
     def ask(
         self,
+        request: gr.Request,
         message: dict[str, Any] | None,
         temperature: float,
         longest: float,
-        gpu: str,
-        model: str,
-        length: str,
-        request: gr.Request,
+        *scenario: str,
     ) -> Iterator[tuple]:
         """Answer a message; a message that the page refuses goes back into the box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
@@ -98,19 +92,14 @@ class Handlers:
         last = session.exchanges[-1:]
         refused = bool(last and last[0].error and not last[0].counts)
         box = gr.MultimodalTextbox(value={"text": text, "files": files}) if refused else _UNCHANGED
-        past, *parts = self.all_parts(session, gpu, model, length)
+        past, *parts = self.all_parts(session, *scenario)
         yield _UNCHANGED if past == sent else past, *parts, box
 
     def example(self, example: Example) -> Callable[..., Iterator[tuple]]:
         """Return a handler that begins a conversation and asks an example's questions."""
 
         def play(
-            temperature: float,
-            longest: float,
-            gpu: str,
-            model: str,
-            length: str,
-            request: gr.Request,
+            request: gr.Request, temperature: float, longest: float, *scenario: str
         ) -> Iterator[tuple]:
             session = self._session(request)
             try:
@@ -122,7 +111,7 @@ class Handlers:
                 sent = yield from self._answer(
                     session, message.text, message.paths, options, _UNCHANGED
                 )
-                past, *parts = self.all_parts(session, gpu, model, length)
+                past, *parts = self.all_parts(session, *scenario)
                 yield _UNCHANGED if past == sent else past, *parts, _UNCHANGED
                 if session.stopped or not session.exchanges or session.exchanges[-1].error:
                     break
@@ -136,8 +125,8 @@ class Handlers:
 
     def _options(self, temperature: float, longest: float) -> dict[str, Any]:
         # A checkpoint's top_k and top_p go with its own temperature only.
-        chosen = None if temperature == self.default_temperature else temperature
-        return {"temperature": chosen, "max_new_tokens": as_int(longest)}
+        sampled = None if temperature == self.default_temperature else temperature
+        return {"temperature": sampled, "max_new_tokens": as_int(longest)}
 
     def _answer(
         self, session: Session, text: str, files: list, options: dict[str, Any], box: Any
@@ -158,9 +147,7 @@ class Handlers:
             gr.Warning(str(error))
         return sent
 
-    def compare(
-        self, wanted: bool, gpu: str, model: str, length: str, request: gr.Request
-    ) -> Iterator[tuple]:
+    def compare(self, request: gr.Request, wanted: bool, *scenario: str) -> Iterator[tuple]:
         """Begin or end the comparison."""
         session = self._session(request)
         try:
@@ -172,16 +159,16 @@ class Handlers:
                 session.stop_comparing()
         except InputError as error:
             session.show_error(error)
-        yield self.all_parts(session, gpu, model, length)
+        yield self.all_parts(session, *scenario)
 
     def action(self, name: str) -> Callable[..., tuple]:
         """Return a handler for a method of a session without arguments: "undo" or "begin"."""
 
-        def act(gpu: str, model: str, length: str, request: gr.Request) -> tuple:
+        def act(request: gr.Request, *scenario: str) -> tuple:
             session = self._session(request)
             with _errors_in_chat(session):
                 getattr(session, name)()
-            return self.all_parts(session, gpu, model, length)
+            return self.all_parts(session, *scenario)
 
         return act
 
@@ -191,6 +178,7 @@ class Handlers:
 
     def begin_with(
         self,
+        request: gr.Request,
         preset: str,
         text: str,
         image: str,
@@ -199,36 +187,29 @@ class Handlers:
         window: float,
         system: str,
         compare: bool,
-        gpu: str,
-        model: str,
-        length: str,
-        request: gr.Request,
+        *scenario: str,
     ) -> tuple:
         """Begin a conversation with the settings of the page."""
         session = self._session(request)
         bits = {"text": text, "image": image, "video": video, "audio": audio}
         with _errors_in_chat(session):
             session.begin(SessionSettings.of_fields(preset, bits, window, system, compare))
-        return self.all_parts(session, gpu, model, length)
+        return self.all_parts(session, *scenario)
 
-    def forget(
-        self, gpu: str, model: str, length: str, request: gr.Request, event: gr.EventData
-    ) -> tuple:
+    def forget(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
         """Free the memory of a segment."""
         session = self._session(request)
         with _errors_in_chat(session):
             session.forget(event.index)
-        return self.all_parts(session, gpu, model, length)
+        return self.all_parts(session, *scenario)
 
-    def load(
-        self, path: str | None, gpu: str, model: str, length: str, request: gr.Request
-    ) -> tuple:
+    def load(self, request: gr.Request, path: str | None, *scenario: str) -> tuple:
         """Replace the conversation with a saved one."""
         session = self._session(request)
         with _errors_in_chat(session):
             if path:
                 session.load(path)
-        return self.all_parts(session, gpu, model, length)
+        return self.all_parts(session, *scenario)
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
         """Return the conversation as a file, or None, and the history, which then tells why."""
@@ -244,9 +225,9 @@ class Handlers:
         path.write_text(memory_report(self._session(request)))
         return str(path)
 
-    def capacity(self, gpu: str, model: str, length: str, request: gr.Request) -> str:
+    def capacity(self, request: gr.Request, *scenario: str) -> str:
         """Tell how many conversations fit on a GPU."""
-        return self._capacity(self._session(request), gpu, model, length)
+        return self._capacity(self._session(request), *scenario)
 
     def inspect(self, request: gr.Request) -> Iterator[str]:
         """Inspect the keys of this conversation."""
@@ -259,9 +240,9 @@ class Handlers:
         except InputError as error:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
-    def open_page(self, gpu: str, model: str, length: str, request: gr.Request) -> tuple:
+    def open_page(self, request: gr.Request, *scenario: str) -> tuple:
         """Show the session of a page that a browser has loaded."""
-        return self.all_parts(self._session(request), gpu, model, length)
+        return self.all_parts(self._session(request), *scenario)
 
     def _session(self, request: gr.Request) -> Session:
         try:

@@ -94,8 +94,8 @@ class MemoryCurve:
     def thinned(self, count: int) -> list[MemorySample]:
         """Choose about ``count`` samples at most, the first and the last among them."""
         step = max(1, -(-len(self.samples) // count))
-        chosen = self.samples[::step]
-        return chosen if chosen[-1] is self.last else [*chosen, self.last]
+        samples = self.samples[::step]
+        return samples if samples[-1] is self.last else [*samples, self.last]
 
 
 class MeasuredChat:

@@ -191,15 +191,15 @@ def capacity(
     tokens = scale_mix(mix, LENGTHS[length] or sum(stored.values()) or 1024)
     plain = KVPolicy.preset("bf16")
     room = GPUS[gpu] * 1e9
-    packed, whole = (shape.conversations(room, one, tokens) for one in (policy, plain))
-    if not whole and not packed:
+    packed, unpacked = (shape.conversations(room, one, tokens) for one in (policy, plain))
+    if not unpacked and not packed:
         weights = format_bytes(shape.weight_bytes)
         return f'<p class="fits none">Weights of {weights} leave no room on this GPU.</p>'
     one, other = (format_bytes(shape.kv_bytes(policy, tokens)) for policy in (policy, plain))
     total = sum(tokens.values())
     return (
         f'<p class="fits"><strong>{packed:,}</strong> conversations like this fit, '
-        f"<b>{whole:,}</b> in 16 bit.</p>"
+        f"<b>{unpacked:,}</b> in 16 bit.</p>"
         f'<p class="how">{total:,} tokens: {escape(one)} each instead of {escape(other)}, beside '
         f"weights of {format_bytes(shape.weight_bytes)}. By the formats, not measured.</p>"
     )

@@ -94,13 +94,13 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         stop = gr.Button("Stop", elem_id="stop", size="sm", min_width=60)
         undo = gr.Button("Undo", elem_id="undo", size="sm", min_width=60)
         clear = gr.Button("New conversation", elem_id="clear", size="sm", min_width=120)
-    shown = [one for one in EXAMPLES if one.exists and (hears or not one.needs_sound)]
+    offered = [one for one in EXAMPLES if one.exists and (hears or not one.needs_sound)]
     examples = []
-    if shown:
+    if offered:
         with gr.Row(elem_id="examples"):
             examples = [
                 (gr.Button(f"{one.title}: {one.summary}", size="sm", min_width=140), one)
-                for one in shown
+                for one in offered
             ]
     return {
         "history": history,
@@ -175,8 +175,8 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
 
 
 def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
-    shown = [parts[name] for name in handlers.part_names]
-    place = [parts[name] for name in ("gpu", "model", "length")]
+    all_outputs = [parts[name] for name in handlers.part_names]
+    scenario = [parts[name] for name in ("gpu", "model", "length")]
     options = [parts["temperature"], parts["longest"]]
     private: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     answer = private | {
@@ -186,20 +186,22 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         "show_progress_on": parts["message"],
     }
     box = parts["message"]
-    box.submit(handlers.ask, [box, *options, *place], [*shown, box], **answer)
+    box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
     for button, example in parts["examples"]:
-        button.click(handlers.example(example), [*options, *place], [*shown, box], **answer)
-    parts["compare"].input(handlers.compare, [parts["compare"], *place], shown, **answer)
+        button.click(
+            handlers.example(example), [*options, *scenario], [*all_outputs, box], **answer
+        )
+    parts["compare"].input(handlers.compare, [parts["compare"], *scenario], all_outputs, **answer)
     parts["stop"].click(handlers.stop, queue=False, **private)
-    parts["undo"].click(handlers.action("undo"), place, shown, **private)
-    parts["clear"].click(handlers.action("begin"), place, shown, **private)
+    parts["undo"].click(handlers.action("undo"), scenario, all_outputs, **private)
+    parts["clear"].click(handlers.action("begin"), scenario, all_outputs, **private)
     fields = [parts[name] for name in ("preset", *(one.label for one in Modality), "window")]
-    fields += [parts["system"], parts["compare"], *place]
-    parts["apply"].click(handlers.begin_with, fields, shown, **private)
-    parts["segments"].click(handlers.forget, place, shown, **private)
-    for one in place:
-        one.input(handlers.capacity, place, parts["capacity"], **private)
-    parts["load"].upload(handlers.load, [parts["load"], *place], shown, **private)
+    fields += [parts["system"], parts["compare"], *scenario]
+    parts["apply"].click(handlers.begin_with, fields, all_outputs, **private)
+    parts["segments"].click(handlers.forget, scenario, all_outputs, **private)
+    for one in scenario:
+        one.input(handlers.capacity, scenario, parts["capacity"], **private)
+    parts["load"].upload(handlers.load, [parts["load"], *scenario], all_outputs, **private)
     for button, handler, outputs, target in (
         ("save", handlers.save, [parts["saved"], parts["history"]], "saved"),
         ("report", handlers.report, [parts["reported"]], "reported"),
@@ -207,7 +209,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         done = parts[button].click(handler, None, outputs, **private)
         done.success(None, None, None, js=_press(target), **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
-    page.load(handlers.open_page, place, shown, **private)
+    page.load(handlers.open_page, scenario, all_outputs, **private)
     page.unload(handlers.leave)
 
 

@@ -38,13 +38,13 @@ class Metrics:
         )
         self.running = Gauge("oscar_mm_running", "Answers being written", registry=self.registry)
         self.waiting = Gauge("oscar_mm_waiting", "Requests in the queue", registry=self.registry)
-        self.first_token = Histogram(
+        self.first_token_seconds = Histogram(
             "oscar_mm_first_token_seconds",
             "Time to the first token, the queue not included",
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.whole = Histogram(
+        self.answer_seconds = Histogram(
             "oscar_mm_answer_seconds",
             "Time to the last token, the queue not included",
             buckets=_SECONDS,

@@ -335,7 +335,7 @@ class _RunningAnswer:
                     if not await run_sync(service.conversations.give_way):
                         await service.wait_for_memory(self.gone, left)
                 else:
-                    service.metrics.first_token.observe(perf_counter() - self._start)
+                    service.metrics.first_token_seconds.observe(perf_counter() - self._start)
                     return first
 
     async def pieces(self, first: str | CompletedAnswer) -> AsyncIterator[str]:
@@ -352,7 +352,7 @@ class _RunningAnswer:
         self._completed = piece
         metrics = self.service.metrics
         metrics.requests.labels("200").inc()
-        metrics.whole.observe(perf_counter() - self._start)
+        metrics.answer_seconds.observe(perf_counter() - self._start)
         metrics.tokens.labels("cached").inc(piece.cached_tokens)
         metrics.tokens.labels("prompt").inc(piece.prompt_tokens - piece.cached_tokens)
         metrics.tokens.labels("completion").inc(len(piece.answer.token_ids))
