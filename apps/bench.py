@@ -64,12 +64,12 @@ _TEXT_COLUMNS = (
     Column("+-", "perplexity_ratio_error", 100, ".1f"),
 )
 _CAPTION = (
-    "page, held: bits per value of full pages, and of all that a cache holds. KL: of the "
+    "page, held: bits per value of full pages, and of the whole cache. KL: divergence of the "
     "next-token distribution, 16-bit cache against method, in 0.001 nats, +- its standard error. "
     "agree: tokens whose likeliest successor is the same, in %."
 )
-_SAME_NOTE = "same: answers of which all are."
-_RIGHT_NOTE = "right: free answers that contain the given one."
+_SAME_NOTE = "same: answers in which all tokens agree, in %."
+_RIGHT_NOTE = "right: free answers that contain the given one, in %."
 _PERPLEXITY_NOTE = "ppl: perplexity of the text itself; rise: over the 16-bit cache's, in %."
 
 
@@ -105,12 +105,14 @@ def accuracy(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help=f"Of a passage of --text; default: {_TOKENS}."),
+        typer.Option(
+            metavar="N", min=1, help=f"Tokens of a passage of --text; default: {_TOKENS}."
+        ),
     ] = None,
     passages: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help=f"Of --text, from all over it; default: {_PASSAGES}."
+            metavar="N", min=1, help=f"Passages from all over --text; default: {_PASSAGES}."
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -133,8 +135,8 @@ def accuracy(
     its next-token distributions are compared with those of the 16-bit cache. Where the file has
     an answer, each policy also answers freely, and is right if its text contains one.
 
-    Of a text, a language model reads passages: each method stores them, and the tokens that really
-    follow are read with what it gives back.
+    With --text, a language model reads passages: each method stores them, and the model reads the
+    tokens that really follow with what the method gives back.
     """
     if (questions is None) == (not text):
         raise InputError("give --questions FILE or, for a language model, --text FILE: one of them")

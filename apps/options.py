@@ -26,7 +26,7 @@ Model = Annotated[
 ]
 Media = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told by suffix."),
+    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told apart by suffix."),
 ]
 Policy = Annotated[
     str,
@@ -69,12 +69,12 @@ AllowRemote = Annotated[
 ]
 
 TEXT_NEEDS_MODEL = (
-    "--text needs --model, the folder or hub id of a language model: the bundled models are asked "
-    "about pictures and sound"
+    "--text needs --model, the folder or hub id of a language model: the bundled models answer "
+    "questions about pictures and sound"
 )
 TEXT_NEEDS_LANGUAGE_MODEL = (
-    "--text is for language models, and {} is none that transformers loads as such; ask it "
-    "questions with media instead"
+    "--text is for language models, and transformers does not load {} as one; ask it questions "
+    "with media instead"
 )
 
 

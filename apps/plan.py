@@ -47,8 +47,8 @@ def plan(
 ) -> None:
     """Tell tokens, KV bytes in 16 bit and packed, and how many such sessions fit a GPU.
 
-    Configuration and processor of the model say all this; its weights are not read. Of a language
-    model the configuration is enough, and --text-tokens is all that there is.
+    The model's configuration and processor are enough; its weights are not read. A language model
+    needs only its configuration, and takes --text-tokens alone.
     """
     KVPolicy.preset(policy)
     gpus = _gpus(gpu)

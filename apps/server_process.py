@@ -28,7 +28,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             _bare(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        raise InputError(f"--host {host}: is no known name or address ({error})") from None
+        raise InputError(f"--host {host}: is not a known name or address ({error})") from None
     sockets, absent = [], None
     with ExitStack() as opened:
         for family, kind, protocol, _, address in dict.fromkeys(addresses):

@@ -50,7 +50,7 @@ def audio_qa_command(
         ),
     ] = True,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Ask rows again that have an error.")
+        bool, typer.Option("--retry-failed", help="Answer rows again that have an error.")
     ] = False,
     samples: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write lmms-eval's samples layout.")

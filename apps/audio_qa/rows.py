@@ -183,7 +183,7 @@ def _parse_line(line: bytes) -> Any:
 
 def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
     if None in cells or None in cells.values():
-        raise InputError(f"has not the {columns} columns of the header")
+        raise InputError(f"does not have the {columns} columns of the header")
     return {name: _cell(cell) for name, cell in cells.items() if cell}
 
 

@@ -28,7 +28,9 @@ def demo(
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer over a 16-bit cache too, side by side.")
     ] = False,
-    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Of the page.")] = 7860,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65535, help="Port of the page.")
+    ] = 7860,
     host: Annotated[
         str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 is all of them.")
     ] = "127.0.0.1",

@@ -191,7 +191,7 @@ class Session:
     def _check_length(self, tokens: Any) -> None:
         most = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
         if isinstance(tokens, int) and tokens > most:
-            raise InputError(f"an answer of {tokens:,} tokens is over the {most:,} of here")
+            raise InputError(f"an answer of {tokens:,} tokens is over the {most:,} allowed here")
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
         return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
@@ -218,7 +218,7 @@ class Session:
             if self.baseline is not None:
                 return
             if self._lacks_media:
-                raise InputError("a loaded conversation is without its media: begin a new one")
+                raise InputError("a loaded conversation lacks its media: begin a new one")
             self.baseline = self._new_chat(_SIXTEEN_BIT, self.settings)
             self.settings = replace(self.settings, compare=True)
             segments = self.conversation.segments

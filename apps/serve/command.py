@@ -49,10 +49,10 @@ def serve(
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
     ] = "64MB",
-    running: Annotated[int, typer.Option(metavar="N", help="Answers written at once.")] = 4,
-    waiting: Annotated[int, typer.Option(metavar="N", help="Requests in the queue.")] = 64,
+    running: Annotated[int, typer.Option(metavar="N", help="Most answers written at once.")] = 4,
+    waiting: Annotated[int, typer.Option(metavar="N", help="Most requests in the queue.")] = 64,
     conversations: Annotated[
-        int, typer.Option(metavar="N", help="Conversations that are kept.")
+        int, typer.Option(metavar="N", help="Conversations kept for later requests.")
     ] = 64,
     grace: Annotated[
         float,
@@ -62,7 +62,7 @@ def serve(
 ) -> None:
     """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
 
-    A conversation goes on from its kept cache. GET /metrics is for Prometheus.
+    A conversation goes on from its cache. GET /metrics is for Prometheus.
     """
     KVPolicy.preset(policy)
     size = parse_bytes("--max-request", max_request)

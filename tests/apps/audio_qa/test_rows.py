@@ -82,10 +82,10 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     found = [(row.id, row.error) for row in read_rows(table)]
     assert found == [
         ("1", ""),
-        ("line 3", "has not the 3 columns of the header"),
+        ("line 3", "does not have the 3 columns of the header"),
         ("line 4", """'[a, b]' is no JSON list such as ["a", "b"]"""),
         ("line 5", "is nested too deep"),
-        ("line 6", "has not the 3 columns of the header"),
+        ("line 6", "does not have the 3 columns of the header"),
     ]
     [good, bad] = read_rows([{"question": "?"}, 3])
     assert (good.id, bad.id, bad.error) == ("1", "row 2", "must be an object with fields, not int")
@@ -125,8 +125,8 @@ def test_ids_as_they_come_back() -> None:
         ("q.jsonl", "\n[1]\n", r"q.jsonl, line 2: must be an object with fields, not list"),
         ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' occurs already at .*line 1"),
         ("q.jsonl", "\n", "there are no questions in it"),
-        ("q.csv", "id,question\n1\n", r"q.csv, line 2: has not the 2 columns"),
-        ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: has not the 2 columns"),
+        ("q.csv", "id,question\n1\n", r"q.csv, line 2: does not have the 2 columns"),
+        ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: does not have the 2 columns"),
         ("q.csv", 'id,choices\n1,"[a, b]"\n', r"q.csv, line 2: .* is no JSON list"),
         ("q.csv", "id\n", "there are no questions"),
         ("q.csv", 'id,question\n1,?\n2,"a"b\n', r"q.csv, after line 2: no CSV: .* expected after"),

@@ -3,9 +3,7 @@
 import json
 import re
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from oscar_mm.apps.demo.charts import Line, chart
 from oscar_mm.apps.demo.comparison_panel import comparison_view, mark_differences
@@ -23,11 +21,8 @@ from oscar_mm.apps.demo.memory_panel import (
     status_view,
 )
 from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
-from oscar_mm.apps.demo.transcript import load_previews
-from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.capacity import ModelShape
 from oscar_mm.decoding.answer import Timings
-from oscar_mm.errors import InputError
 from oscar_mm.gpus import GPUS
 from oscar_mm.memory import MemoryReport
 from oscar_mm.modality import Modality
@@ -134,45 +129,6 @@ def test_every_choice_of_the_planner_works() -> None:
         for shape in (*MODELS.values(), ModelShape(4, 2, 128, 5_000_000)):
             for length in LENGTHS:
                 assert capacity({"text": 3}, KVPolicy.preset("oscar"), gpu, shape, length)
-
-
-def test_settings_say_what_is_wrong() -> None:
-    assert SessionSettings.of_fields("kivi", BITS, 32.0, "", False).policy == KVPolicy.preset(
-        "kivi"
-    )
-    assert SessionSettings.of_fields("bf16", BITS, 0, None, False).policy == KVPolicy.preset("bf16")
-    for preset, bits, window, why_not in (
-        ("nothing", BITS, 32, "unknown policy 'nothing'"),
-        (
-            "compact",
-            BITS | {"image": "3"},
-            32,
-            "bits '3': must be one of 2, 3/2, 4/2, 4, 16 or 'preset'",
-        ),
-        ("compact", BITS | {"text": 4}, 32, "bits 4: must be one of"),
-        ("compact", BITS, 32.5, "window=32.5"),
-        ("compact", BITS, None, "window=None"),
-        ("compact", BITS, 9999, "window=9999"),
-    ):
-        with pytest.raises(InputError, match=why_not):
-            SessionSettings.of_fields(preset, bits, window, None, False)
-
-
-def test_thumbnails(uploads, tmp_path) -> None:
-    Image.fromarray(np.zeros((3000, 4000, 3), np.uint8)).save(uploads / "big.png")
-    media = {
-        "images": [uploads / "big.png"],
-        "videos": [uploads / "clip.mp4"],
-        "audio": [uploads / "tone.wav"],
-    }
-    picture, video, clip = load_previews(media, LIMITS)
-    assert (picture.kind, video.kind, clip.kind) == ("picture", "video", "clip")
-    assert all(one.html.startswith("<img src=") for one in (picture, video))
-    assert 'alt="big.png"' in picture.html and len(picture.html) < 10_000
-    assert 'aria-label="waveform of tone.wav"' in clip.html and clip.html.count("<rect") == 28
-    broken = {"images": [uploads / "broken.png"], "videos": [], "audio": []}
-    with pytest.raises(InputError, match=r"broken\.png"):
-        load_previews(broken, LIMITS)
 
 
 def test_views_of_a_conversation(session, uploads) -> None:

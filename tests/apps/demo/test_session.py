@@ -14,8 +14,11 @@ from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
+from oscar_mm.policy import KVPolicy
 from tests.apps.demo.conftest import COMPACT, asked
 from tests.thinking import ids_of, saying
+
+BITS = {one.label: AS_PRESET for one in Modality}
 
 
 def test_answers_are_those_of_the_library(sessions, session, uploads) -> None:
@@ -225,9 +228,7 @@ def test_comparison(session, uploads) -> None:
 
 
 def test_a_comparison_that_is_stopped_is_given_up(session, monkeypatch) -> None:
-    session.begin(
-        SessionSettings.of_fields("compact", dict.fromkeys(_LABELS, AS_PRESET), 32, None, True)
-    )
+    session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     for _ in session.ask("What?", [], max_new_tokens=30):
         if session.exchanges[0].baseline:
@@ -267,7 +268,7 @@ def test_save_and_load(sessions, session, uploads, tmp_path) -> None:
     asked(session, "And?")
     asked(other, "And?")
     assert session.exchanges[1].answer == other.exchanges[1].answer
-    with pytest.raises(InputError, match="without its media"):
+    with pytest.raises(InputError, match="lacks its media"):
         list(other.compare())
     elsewhere = tmp_path / "elsewhere.safetensors"
     session.save(elsewhere)
@@ -313,4 +314,22 @@ def test_who_leaves_while_it_is_answered_holds_nothing(sessions, session, monkey
     assert sessions.pipe.budget.used_bytes == used
 
 
-_LABELS = [one.label for one in Modality]
+def test_settings_say_what_is_wrong() -> None:
+    for preset, window in (("kivi", 32.0), ("bf16", 0)):
+        settings = SessionSettings.of_fields(preset, BITS, window, "", False)
+        assert settings.policy == KVPolicy.preset(preset)
+    for preset, bits, window, why_not in (
+        ("nothing", BITS, 32, "unknown policy 'nothing'"),
+        (
+            "compact",
+            BITS | {"image": "3"},
+            32,
+            "bits '3': must be one of 2, 3/2, 4/2, 4, 16 or 'preset'",
+        ),
+        ("compact", BITS | {"text": 4}, 32, "bits 4: must be one of"),
+        ("compact", BITS, 32.5, "window=32.5"),
+        ("compact", BITS, None, "window=None"),
+        ("compact", BITS, 9999, "window=9999"),
+    ):
+        with pytest.raises(InputError, match=why_not):
+            SessionSettings.of_fields(preset, bits, window, None, False)

@@ -3,10 +3,16 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
+import pytest
+from PIL import Image
+
 from oscar_mm.apps.demo.comparison_panel import mark_differences
 from oscar_mm.apps.demo.memory_panel import segment_table
-from oscar_mm.apps.demo.transcript import Exchange, Preview, history, live
+from oscar_mm.apps.demo.transcript import Exchange, Preview, history, live, load_previews
+from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.chat.conversation import Segment
+from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'
@@ -95,3 +101,20 @@ def test_reasoning_is_folded_once_there_is_an_answer() -> None:
         assert [attrs for attrs in details(html) if "open" in attrs] == []
         assert "It is a sign.A sign." in Page(html).text
     assert details(history([exchange(answer="A sign.")])) == []
+
+
+def test_thumbnails(uploads, tmp_path) -> None:
+    Image.fromarray(np.zeros((3000, 4000, 3), np.uint8)).save(uploads / "big.png")
+    media = {
+        "images": [uploads / "big.png"],
+        "videos": [uploads / "clip.mp4"],
+        "audio": [uploads / "tone.wav"],
+    }
+    picture, video, clip = load_previews(media, LIMITS)
+    assert (picture.kind, video.kind, clip.kind) == ("picture", "video", "clip")
+    assert all(one.html.startswith("<img src=") for one in (picture, video))
+    assert 'alt="big.png"' in picture.html and len(picture.html) < 10_000
+    assert 'aria-label="waveform of tone.wav"' in clip.html and clip.html.count("<rect") == 28
+    broken = {"images": [uploads / "broken.png"], "videos": [], "audio": []}
+    with pytest.raises(InputError, match=r"broken\.png"):
+        load_previews(broken, LIMITS)

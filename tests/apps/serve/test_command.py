@@ -58,8 +58,8 @@ def test_where_it_cannot_listen(capsys) -> None:
                 ["--host", "192.0.2.1"],
                 "--port 8000: cannot be used (Cannot assign",
             ),
-            (["--host", "name.invalid"], "--host name.invalid: is no known name or address"),
-            (["--host", "a..b"], "--host a..b: is no known name or address"),
+            (["--host", "name.invalid"], "--host name.invalid: is not a known name or address"),
+            (["--host", "a..b"], "--host a..b: is not a known name or address"),
         ):
             assert run(["serve", "--model", "no-such-folder", *where]) == 2
             said = capsys.readouterr().err
