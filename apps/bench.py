@@ -170,7 +170,9 @@ def accuracy(
             "oscar_mm": oscar_mm.__version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "policies": {
-                one.name: asdict(one.policy) for one in selected_methods if _is_policy(one)
+                method.name: asdict(method.policy)
+                for method in selected_methods
+                if _is_policy(method)
             },
             **about,
         }
@@ -186,9 +188,9 @@ def _select_methods(names: list[str]) -> list[Any]:
     available = main_methods()
     selected_methods = selected(available, names)
     if not selected_methods:
-        names_available = "; ".join(one.name for one in available)
+        names_available = "; ".join(method.name for method in available)
         raise InputError(f"--methods {' '.join(names)}: in no name of {names_available}")
-    return [available[0], *(one for one in selected_methods if one.name != REFERENCE)]
+    return [available[0], *(method for method in selected_methods if method.name != REFERENCE)]
 
 
 def _compare_questions(

@@ -248,7 +248,7 @@ def _end_on_ctrl_c() -> Iterator[_Interruption]:
 
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
     if modality not in pipe.family.reads:
-        labels = ", ".join(sorted(one.label for one in pipe.family.reads))
+        labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))
         hint = "; Qwen3-Omni and pocket-omni do" if modality is Modality.AUDIO else ""
         raise InputError(f"{pipe.family.name} reads {labels}, no {modality.label}{hint}")
 

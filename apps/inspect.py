@@ -123,18 +123,18 @@ def _print_inspection(sentences: list[str], shown_tables: list[Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    for one in shown_tables:
+    for content in shown_tables:
         table = Table(
-            title=one.title,
+            title=content.title,
             title_justify="left",
             title_style="bold",
             box=SIMPLE,
             pad_edge=False,
             collapse_padding=True,
         )
-        for head in one.heads:
+        for head in content.heads:
             table.add_column(head, justify="right")
-        for row in one.rows:
+        for row in content.rows:
             table.add_row(*row)
         console.print(table)
     for sentence in sentences:

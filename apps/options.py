@@ -136,15 +136,17 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         types = get_type_hints(group, include_extras=True)
         parameters += [
             inspect.Parameter(
-                one.name, parameter.kind, default=one.default, annotation=types[one.name]
+                option.name, parameter.kind, default=option.default, annotation=types[option.name]
             )
-            for one in fields(group)
+            for option in fields(group)
         ]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
+            values[name] = group(
+                **{option.name: values.pop(option.name) for option in fields(group)}
+            )
         command(**values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)

@@ -105,7 +105,8 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
     kinds = {name: {name: count} for name, count in estimate.tokens.items() if count}
     for name, tokens in (kinds | {"all": estimate.tokens}).items():
         unpacked, packed = (
-            estimate.shape.kv_bytes(one, tokens) for one in (plain, estimate.policy)
+            estimate.shape.kv_bytes(cache_format, tokens)
+            for cache_format in (plain, estimate.policy)
         )
         sizes = (format_bytes(unpacked), format_bytes(packed), f"{unpacked / packed:.2f}x")
         by_modality.add_row(name, f"{sum(tokens.values()):,}", *sizes)

@@ -56,7 +56,7 @@ class ClusterWorker:
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         """Answer groups of rows in JSON; yield results with what the worker has done so far."""
         for group in batch["rows"]:
-            rows = [_row_of_fields(one) for one in json.loads(group)]
+            rows = [_row_of_fields(fields) for fields in json.loads(group)]
             if self._begin(rows[0].id) > TRIES:
                 results = iter(
                     [error_result(row, f"its worker died {TRIES} times") for row in rows]
@@ -176,8 +176,8 @@ def _run(
     start, reports = time.perf_counter(), {}
     left = {row.id: row for row in rows}
     with rows_bar(len(rows)) as shown:
-        for one in results.iter_rows():
-            result, about = json.loads(one["result"]), json.loads(one["about"])
+        for output in results.iter_rows():
+            result, about = json.loads(output["result"]), json.loads(output["about"])
             if not reports:
                 answers.confirm(about["fingerprint"])
             reports[about["worker"]] = about["report"]

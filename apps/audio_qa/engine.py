@@ -168,7 +168,7 @@ class Engine:
             yield from (error_result(row, error_line(error)) for row in rows)
             return
         open_s = time.perf_counter() - start
-        needed_bytes = self._media_bytes(reading) + sum(one.needed_bytes for one in waiting)
+        needed_bytes = self._media_bytes(reading) + sum(entry.needed_bytes for entry in waiting)
         if waiting and not self._has_room(needed_bytes):
             yield from self._flush(waiting)
         start = time.perf_counter()
@@ -180,7 +180,7 @@ class Engine:
             reading.close()
             yield from (error_result(row, error_line(error)) for row in rows)
             return
-        self.audio_seconds += sum(one.seconds for one in media_read.audio)
+        self.audio_seconds += sum(recording.seconds for recording in media_read.audio)
         self._note_peak()
         share = (open_s + time.perf_counter() - start) / len(rows)
         for row in rows:
@@ -242,10 +242,10 @@ class Engine:
 
     def _fits(self, entry: _BatchRow, rows: list[_BatchRow]) -> bool:
         together = [*rows, entry]
-        pasts = [one.prepared.past for one in together if one.prepared.past is not None]
+        pasts = [other.prepared.past for other in together if other.prepared.past is not None]
         return (
             len(together) <= self.batch_size
-            and self._has_room(sum(one.needed_bytes for one in together))
+            and self._has_room(sum(other.needed_bytes for other in together))
             and can_join(pasts)
         )
 

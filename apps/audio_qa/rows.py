@@ -65,7 +65,11 @@ class Row:
     @property
     def digest(self) -> str:
         """Equal in rows that ask the same."""
-        content = [self.question, self.choices, [Path(one).name for one in sum(self.recording, ())]]
+        content = [
+            self.question,
+            self.choices,
+            [Path(path).name for path in sum(self.recording, ())],
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
@@ -109,7 +113,7 @@ def read_rows(
                 raise InputError(f"{path}: cannot be read: {error.strerror}") from None
             rows = _rows(records, base, question, group_by)
     else:
-        records = [(_fields(one), f"row {number}") for number, one in enumerate(source, 1)]
+        records = [(_fields(record), f"row {number}") for number, record in enumerate(source, 1)]
         rows = _rows(records, Path.cwd(), question, group_by)
     if not rows:
         raise InputError(f"{source}: there are no questions in it")
@@ -222,7 +226,7 @@ def _rows(records: Sequence[_Record], base: Path, question: str | None, group_by
         record, where = records[0]
         raise InputError(f"{where}: {record}")
     taken = {_given_id(record) for record, _ in records}
-    return [_row(one, base, where, question, group_by, taken) for one, where in records]
+    return [_row(record, base, where, question, group_by, taken) for record, where in records]
 
 
 def _row(
@@ -256,7 +260,7 @@ def _row(
         if len(texts["choices"]) == 1 or len(set(texts["choices"])) < len(texts["choices"]):
             raise InputError("choices must be several texts, all different")
         for kind in MEDIA:
-            texts[kind] = tuple(_medium_path(base, one) for one in texts[kind])
+            texts[kind] = tuple(_medium_path(base, source) for source in texts[kind])
     except InputError as error:
         return Row(question=content if isinstance(content, str) else "", error=str(error), **about)
     return Row(question=content, **texts, **about)
@@ -291,10 +295,10 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
         return ()
     values = list(value) if isinstance(value, list | tuple) else [value]
     if name not in MEDIA:
-        values = [str(one) if type(one) in (int, float) else one for one in values]
+        values = [str(item) if type(item) in (int, float) else item for item in values]
     else:
-        values = [str(one) if isinstance(one, Path) else one for one in values]
-    if not all(isinstance(one, str) and one.strip() for one in values):
+        values = [str(item) if isinstance(item, Path) else item for item in values]
+    if not all(isinstance(item, str) and item.strip() for item in values):
         raise InputError(f"{name} must be text, or a list of texts")
     return tuple(values)
 

@@ -94,8 +94,8 @@ def memory_chart(curve: MemoryCurve, baseline: MemoryCurve | None) -> str:
     parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
     for part in parts or PARTS[:1]:
-        below = [height + one.parts[part] for height, one in zip(below, samples, strict=True)]
-        points = [(one.tokens, height) for one, height in zip(samples, below, strict=True)]
+        below = [height + sample.parts[part] for height, sample in zip(below, samples, strict=True)]
+        points = [(sample.tokens, height) for sample, height in zip(samples, below, strict=True)]
         lines.append(Line(part, f"c-{part}", points, filled=True))
     plain = [(sample.tokens, sample.bf16_bytes) for sample in samples]
     lines.append(Line("the same in 16 bit", "c-plain", plain, dashed=True))
@@ -145,8 +145,10 @@ def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]
         )
     media = {turn: iter(htmls) for turn, htmls in enumerate(previews)}
     rows = "".join(
-        _segment_row(one, "" if one.modality is Modality.TEXT else next(media[one.turn], ""))
-        for one in segments
+        _segment_row(
+            segment, "" if segment.modality is Modality.TEXT else next(media[segment.turn], "")
+        )
+        for segment in segments
     )
     return (
         '<table class="segments"><caption class="sr">Segments of the conversation</caption>'
@@ -191,16 +193,21 @@ def capacity(
     tokens = scale_mix(mix, LENGTHS[length] or sum(stored.values()) or 1024)
     plain = KVPolicy.preset("bf16")
     room = GPUS[gpu] * 1e9
-    packed, unpacked = (shape.conversations(room, one, tokens) for one in (policy, plain))
+    packed, unpacked = (
+        shape.conversations(room, cache_format, tokens) for cache_format in (policy, plain)
+    )
     if not unpacked and not packed:
         weights = format_bytes(shape.weight_bytes)
         return f'<p class="fits none">Weights of {weights} leave no room on this GPU.</p>'
-    one, other = (format_bytes(shape.kv_bytes(policy, tokens)) for policy in (policy, plain))
+    packed_size, size = (
+        escape(format_bytes(shape.kv_bytes(cache_format, tokens)))
+        for cache_format in (policy, plain)
+    )
     total = sum(tokens.values())
     return (
         f'<p class="fits"><strong>{packed:,}</strong> conversations like this fit, '
         f"<b>{unpacked:,}</b> in 16 bit.</p>"
-        f'<p class="how">{total:,} tokens: {escape(one)} each instead of {escape(other)}, beside '
+        f'<p class="how">{total:,} tokens: {packed_size} each instead of {size}, beside '
         f"weights of {format_bytes(shape.weight_bytes)}. By the formats, not measured.</p>"
     )
 
@@ -230,12 +237,12 @@ def memory_report(session: Session) -> str:
         "memory": conversation.memory.to_dict(),
         "segments": [
             {
-                "modality": one.modality.label,
-                "tokens": one.tokens,
-                "bytes": one.bytes,
-                "forgotten": one.forgotten,
+                "modality": segment.modality.label,
+                "tokens": segment.tokens,
+                "bytes": segment.bytes,
+                "forgotten": segment.forgotten,
             }
-            for one in conversation.segments
+            for segment in conversation.segments
         ],
         "timings": asdict(conversation.timings) if conversation.timings else None,
     }

@@ -58,7 +58,7 @@ def build(handlers: Handlers) -> gr.Blocks:
 
 def _header(handlers: Handlers) -> None:
     family = handlers.sessions.pipe.family
-    reads = ", ".join(sorted(one.label for one in family.reads))
+    reads = ", ".join(sorted(modality.label for modality in family.reads))
     _HTML(
         "<header><h1>oscar_mm</h1><p>Long conversations about pictures, sound and video in a "
         f'2-bit KV cache</p><span class="chip">{family.name} · reads {reads}</span>'
@@ -94,13 +94,18 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         stop = gr.Button("Stop", elem_id="stop", size="sm", min_width=60)
         undo = gr.Button("Undo", elem_id="undo", size="sm", min_width=60)
         clear = gr.Button("New conversation", elem_id="clear", size="sm", min_width=120)
-    offered = [one for one in EXAMPLES if one.exists and (hears or not one.needs_sound)]
+    offered = [
+        example for example in EXAMPLES if example.exists and (hears or not example.needs_sound)
+    ]
     examples = []
     if offered:
         with gr.Row(elem_id="examples"):
             examples = [
-                (gr.Button(f"{one.title}: {one.summary}", size="sm", min_width=140), one)
-                for one in offered
+                (
+                    gr.Button(f"{example.title}: {example.summary}", size="sm", min_width=140),
+                    example,
+                )
+                for example in offered
             ]
     return {
         "history": history,
@@ -162,9 +167,12 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     names = list(KVPolicy.preset_names())
     parts["preset"] = gr.Radio(names, value=settings.preset, label="Cache format")
     with gr.Row():
-        for one in Modality:
-            parts[one.label] = gr.Dropdown(
-                [AS_PRESET, *WIDTHS], value=AS_PRESET, label=f"Bits of {one.label}", min_width=90
+        for modality in Modality:
+            parts[modality.label] = gr.Dropdown(
+                [AS_PRESET, *WIDTHS],
+                value=AS_PRESET,
+                label=f"Bits of {modality.label}",
+                min_width=90,
             )
     window = settings.policy.window
     parts["window"] = gr.Slider(0, 512, value=window, step=1, label="Latest tokens kept in 16 bit")
@@ -195,12 +203,14 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     parts["stop"].click(handlers.stop, queue=False, **private)
     parts["undo"].click(handlers.action("undo"), scenario, all_outputs, **private)
     parts["clear"].click(handlers.action("begin"), scenario, all_outputs, **private)
-    fields = [parts[name] for name in ("preset", *(one.label for one in Modality), "window")]
+    fields = [
+        parts[name] for name in ("preset", *(modality.label for modality in Modality), "window")
+    ]
     fields += [parts["system"], parts["compare"], *scenario]
     parts["apply"].click(handlers.begin_with, fields, all_outputs, **private)
     parts["segments"].click(handlers.forget, scenario, all_outputs, **private)
-    for one in scenario:
-        one.input(handlers.capacity, scenario, parts["capacity"], **private)
+    for field in scenario:
+        field.input(handlers.capacity, scenario, parts["capacity"], **private)
     parts["load"].upload(handlers.load, [parts["load"], *scenario], all_outputs, **private)
     for button, handler, outputs, target in (
         ("save", handlers.save, [parts["saved"], parts["history"]], "saved"),

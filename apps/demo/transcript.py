@@ -207,7 +207,7 @@ def live(exchange: Exchange | None) -> str:
 
 
 def _question(exchange: Exchange, numbers: Counter[str]) -> str:
-    figures = "".join(_figure(one, numbers) for one in exchange.previews)
+    figures = "".join(_figure(preview, numbers) for preview in exchange.previews)
     media = f'<div class="media">{figures}</div>' if figures else ""
     text = f"<p>{escape(exchange.question)}</p>" if exchange.question else ""
     return f'<article class="asked">{media}{text}</article>' if media or text else ""

@@ -134,8 +134,8 @@ class Conversations:
             self._chats.move_to_end(key)
             while len(self._chats) > self.limit:
                 dropped.append(self._chats.popitem(last=False)[1])
-        for one in dropped:
-            one.close()
+        for old in dropped:
+            old.close()
 
     def _fork_longest_past(self, request: Request) -> tuple[Chat | None, int]:
         """Fork the chat that has the longest beginning of the past, and count its turns.
@@ -184,7 +184,8 @@ def _keys(system: DecodedMessage | None, past: tuple[Turn, ...]) -> list[str]:
     keys, before = [], json.dumps(system and system.text)
     for question, answer in past:
         contents = [
-            [one.role, one.text, _digests(one.images), _digests(one.audio)] for one in question
+            [message.role, message.text, _digests(message.images), _digests(message.audio)]
+            for message in question
         ]
         text = json.dumps([before, contents, answer.text])
         before = hashlib.sha256(text.encode()).hexdigest()
@@ -193,4 +194,4 @@ def _keys(system: DecodedMessage | None, past: tuple[Turn, ...]) -> list[str]:
 
 
 def _digests(media: tuple[bytes, ...]) -> list[str]:
-    return [hashlib.sha256(one).hexdigest() for one in media]
+    return [hashlib.sha256(medium).hexdigest() for medium in media]

@@ -263,7 +263,9 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
         raise _field_error(error) from None
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
-    messages = [_decode_message(one, place, limits) for place, one in enumerate(body.messages)]
+    messages = [
+        _decode_message(message, place, limits) for place, message in enumerate(body.messages)
+    ]
     system = messages.pop(0) if messages[0].role == "system" else None
     past, question = _split_turns(messages)
     length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -378,7 +380,7 @@ def _field_error(error: ValidationError) -> FieldError:
         return FieldError(f"the request is no JSON: {context['error']}")
     if isinstance(own := context.get("error"), FieldError):
         return own
-    name = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"])
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     if first["type"] == _OWN_ERROR:
         message = first["msg"]
     else:
