@@ -77,7 +77,7 @@ def as_refusals() -> Iterator[None]:
     except NoRoom as error:
         raise Refusal(
             400,
-            f"the conversation and its answer come to {error.asked:,} tokens, and {error.fits:,} "
+            f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "
             "have room: shorten messages, send fewer or smaller media, or lower max_tokens",
             code="context_length_exceeded",
             field="messages",
