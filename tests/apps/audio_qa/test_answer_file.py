@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.apps.audio_qa.answers import Answers
+from oscar_mm.apps.audio_qa.answer_file import AnswerFile
+from oscar_mm.apps.audio_qa.engine import AnswerSettings
 from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.apps.audio_qa.settings import Settings
 
-HOW = Settings(KVPolicy.preset("compact")).fingerprint("a model")
+HOW = AnswerSettings(KVPolicy.preset("compact")).fingerprint("a model")
 ROW = {"id": "a", "error": None, "digest": "1", "answer": "\u00e4\u2028b"}
 BAD = {"id": "b", "error": "no such file", "digest": "2"}
 
 
 def begun(path: Path, *rows: dict, how: dict = HOW) -> Path:
-    answers = Answers(path, how)
+    answers = AnswerFile(path, how)
     answers.confirm(how)
     for row in rows:
         answers.write(row)
@@ -38,33 +38,35 @@ def test_resumed(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW, BAD)
     with path.open("a") as file:
         file.write('{"id": "c", "err')
-    answers = Answers(path, Settings(KVPolicy.preset("compact")).fingerprint())
+    answers = AnswerFile(path, AnswerSettings(KVPolicy.preset("compact")).fingerprint())
     assert answers.done == {"a": ROW, "b": BAD}
     answers.confirm(HOW)
     answers.write({"id": "c", "error": None, "digest": "3"})
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "b", "c"]
-    answers = Answers(path, HOW)
+    answers = AnswerFile(path, HOW)
     answers.resume([], retry_failed=True)
     assert list(answers.done) == ["a", "c"]
     answers.write(BAD | {"error": None})
     with pytest.raises(InputError, match="another process writes to it"):
-        Answers(path, HOW)
+        AnswerFile(path, HOW)
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "c", "b"]
-    answers = Answers(path, {}, overwrite=True)
+    answers = AnswerFile(path, {}, overwrite=True)
     assert answers.done == {} and path.read_text() == ""
     answers.close()
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW)
-    other = Settings(KVPolicy.preset("compact", window=64), system="Be brief.", max_new_tokens=9)
+    other = AnswerSettings(
+        KVPolicy.preset("compact", window=64), system="Be brief.", max_new_tokens=9
+    )
     with pytest.raises(InputError) as refused:
-        Answers(path, other.fingerprint())
+        AnswerFile(path, other.fingerprint())
     for part in ("policy.window was 32 and is 64", "system was None and is 'Be brief.'", "_tokens"):
         assert part in str(refused.value)
-    answers = Answers(path, HOW | {"model": None})
+    answers = AnswerFile(path, HOW | {"model": None})
     with pytest.raises(InputError, match="model was 'a model' and is 'b model'"):
         answers.confirm(HOW | {"model": "b model"})
     moved = Row("a", "Another question?", where="q.jsonl, line 3")
@@ -76,7 +78,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_question_that_failed_may_be_mended(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW, BAD)
     asked = Row("b", "Another question?", where="q.jsonl, line 3")
-    answers = Answers(path, HOW)
+    answers = AnswerFile(path, HOW)
     with pytest.raises(InputError, match="asks: give --retry-failed, another --out, or --overw"):
         answers.resume([asked])
     assert list(answers.done) == ["a", "b"]
@@ -91,7 +93,7 @@ def test_half_a_surrogate_pair(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", *rows)
     assert path.read_bytes().startswith(b'{"id": "\\ud800"')
     for _ in range(2):
-        answers = Answers(path, HOW)
+        answers = AnswerFile(path, HOW)
         assert list(answers.done.values()) == rows
         answers.sort([Row(half, "?") for half in reversed(halves)])
         answers.close()
@@ -100,11 +102,11 @@ def test_half_a_surrogate_pair(tmp_path: Path) -> None:
 
 def test_in_the_order_of_the_questions(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", *(ROW | {"id": name} for name in "gcab"))
-    answers = Answers(path, HOW)
+    answers = AnswerFile(path, HOW)
     answers.sort([Row(name, "?") for name in "abcd"])
     assert [json.loads(line)["id"] for line in path.open()] == [*"abcg"] == list(answers.done)
     with pytest.raises(InputError, match="another process writes to it"):
-        Answers(path, HOW)
+        AnswerFile(path, HOW)
     answers.write(ROW | {"id": "d"})
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == [*"abcgd"]
@@ -113,7 +115,7 @@ def test_in_the_order_of_the_questions(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     """No file may grow beyond a size, which the system says in the middle of a write."""
     path = begun(tmp_path / "a.jsonl", BAD, ROW)
-    answers = Answers(path, HOW)
+    answers = AnswerFile(path, HOW)
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 7, limits[1]))
@@ -131,7 +133,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     answers.write(ROW | {"id": "c"})
     answers.confirm(HOW)
     answers.close()
-    answers = Answers(path, HOW)
+    answers = AnswerFile(path, HOW)
     assert list(answers.done) == ["b", "a", "c"]
     answers.close()
 
@@ -140,32 +142,32 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine\n")
     with pytest.raises(InputError, match=r"is not of audio-qa: notes.txt.run.json is missing"):
-        Answers(path, HOW)
+        AnswerFile(path, HOW)
     assert path.read_text() == "mine\n"
     damaged = begun(tmp_path / "a.jsonl", ROW)
     damaged.write_text("{}\n" + damaged.read_text())
     with pytest.raises(InputError, match=r"a.jsonl, line 1: is no row of audio-qa"):
-        Answers(damaged, HOW)
+        AnswerFile(damaged, HOW)
     deep = "[" * 100_000
     for line in (deep, "[]", '{"id": [], "error": null, "digest": ""}'):
         damaged.write_text(f"{line}\n")
         with pytest.raises(InputError, match=r"a.jsonl, line 1: is no row of audio-qa"):
-            Answers(damaged, HOW)
+            AnswerFile(damaged, HOW)
     for text in (deep, "[]", "\ud800"):
         Path(f"{damaged}.run.json").write_text(text, errors="surrogatepass")
         with pytest.raises(InputError, match=r"is not of audio-qa: a.jsonl.run.json is missing"):
-            Answers(damaged, HOW)
+            AnswerFile(damaged, HOW)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(InputError, match=r"cannot be written: [iI]s "):
-            Answers(path, HOW)
+            AnswerFile(path, HOW)
 
 
 def test_a_link_leads_to_the_file(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW, BAD)
     (tmp_path / "link").symlink_to(path)
     Path(f"{path}.run.json").rename(tmp_path / "link.run.json")
-    answers = Answers(tmp_path / "link", HOW)
+    answers = AnswerFile(tmp_path / "link", HOW)
     answers.resume([], retry_failed=True)
     answers.close()
     assert (tmp_path / "link").is_symlink() and len(path.read_bytes().splitlines()) == 1

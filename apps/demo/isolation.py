@@ -1,4 +1,4 @@
-"""Nothing leaves the machine, and nothing but uploads is read: what gradio is told not to do."""
+"""Isolation: gradio sends nothing off the machine and reads no files but uploads."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oscar_mm.apps.demo import uploads
 
-_POLICY = (
+_CONTENT_POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-"""The browser fetches from nowhere else, whatever an answer says."""
-_FETCHES = ("/file=http:", "/file=https:", "/proxy=")
-"""Addresses at which gradio would fetch from elsewhere."""
+"""Keeps the browser from fetching from elsewhere, whatever an answer says."""
+_FETCHING_PATHS = ("/file=http:", "/file=https:", "/proxy=")
+"""Paths at which gradio fetches from elsewhere."""
 
 
 class LocalBlocks(gr.Blocks):
-    """Blocks that take uploaded files only; gradio would download an address in a request."""
+    """Blocks that take uploaded files only; gradio itself downloads addresses in a request."""
 
     async def preprocess_data(
         self, block_fn: Any, inputs: list[Any], state: Any, explicit_call: bool = False
     ) -> list[Any]:
-        """See ``gradio.Blocks``; an address in place of a file is an error."""
+        """Refuse an address in place of a file, then do as ``gradio.Blocks``."""
         traverse(inputs, _check_file, is_file_obj_with_meta)
         return await super().preprocess_data(block_fn, inputs, state, explicit_call)
 
@@ -42,24 +42,24 @@ def _check_file(file: dict[str, Any]) -> dict[str, Any]:
     return file
 
 
-class LocalOnly:
-    """Middleware: headers that keep the browser here, no fetching for others, a bound on uploads.
+class Isolation:
+    """Middleware that keeps the browser on this server, fetches nothing and bounds uploads.
 
     Args:
-        app: what it stands before.
-        folder: of uploads.
+        app: the application that it protects.
+        folder: folder of the uploads.
     """
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder = app, folder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Answer what is refused, and pass on the rest."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         path = unquote(scope["path"]).lower()
-        if any(part in path for part in _FETCHES):
+        if any(part in path for part in _FETCHING_PATHS):
             await PlainTextResponse("addresses are not fetched", 403)(scope, receive, send)
             return
 
@@ -71,7 +71,7 @@ class LocalOnly:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers["Content-Security-Policy"] = _POLICY
+                headers["Content-Security-Policy"] = _CONTENT_POLICY
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "no-referrer"
             await send(message)
@@ -80,7 +80,7 @@ class LocalOnly:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Of all files below a folder; those that go meanwhile do not count."""
+    """Add up the files below a folder; files that vanish meanwhile do not count."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):

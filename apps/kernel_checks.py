@@ -1,4 +1,4 @@
-"""Checks of the kernels against PyTorch operations, and their speed beside a plain copy."""
+"""Compares kernels with PyTorch operations, and their speed with a plain copy."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ from oscar_mm.quant.quantize import Recipe
 
 OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
-_OF_WHOLE_PAGES = KVPolicy.preset("compact")
-"""For ``pack``, which the default policy does without."""
+_WHOLE_PAGE_POLICY = KVPolicy.preset("compact")
+"""The policy of ``pack``, which the default policy does not use."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
-"""131,072 tokens: 537 MB in 16 bit and 94 MB packed, more than a GPU's cache holds."""
+"""131,072 tokens: 537 MB in 16 bit and 94 MB packed, more than a GPU's cache has."""
 _ROWS = 8
-_WIDTH, _BETWEEN = 4096, 12288
-"""Of the feed-forward layer that one row passes."""
+_WIDTH, _HIDDEN = 4096, 12288
+"""Widths of the feed-forward layer through which a row goes."""
 _MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
-_COPIED = 1 << 29
+_COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 
 
 @dataclass(frozen=True)
-class Job:
-    """A call of an operation, and the bytes that it must read and write at least."""
+class Workload:
+    """A call of an operation, and the least bytes that it must read and write."""
 
     call: Callable[[], object]
-    moved: int
+    moved_bytes: int
 
 
-def checked(operation: str, device: torch.device) -> Verdict:
-    """Compare an operation's kernel, as the default policy uses it, with PyTorch operations.
+def check(operation: str, device: torch.device) -> Verdict:
+    """Compare the kernel that the default policy uses for an operation with PyTorch.
 
     Raises:
-        KernelError: there is no kernel on this device; the message says why.
+        KernelError: this device has no kernel; the message says why.
     """
     if operation == "append":
         return append_module.TRUSTED.check((_DTYPE, 16), device)
-    page = _page(_OF_WHOLE_PAGES if operation == "pack" else _POLICY)
+    page = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
     if operation == "decode":
         specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
         if isinstance(specialization, str):
@@ -75,12 +75,12 @@ def checked(operation: str, device: torch.device) -> Verdict:
         verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
         if not verdict.agrees or not copies_in_bulk(device):
             return verdict
-        made = linear_rows.Specialization.of(_ROWS, True, _DTYPE)
-        return linear_rows.TRUSTED.check(made, device)
+        specialization = linear_rows.Specialization.of(_ROWS, True, _DTYPE)
+        return linear_rows.TRUSTED.check(specialization, device)
     if operation == "mixture":
         return mixture_module.TRUSTED.check(_MIXTURE, device)
     if operation == "pack":
-        return pack_kernel.TRUSTED.check((Recipe.of(page, _OF_WHOLE_PAGES), _DTYPE), device)
+        return pack_kernel.TRUSTED.check((Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE), device)
     if operation == "store":
         return store_kernel.TRUSTED.check((Recipe.of(page, _POLICY), _DTYPE), device)
     if operation == "rope":
@@ -88,22 +88,22 @@ def checked(operation: str, device: torch.device) -> Verdict:
     return unpack_kernel.TRUSTED.check((page, _POLICY.rotate, _DTYPE), device)
 
 
-def job(operation: str, device: torch.device, pages: int = _PAGES) -> Job:
-    """A call on one layer of 8 KV heads and a prompt of so many pages of tokens."""
-    if operation in _OF_ONE_TOKEN:
-        return _OF_ONE_TOKEN[operation](device)
-    made = _page(_OF_WHOLE_PAGES if operation == "pack" else _POLICY)
-    pool = random_pages(1, made, device).repeat(pages, 1)
+def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workload:
+    """Prepare a call on one layer of 8 KV heads, with a prompt of ``pages`` pages of tokens."""
+    if operation in _TOKEN_WORKLOADS:
+        return _TOKEN_WORKLOADS[operation](device)
+    page_format = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
+    pool = random_pages(1, page_format, device).repeat(pages, 1)
     slots = torch.arange(pages, dtype=torch.int32, device=device)
     if operation == "unpack":
-        text, rotate = text_of(made), _POLICY.rotate
+        text, rotate = text_of(page_format), _POLICY.rotate
         call = partial(unpack_slots, pool, slots, None, text, rotate, _DTYPE)
-        return Job(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
+        return Workload(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
     if operation == "pack":
-        return _pack(pool, slots, made)
+        return _pack(pool, slots, page_format)
     if operation == "store":
-        return _store(pool, made)
-    return _decode(pool, slots, made)
+        return _store(pool, page_format)
+    return _decode(pool, slots, page_format)
 
 
 def _page(policy: KVPolicy) -> PageFormat:
@@ -118,32 +118,32 @@ def _recent(device: torch.device) -> torch.Tensor:
     return _states(device, _ROWS, 2, _HEADS)
 
 
-def _pack(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
+def _pack(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
     tokens, device = len(slots) * PAGE_TOKENS, pool.device
     keys, values = (_states(device, 1, _HEADS, tokens) for _ in range(2))
     source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
     places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
-    policy = _OF_WHOLE_PAGES
-    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    policy = _WHOLE_PAGE_POLICY
+    options = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
     sides = (keys, values, _recent(device))
-    call = partial(pack_jobs, *sides, *places, None, text_of(made), *how)
-    return Job(call, keys.nbytes + values.nbytes + pool.nbytes)
+    call = partial(pack_jobs, *sides, *places, None, text_of(page_format), *options)
+    return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
-def _store(pool: torch.Tensor, made: PageFormat) -> Job:
+def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
     device = pool.device
     keys, values = (_states(device, len(pool), _HEADS, PAGE_TOKENS) for _ in range(2))
     jobs, begins = whole_page_tables(len(pool), device)
     bad = torch.zeros(1, dtype=torch.int32, device=device)
-    how = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
-    tables = (jobs, begins[: len(pool) * made.center])
+    options = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
+    tables = (jobs, begins[: len(pool) * page_format.center])
     sides = (keys, values, _recent(device))
-    call = partial(store, *sides, *tables, pool, bad, None, text_of(made), *how)
-    return Job(call, keys.nbytes + values.nbytes + pool.nbytes)
+    call = partial(store, *sides, *tables, pool, bad, None, text_of(page_format), *options)
+    return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
-def _decode(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
-    """The prompt shared out to rows of equal length, with one new token each."""
+def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
+    """Decode one new token of each row; rows of equal length make up the prompt."""
     device, per_row = pool.device, len(slots) // _ROWS
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     new = (_states(device, _ROWS, _HEADS * _GROUP, 1), keys, values)
@@ -156,54 +156,56 @@ def _decode(pool: torch.Tensor, slots: torch.Tensor, made: PageFormat) -> Job:
         torch.tensor(counts, dtype=torch.int32, device=device),
         torch.from_numpy(parts.copy()).to(device),
     )
-    how = (_HEAD_DIM**-0.5, [text_of(made)], _POLICY.rotate)
-    return Job(partial(decode, *new, [pool], _recent(device), None, *tables, *how), pool.nbytes)
+    options = (_HEAD_DIM**-0.5, [text_of(page_format)], _POLICY.rotate)
+    return Workload(
+        partial(decode, *new, [pool], _recent(device), None, *tables, *options), pool.nbytes
+    )
 
 
-def _append(device: torch.device) -> Job:
-    """One new token of each row."""
+def _append(device: torch.device) -> Workload:
+    """Append one new token of each row."""
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     writes = [[row, 0, row] for row in range(_ROWS)]
     writes = torch.tensor(writes, dtype=torch.int32, device=device)
     bad = torch.zeros(1, dtype=torch.int32, device=device)
     call = partial(append, keys, values, _recent(device), writes, bad)
-    return Job(call, 2 * (keys.nbytes + values.nbytes))
+    return Workload(call, 2 * (keys.nbytes + values.nbytes))
 
 
-def _linear(device: torch.device) -> Job:
-    """The gate of a feed-forward layer."""
+def _linear(device: torch.device) -> Workload:
+    """Compute the gate of a feed-forward layer."""
     x = torch.ones(1, _WIDTH, dtype=_DTYPE, device=device)
-    weights = [x.new_full((_BETWEEN, _WIDTH), 0.01) for _ in range(2)]
+    weights = [x.new_full((_HIDDEN, _WIDTH), 0.01) for _ in range(2)]
     call = partial(linear, x, weights, norm=Norm(x[0], 1e-6), gated=True)
-    return Job(call, sum(weight.nbytes for weight in weights))
+    return Workload(call, sum(weight.nbytes for weight in weights))
 
 
-def _mixture(device: torch.device) -> Job:
-    made = _MIXTURE
-    x = torch.ones(1, made.width, dtype=_DTYPE, device=device)
+def _mixture(device: torch.device) -> Workload:
+    shape = _MIXTURE
+    x = torch.ones(1, shape.width, dtype=_DTYPE, device=device)
     experts = Experts(
-        x.new_full((made.experts, made.width), 0.01),
-        x.new_full((made.experts, 2 * made.between, made.width), 0.01),
-        x.new_full((made.experts, made.width, made.between), 0.01),
-        *(made.chosen, made.normalized),
+        x.new_full((shape.experts, shape.width), 0.01),
+        x.new_full((shape.experts, 2 * shape.between, shape.width), 0.01),
+        x.new_full((shape.experts, shape.width, shape.between), 0.01),
+        *(shape.chosen, shape.normalized),
     )
-    read = experts.gate_and_up[: made.chosen].nbytes + experts.down[: made.chosen].nbytes
-    return Job(partial(mixture_of_experts, x, Norm(x[0], 1e-6), experts), read)
+    read = experts.gate_and_up[: shape.chosen].nbytes + experts.down[: shape.chosen].nbytes
+    return Workload(partial(mixture_of_experts, x, Norm(x[0], 1e-6), experts), read)
 
 
-def _rope(device: torch.device) -> Job:
-    """Query and key heads of a token of each row."""
+def _rope(device: torch.device) -> Workload:
+    """Rotate the query and key heads of one token of each row."""
     heads = _states(device, _ROWS, _HEADS * (_GROUP + 1))
     angles = _states(device, _ROWS)
     call = partial(rope_, heads, _HEADS * _GROUP, angles, angles)
-    return Job(call, 2 * (heads.nbytes + angles.nbytes))
+    return Workload(call, 2 * (heads.nbytes + angles.nbytes))
 
 
-_OF_ONE_TOKEN = {"append": _append, "linear": _linear, "mixture": _mixture, "rope": _rope}
+_TOKEN_WORKLOADS = {"append": _append, "linear": _linear, "mixture": _mixture, "rope": _rope}
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call on the device, without the host's: several in a CUDA graph."""
+def call_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a call on the device; a CUDA graph excludes the host's time."""
     with torch.cuda.device(device):
         call()
         torch.cuda.synchronize()
@@ -211,21 +213,21 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
         with torch.cuda.graph(graph):
             for _ in range(_CALLS):
                 call()
-        return _timed(graph.replay) / _CALLS
+        return _median_seconds(graph.replay) / _CALLS
 
 
 def copy_speed(device: torch.device) -> float:
-    """Bytes per second that a plain copy reads and writes."""
+    """Return the bytes per second that a plain copy reads and writes."""
     with torch.cuda.device(device):
-        source = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         target.copy_(source)
-        # Not in a graph: there a copy is the copy engine's, which is slower than a kernel.
-        return 2 * _COPIED / _timed(lambda: target.copy_(source))
+        # A CUDA graph would use the copy engine, which is slower than a kernel.
+        return 2 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source))
 
 
-def _timed(call: Callable[[], object]) -> float:
-    """Median seconds between two events around a call."""
+def _median_seconds(call: Callable[[], object]) -> float:
+    """Return the median seconds between two events around a call."""
     times = []
     for _ in range(_REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

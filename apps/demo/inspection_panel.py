@@ -1,4 +1,4 @@
-"""Why: an inspection of the conversation's media as charts and sentences."""
+"""The inspection of the conversation's media as charts and sentences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from oscar_mm.inspect.findings import findings
 from oscar_mm.inspect.inspection import Inspection
 from oscar_mm.inspect.quantization_errors import PAIRS
 
+NOT_INSPECTED = (
+    '<p class="empty">Reads the media of this conversation once more and measures, layer by layer, '
+    "how long keys are in each modality, what rotation and token scaling do to them, and what "
+    "packing costs.</p>"
+)
 _STAGES = {
     "raw": "c-plain",
     "rotated": "c-image",
@@ -17,26 +22,26 @@ _STAGES = {
 }
 
 
-def why(inspection: Inspection) -> str:
-    """The verdict, charts over layers, and the other findings."""
+def inspection_view(inspection: Inspection) -> str:
+    """Show the verdict, charts over layers, and the other findings."""
     verdict, *others = map(escape, findings(inspection))
     charts = [_norms(inspection), _spread(inspection), _channels(inspection)]
     if inspection.has_pages:
         charts += [_errors(inspection)]
-    said = "".join(f"<li>{one}</li>" for one in others)
+    sentences = "".join(f"<li>{finding}</li>" for finding in others)
     return (
         f'<p class="verdict">{verdict}</p><div class="charts">{"".join(charts)}</div>'
-        f'<details><summary>In words</summary><ul class="said">{said}</ul></details>'
+        f'<details><summary>In words</summary><ul class="said">{sentences}</ul></details>'
     )
 
 
-def _over_layers(inspection: Inspection, lines: list[Line], title: str, what: str) -> str:
+def _over_layers(inspection: Inspection, lines: list[Line], title: str, summary: str) -> str:
     layers = len(inspection.layers)
     last = "; ".join(f"{line.name} {line.points[-1][1]:.2f}" for line in lines)
     return chart(
         lines,
         title=title,
-        summary=f"{what}. In the last layer: {last}",
+        summary=f"{summary}. In the last layer: {last}",
         x_label="layer",
         show_y=lambda value: f"{value:g}",
         ticks=sorted({0, layers // 2, *(range(layers) if layers <= 8 else ()), layers - 1}),
@@ -63,10 +68,10 @@ def _spread(inspection: Inspection) -> str:
         for scaled in (False, True):
             points = []
             for layer in inspection.layers:
-                one = (layer.norms.scaled if scaled else layer.norms.heads)[name]
-                points.append((layer.index, one.p95 / max(one.p5, 1e-12)))
-            what = f"{name}, {'scaled' if scaled else 'as it is'}"
-            lines.append(Line(what, f"c-{name}", points, dashed=scaled))
+                norms = (layer.norms.scaled if scaled else layer.norms.heads)[name]
+                points.append((layer.index, norms.p95 / max(norms.p5, 1e-12)))
+            label = f"{name}, {'scaled' if scaled else 'as it is'}"
+            lines.append(Line(label, f"c-{name}", points, dashed=scaled))
     title = "Spread of norms before and after token scaling"
     return _over_layers(inspection, lines, title, "95% over 5% percentile of a head's key norms")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.apps import doctor, kernels
+from oscar_mm.apps import doctor, kernel_checks
 from oscar_mm.cli import app
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.self_check import Verdict
@@ -16,16 +16,16 @@ from oscar_mm.policy import DEFAULT, Bits
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
 def test_calls_that_are_timed(operation: str) -> None:
     """They run, do something, and move what their page format says."""
-    job = kernels.job(operation, CPU, pages=16)
-    returned = job.call()
+    workload = kernel_checks.workload(operation, CPU, pages=16)
+    returned = workload.call()
     in_16_bit = 2 * 16 * 128 * 8 * 128 * 2
     by_token = 16 * PageFormat.of(KVPolicy.preset(DEFAULT), Bits(3, 2), 8, 128).page_bytes
     by_channel = 16 * PageFormat.of(KVPolicy.preset("compact"), Bits(2, 2), 8, 128).page_bytes
     assert (
-        job.moved
+        workload.moved_bytes
         == {
             "append": 2 * 8 * 2 * 8 * 128 * 2,
             "decode": by_token,
@@ -43,25 +43,27 @@ def test_calls_that_are_timed(operation: str) -> None:
         assert [x.shape for x in returned] == [(16, 8, 128, 128)] * 2
 
 
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
 def test_there_is_no_kernel_on_a_cpu(operation: str) -> None:
     with pytest.raises(KernelError, match="NVIDIA GPU"):
-        kernels.checked(operation, CPU)
+        kernel_checks.check(operation, CPU)
 
 
 def test_a_kernel_that_disagrees_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"append": (0.0, 0.0), "decode": (0.5, 0.02), "pack": (float("nan"), 0.01)}
-    monkeypatch.setattr(kernels, "OPERATIONS", (*verdicts, "unpack"))
+    monkeypatch.setattr(kernel_checks, "OPERATIONS", (*verdicts, "unpack"))
 
-    def checked(operation: str, device: torch.device) -> Verdict:
+    def check(operation: str, device: torch.device) -> Verdict:
         if operation == "unpack":
             raise KernelError("no compiler today")
         return Verdict(*verdicts[operation])
 
-    monkeypatch.setattr(kernels, "checked", checked)
-    monkeypatch.setattr(kernels, "copy_speed", lambda device: 4e12)
-    monkeypatch.setattr(kernels, "job", lambda *_: kernels.Job(print, 2 << 20))
-    monkeypatch.setattr(kernels, "seconds_of", lambda call, device: 2e-6)
+    monkeypatch.setattr(kernel_checks, "check", check)
+    monkeypatch.setattr(kernel_checks, "copy_speed", lambda device: 4e12)
+    monkeypatch.setattr(
+        kernel_checks, "workload", lambda *_: kernel_checks.Workload(print, 2 << 20)
+    )
+    monkeypatch.setattr(kernel_checks, "call_seconds", lambda call, device: 2e-6)
     found = {check.name: check for check in doctor._kernel_checks("cpu")}
     assert found.pop("copy on cpu").detail == "4000 GB/s read and written"
     append = found.pop("append kernel on cpu")
@@ -85,7 +87,7 @@ def test_doctor_checks_and_times_every_kernel(capsys: pytest.CaptureFixture) -> 
     app(["doctor", "--json"], standalone_mode=False)
     report = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in report["checks"]}
-    for operation in kernels.OPERATIONS:
+    for operation in kernel_checks.OPERATIONS:
         check = checks[f"{operation} kernel on cuda:0"]
         print(check)
         assert check["ok"] and "GB/s" in check["detail"] and "of a copy" in check["detail"]

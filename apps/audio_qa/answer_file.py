@@ -1,4 +1,4 @@
-"""Answers: the output file of a run, one JSON object a line, and what run it belongs to."""
+"""The output file of a run, one JSON object a line, and the fingerprint of the run beside it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
 
 RUN = ".run.json"
-"""Suffix of the file beside the answers that holds the fingerprint."""
+"""Suffix of the file with the fingerprint."""
 
 
-class Answers:
+class AnswerFile:
     """Appends rows to a file, each flushed to the disk before the next.
 
-    Whenever the process ends, the file holds all rows that were written; a line that was cut off
-    is taken out when the run is resumed. Only one process at a time writes to a file. Half of a
-    surrogate pair, which UTF-8 has no bytes for, is written as JSON's escape.
+    Whenever the process ends, the file has all rows that were written; resuming removes an
+    incomplete last line. Only one process at a time writes to a file. Half of a surrogate pair, for
+    which UTF-8 has no bytes, becomes JSON's escape.
 
     Args:
         path: JSONL file; its folder is made.
-        fingerprint: of the run, what is known of it.
-        overwrite: begin anew; else go on with what is there.
+        fingerprint: fingerprint of the run, without the model while that is unknown.
+        overwrite: begin anew; else go on with the rows of the file.
 
     Attributes:
-        done: the rows that are there, by id.
+        done: rows of the file, by id.
 
     Raises:
-        InputError: the file cannot be written, is another run's (the difference is named), or is
-            being written just now.
+        InputError: the file cannot be written, is another run's (the message names the
+            difference), or another process writes to it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Answers:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.is_file():
                 raise InputError(f"{self.path}: cannot be written: is no regular file")
-            self._file = self._opened()
+            self._file = self._open()
         try:
             if overwrite:
                 self._file.truncate(0)
@@ -56,17 +56,17 @@ class Answers:
                 self._check(fingerprint)
                 self.done = {row["id"]: row for row in self._rows()}
             else:
-                # Whatever run that was, nothing of it is left.
+                # Nothing is left of the run that this describes.
                 self._run.unlink(missing_ok=True)
         except BaseException:
             self._file.close()
             raise
 
     def confirm(self, fingerprint: Mapping[str, Any]) -> None:
-        """The run's whole fingerprint, before the first row is written.
+        """Check or write the complete fingerprint of the run, before the first row.
 
         Raises:
-            InputError: the rows that are there are of another one, or it cannot be written.
+            InputError: the rows of the file are another run's, or nothing can be written.
         """
         if self._run.is_file():
             self._check(fingerprint)
@@ -78,53 +78,53 @@ class Answers:
         """Append a row and wait until it is on the disk.
 
         Raises:
-            InputError: there is no room for it; nothing of it is left in the file.
+            InputError: the disk is full; the file has nothing of the row.
         """
         with writing(self.path):
             self._append(_line(row))
         self.done[row["id"]] = dict(row)
 
     def resume(self, rows: Iterable[Row], *, retry_failed: bool = False) -> None:
-        """Go on with the rows that are there.
+        """Go on with the rows of the file.
 
         Args:
-            rows: that are asked now.
-            retry_failed: take those with an error out, so that they are asked again.
+            rows: the questions of this run.
+            retry_failed: remove rows with an error, so that the model answers them again.
 
         Raises:
-            InputError: a row that is there asks something else now; names it.
+            InputError: a row of the file asks something else now; the message names it.
         """
-        kept = self.done
+        done = self.done
         if retry_failed:
-            kept = {row_id: row for row_id, row in kept.items() if row["error"] is None}
+            done = {row_id: row for row_id, row in done.items() if row["error"] is None}
         for row in rows:
-            there = kept.get(row.id)
+            there = done.get(row.id)
             if there is not None and there["digest"] != row.digest:
                 retry = "" if there["error"] is None else "--retry-failed, "
                 raise InputError(
                     f"{self.path}: row {row.id!r} was answered, but to another question than "
                     f"{row.where} asks: give {retry}another --out, or --overwrite"
                 )
-        self._replace(kept)
+        self._replace(done)
 
     def sort(self, rows: Iterable[Row]) -> None:
-        """Put what is there into the order of the questions, rows of no question last.
+        """Put the file into the order of the questions, rows without a question last.
 
         Raises:
-            InputError: there is no room for it; the file stays as it was.
+            InputError: the disk is full; the file does not change.
         """
-        asked = {row.id: self.done[row.id] for row in rows if row.id in self.done}
-        self._replace(asked | self.done)
+        in_order = {row.id: self.done[row.id] for row in rows if row.id in self.done}
+        self._replace(in_order | self.done)
 
     def close(self) -> None:
-        """Give up the file."""
+        """Unlock and close the file."""
         self._file.close()
 
-    def _opened(self) -> FileIO:
-        """The file, locked for this process."""
+    def _open(self) -> FileIO:
+        """Open the file and lock it for this process."""
         file = FileIO(self.path, "ab+")
         try:
-            _lock(file.fileno(), self.path)
+            _lock_file(file.fileno(), self.path)
         except BaseException:
             file.close()
             raise
@@ -142,14 +142,14 @@ class Answers:
             raise
 
     def _replace(self, rows: dict[str, dict[str, Any]]) -> None:
-        """Other rows in place of those that are there, in one go."""
+        """Replace the rows of the file at once."""
         if list(rows) == list(self.done):
             return
         with writing(self.path):
             with whole_file(self.path) as part:
                 part.write_bytes(b"".join(map(_line, rows.values())))
-                self._file.close()  # Windows replaces no file that is open.
-            self._file = self._opened()
+                self._file.close()  # Windows does not replace an open file.
+            self._file = self._open()
         self.done = rows
 
     def _check(self, fingerprint: Mapping[str, Any]) -> None:
@@ -171,12 +171,12 @@ class Answers:
             raise InputError(f"{refused}belongs to another run: {', '.join(others)}")
 
     def _rows(self) -> list[dict[str, Any]]:
-        """What is there; a last line that was cut off is taken out."""
+        """Read the rows of the file, and remove an incomplete last line."""
         content = self.path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        self._file.truncate(whole)
+        end = content.rfind(b"\n") + 1
+        self._file.truncate(end)
         rows = []
-        for number, line in enumerate(content[:whole].splitlines(), 1):
+        for number, line in enumerate(content[:end].splitlines(), 1):
             try:
                 row = json.loads(line)
                 hash((row["id"], row["error"], row["digest"]))
@@ -187,11 +187,11 @@ class Answers:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    # What Python makes of a surrogate is JSON's escape of it.
+    # Python's backslash escape of a surrogate is JSON's too.
     return (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
-def _lock(file: int, path: Path) -> None:
+def _lock_file(file: int, path: Path) -> None:
     try:
         import fcntl
     except ImportError:  # Windows
