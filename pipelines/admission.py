@@ -12,15 +12,15 @@ import torch
 
 from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
 from oscar_mm.admission.request_size import RequestSize
+from oscar_mm.admission.token_counts import medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.ledger import first_page_tokens
 from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.media.media import Media, outlined_media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.media import Media, outlined_media
-from oscar_mm.pipelines.token_counts import medium_tokens, text_tokens
 from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from oscar_mm.admission.kv_budget import KVBudget, Reservation
     from oscar_mm.cache.store import PageStore
     from oscar_mm.chat.spill import Spillable
+    from oscar_mm.generation.family import Family
     from oscar_mm.media import MediaLimits
-    from oscar_mm.pipelines.family import Family
     from oscar_mm.policy import KVPolicy
 
 _DOUBT = 0.05

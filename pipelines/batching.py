@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import PADDING
-from oscar_mm.pipelines.family import Family
 
 
 @dataclass(frozen=True, eq=False)

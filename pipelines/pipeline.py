@@ -25,10 +25,10 @@ from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
+from oscar_mm.media.media import Media, read_media
 from oscar_mm.pipelines.admission import Bounded
 from oscar_mm.pipelines.batch import Batched
 from oscar_mm.pipelines.loading import load
-from oscar_mm.pipelines.media import Media, read_media
 from oscar_mm.pipelines.placement import Placement
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.ranks import Ranks
@@ -211,7 +211,7 @@ class Pipeline(Batched, Bounded):
     def read_media(
         self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
     ) -> Media:
-        """Decode media within the pipeline's limits; see ``oscar_mm.pipelines.media``."""
+        """Decode media within the pipeline's limits; see ``oscar_mm.media.media``."""
         return read_media(
             images,
             videos,

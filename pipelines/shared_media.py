@@ -15,9 +15,9 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.batching import Prepared
-from oscar_mm.pipelines.media import Media
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline

@@ -15,9 +15,9 @@ from oscar_mm.apps.audio_qa.settings import Settings
 from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import Media
 from oscar_mm.pipelines.batch import answers
 from oscar_mm.pipelines.batching import Prepared
-from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import Request, Said
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.conversation import Message
 from oscar_mm.chat.given_turn import tell
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
+from oscar_mm.generation.family import Message
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.chat.chat_file import save_chat
-from oscar_mm.chat.conversation import Conversation, Message, Segment, Turn
+from oscar_mm.chat.conversation import Conversation, Segment, Turn
 from oscar_mm.chat.spill import Spillable
 from oscar_mm.chat.turn import all_text, check_ahead, check_turn, next_prompt
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
+from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oscar_mm.chat.conversation import Message
 from oscar_mm.chat.turn import check_turn, next_prompt
 from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.family import Message
 from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.modality import Modality
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oscar_mm.chat.conversation import Conversation, Message
+from oscar_mm.chat.conversation import Conversation
 from oscar_mm.errors import InputError
+from oscar_mm.generation.family import Message
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import Modality, token_modalities
 
 if TYPE_CHECKING:
-    from oscar_mm.pipelines.media import Media
+    from oscar_mm.media.media import Media
     from oscar_mm.pipelines.pipeline import Pipeline
 
 

@@ -11,7 +11,7 @@ from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.pipelines.media import Media
+from oscar_mm.media.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone

@@ -12,7 +12,7 @@ from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.digest import media_digest
 from oscar_mm.media.headers import image_size
 from oscar_mm.media.image import eighth
-from oscar_mm.pipelines.media import outlined_media, read_media
+from oscar_mm.media.media import outlined_media, read_media
 from tests.prompts import noise
 
 SMALL = MediaLimits(max_image_pixels=2_000_000)

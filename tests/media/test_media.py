@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from oscar_mm.media import MediaLimits
+from oscar_mm.media.media import Media, read_media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.media import Media, read_media
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
 
