@@ -12,12 +12,13 @@ from oscar_mm.apps.audio_qa.marking import correct
 from oscar_mm.apps.audio_qa.results import Result, answered, chosen, failed, told
 from oscar_mm.apps.audio_qa.rows import Row
 from oscar_mm.apps.audio_qa.settings import Settings
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
-from oscar_mm.pipelines.batch import answers
-from oscar_mm.pipelines.batching import Prepared
+from oscar_mm.pipelines.batch import Prepared, answers
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 
@@ -98,12 +99,13 @@ class Engine:
             yield from (failed(row, told(error)) for row in rows)
             return
         opened = time.perf_counter() - start
-        needed = self._bytes(reading) + sum(one.needed for one in waiting)
-        if waiting and not self._has_room(needed):
+        media_bytes = 0 if reading.prompt is None else self._needed(reading.prompt, 0)
+        needed = media_bytes + sum(one.needed for one in waiting)
+        if waiting and self.pipe.admission.shortage(needed, "the media take"):
             yield from self._flush(waiting)
         start = time.perf_counter()
         try:
-            self._check_room(self._bytes(reading), "the media take")
+            self._check_room(media_bytes, "the media take")
             reading.read()
             self._check_room(0, "the media take")
         except Exception as error:
@@ -121,7 +123,7 @@ class Engine:
                 continue
             if not self._fits(asked, waiting):
                 yield from self._flush(waiting, keep=reading)
-            refusal = self._refusal(asked.needed, "the row takes")
+            refusal = self.pipe.admission.shortage(asked.needed, "the row takes")
             if refusal is not None:
                 yield failed(row, refusal)
                 continue
@@ -135,44 +137,26 @@ class Engine:
         correct(row, "", 0 if row.choices else None)  # An answer that is no choice is told now.
         prepared = reading.asked(0, question, self._how)
         choices = reading.continuations(question, texts) if texts else []
-        needed = self._needed(prepared, choices)
+        new = sum(map(len, choices)) or self.settings.max_new_tokens
+        needed = self._needed(prepared.prompt, new, prepared.past)
         return _Asked(row, reading, prepared, choices, needed, share + time.perf_counter() - start)
 
-    def _needed(self, prepared: Prepared, choices: list[list[int]]) -> int:
-        """Bytes that a row adds to its reading."""
-        if self.pipe.budget is None:
-            return 0
-        new = 0 if choices else self.settings.max_new_tokens
-        growth = self.pipe.growth(prepared.prompt, new + sum(map(len, choices)), prepared.past)
-        return self.pipe.growth_bytes(growth)
-
-    def _bytes(self, reading: SharedMedia) -> int:
-        if self.pipe.budget is None or reading.prompt is None:
-            return 0
-        return self.pipe.growth_bytes(self.pipe.growth(reading.prompt, 0))
-
-    def _has_room(self, needed: int) -> bool:
-        return self._refusal(needed, "") is None
+    def _needed(self, prompt: Prompt, new: int, past: OscarCache | None = None) -> int:
+        """Bytes that a prompt and so many tokens after it add to what is held."""
+        admission = self.pipe.admission
+        return admission.growth_bytes(admission.growth(prompt, new, past))
 
     def _check_room(self, needed: int, what: str) -> None:
-        refusal = self._refusal(needed, what)
-        if refusal is not None:
+        if (refusal := self.pipe.admission.shortage(needed, what)) is not None:
             raise InputError(refusal)
-
-    def _refusal(self, needed: int, what: str) -> str | None:
-        """Why there is no room for so many bytes more; None if there is."""
-        budget = self.pipe.budget
-        total = needed + (0 if budget is None else budget.used_bytes)
-        if budget is None or total <= budget.limit:
-            return None
-        return f"kv_budget is {budget.limit:,} bytes, and {what} it to {total:,}"
 
     def _fits(self, asked: _Asked, rows: list[_Asked]) -> bool:
         together = [*rows, asked]
+        needed = sum(one.needed for one in together)
         pasts = [one.prepared.past for one in together if one.prepared.past is not None]
         return (
             len(together) <= self.batch_size
-            and self._has_room(sum(one.needed for one in together))
+            and self.pipe.admission.shortage(needed, "the rows take") is None
             and can_join(pasts)
         )
 

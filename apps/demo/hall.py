@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from oscar_mm.apps.demo.settings import Settings
 from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.errors import InputError
-from oscar_mm.pipelines.twin import with_policy
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
 
@@ -46,7 +45,7 @@ class Hall:
         with self._lock:
             pipe = self._pipes.get(policy)
             if pipe is None:
-                pipe = self._pipes[policy] = with_policy(self.pipe, policy)
+                pipe = self._pipes[policy] = self.pipe.with_policy(policy)
             return pipe
 
     def visitor(self, session: str) -> Visitor:

@@ -16,8 +16,8 @@ def report(visitor: Visitor) -> dict[str, Any]:
     policy = asdict(pipe.policy) | {"bits": pipe.policy.bits._asdict()}
     found = {
         "oscar_mm": oscar_mm.__version__,
-        "model": {"family": pipe.family.name, "fingerprint": pipe.fingerprint},
-        "dtype": str(pipe.model.dtype).removeprefix("torch."),
+        "model": {"family": pipe.family.name, "fingerprint": pipe.family.fingerprint},
+        "dtype": str(pipe.family.model.dtype).removeprefix("torch."),
         "device": pipe.family.device.type,
         "policy": {"preset": visitor.settings.name, **policy},
         "turns": len(side.chat.turns),

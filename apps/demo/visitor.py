@@ -23,6 +23,7 @@ from oscar_mm.policy import KVPolicy
 if TYPE_CHECKING:
     from oscar_mm.apps.demo.hall import Hall
     from oscar_mm.inspect.inspection import Inspection
+    from oscar_mm.pipelines.pipeline import Pipeline
 
 _PATIENCE_S = 60
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
@@ -232,7 +233,7 @@ class Visitor:
     def load(self, path: str | Path) -> None:
         """Go on with a saved conversation in place of this one."""
         with self._alone():
-            chat = self.side.chat.pipe.load_chat(uploaded(path, self.hall.folders))
+            chat = self._pipe.load_chat(uploaded(path, self.hall.folders))
             self._close_chats()
             self.side, self.other = Side(chat), None
             self.settings = replace(self.settings, system=chat.system, compare=False)
@@ -245,13 +246,11 @@ class Visitor:
         with self._alone():
             if not self.turns or self._lacks_files:
                 raise InputError("ask a question with media first")
-            pipe, last = self.side.chat.pipe, self.turns[-1]
+            pipe, last = self._pipe, self.turns[-1]
             media: dict[str, Any] = {
                 kind: [p for one in self.turns for p in one.media[kind]] for kind in last.media
             }
-            shown = pipe.read_media(**media)
-            prompt = pipe.prepare(last.question, shown, self.settings.system)
-            pipe.check_length(prompt, 1)
+            prompt = pipe.read_request(last.question, media, self.settings.system)
             with pipe.lock:
                 return inspect_prompt(pipe.model, prompt)
 
@@ -271,6 +270,11 @@ class Visitor:
     @property
     def _sides(self) -> list[Side]:
         return [side for side in (self.side, self.other) if side is not None]
+
+    @property
+    def _pipe(self) -> Pipeline:
+        """The pipeline of the conversation."""
+        return self.hall.pipeline(self.side.chat.pipe.policy)
 
     def _close_chats(self) -> None:
         for side in self._sides:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import Request, Said
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.given_turn import tell
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.family import Message
@@ -91,7 +90,7 @@ class Conversations:
         try:
             held = chat.turns[-1].stop if chat.turns else 0
             for asked, answer in request.past[turns:]:
-                tell(chat, answer=answer.text, **_question(asked))
+                chat.tell(answer=answer.text, **_question(asked))
                 yield ""
             stream = chat.stream(**_question(request.asked), **request.sampling)
             yield from stream.with_reasoning()

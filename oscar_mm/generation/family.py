@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
+from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.reasoning import ThinkTokens
 from oscar_mm.media.media import Media, Medium
@@ -106,6 +107,21 @@ class Family(ABC):
     def device(self) -> torch.device:
         """Where the prompt goes."""
         return self.model.get_input_embeddings().weight.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which checkpoint the model is, see ``oscar_mm.fingerprint``."""
+        return model_fingerprint(self.model)
+
+    @property
+    def layer_devices(self) -> dict[int, torch.device]:
+        """Where the keys and values of each layer are."""
+        layers = self.model.get_decoder().layers
+        places = [next(layer.parameters()).device for layer in layers]
+        return {
+            index: self.device if place.type == "meta" else place
+            for index, place in enumerate(places)
+        }
 
     @property
     def placeholders(self) -> dict[str, Modality]:

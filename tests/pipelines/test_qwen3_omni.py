@@ -16,7 +16,7 @@ from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.batching import left_padded
+from oscar_mm.pipelines.batch import left_padded
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie
