@@ -285,9 +285,7 @@ def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     try:
         if row.error:
             raise InputError(row.error)
-        pipe.check_texts(row.question, None)
-        prompt = pipe.prepare(row.question, pipe.read_media(**row.media), None)
-        pipe.check_length(prompt, max_new_tokens)
+        prompt = pipe.read_request(row.question, row.media, max_new_tokens=max_new_tokens)
     except InputError as error:
         print(f"oscar-mm: {row.where}: {error}", file=sys.stderr)
         return False

@@ -110,9 +110,7 @@ def _load(
             f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni"
         )
     pipe = kind(model, device=device, dtype=dtype)
-    pipe.check_texts(prompt, None)
-    prepared = pipe.prepare(prompt, pipe.read_media(**given), None)
-    pipe.check_length(prepared, 1)
+    prepared = pipe.read_request(prompt, given)
     return pipe.model, prepared
 
 

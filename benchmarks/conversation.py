@@ -30,11 +30,11 @@ from benchmarks.replay import (
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.chat.chat import Chat
+from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.moe_switch import IMPLEMENTATION as EXPERTS
 from oscar_mm.ops import append, decode_kernel, pack_kernel, unpack_kernel
-from oscar_mm.pipelines.media import Medium
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.quant.quantize import Recipe
 from tests.tiny import TEXT

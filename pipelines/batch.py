@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.join import join
+from oscar_mm.cache.join import can_join, join
 from oscar_mm.cache.memory import MemoryReport, token_bytes
 from oscar_mm.cache.rows import NOWHERE
 from oscar_mm.cache.slot_growth import Growth
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerWriter
 from oscar_mm.generation.decode_loop import decode, read_prompt
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.prefix_cache import LEAST_TOKENS, processor_settings
 from oscar_mm.generation.prompt import Prompt, beginning, remaining
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.modality import Modality
-from oscar_mm.pipelines.batching import Batching, Prepared, left_padded
+from oscar_mm.modality import PADDING, Modality
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -49,70 +50,142 @@ class BatchResult:
     error: Exception | None = None
 
 
-class Batched:
-    """The part of a ``Pipeline`` that answers many requests."""
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that was read.
 
-    def batch(
-        self,
-        requests: Iterable[Mapping[str, Any]],
-        *,
-        batch_size: int = 8,
-        max_tokens: int = 32_768,
-        max_padding: float = 0.5,
-    ) -> list[BatchResult]:
-        """Answer many requests, several at a time; results in the order of the requests.
+    Attributes:
+        index: place of the request.
+        prompt: what the model is to read.
+        sampling: how to answer.
+        seconds: that this took.
+        past: a cache that holds what comes before the prompt, shared with others: it is not
+            changed. None for nothing.
+        past_ids: (tokens,) ids of what it holds.
+    """
 
-        ::
+    index: int
+    prompt: Prompt
+    sampling: Sampling
+    seconds: float
+    past: OscarCache | None = None
+    past_ids: torch.Tensor | None = None
 
-            for result in pipe.batch([{"images": ["a.png"], "prompt": "What is it?"}, ...]):
-                print(result.error or result.answer)
+    @property
+    def tokens(self) -> int:
+        """Of the whole prompt."""
+        return self.prompt.tokens + (0 if self.past is None else self.past.get_seq_length())
 
-        A request is a dict of the arguments of a single question: prompt, images, videos (of
-        Qwen3-Omni also audio and use_audio_in_video), system, and each its own max_new_tokens,
-        temperature, seed, stop and other fields of ``Sampling``. It gets the tokens that it would
-        get alone, up to rounding (a matrix product of other size; with policies that balance by
-        the prompt, that is by the batch, on models without QK-norm). A request that cannot be
-        used does not stop the others: its result has the error. Where a batch has no room, runs
-        out of memory or its logits are NaN, its halves are tried. Answers are text. A pipeline with
-        ``prefix_cache`` reads the beginnings that prompts share once; without, for each.
+    @property
+    def nbytes(self) -> int:
+        """Of the prompt's tensors, processed media included."""
+        return sum(tensor.nbytes for tensor in self.prompt.inputs.values())
 
-        Args:
-            requests: a list, or an iterator, of which a few batches are read ahead.
-            batch_size: most requests that run at once.
-            max_tokens: most tokens that run at once, padding and room for the answers included; a
-                request that is over it by itself runs alone.
-            max_padding: largest share of padding in the row of a request, 0 to 1.
 
-        Raises:
-            InputError: not a list of requests, or bounds that cannot be.
-        """
-        results = self.batch_stream(
-            requests, batch_size=batch_size, max_tokens=max_tokens, max_padding=max_padding
+@dataclass(frozen=True)
+class Batching:
+    """How requests are put together.
+
+    Attributes:
+        batch_size: most requests that run at once.
+        max_tokens: most tokens that run at once, padding and room for the answers included; a
+            request that is over it by itself runs alone.
+        max_padding: largest share of padding in the row of a request, 0 to 1.
+
+    Raises:
+        InputError: a value that is not allowed.
+    """
+
+    batch_size: int = 8
+    max_tokens: int = 32_768
+    max_padding: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
+        share = self.max_padding
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise InputError(f"max_padding={share!r}: must be a share from 0 to 1")
+
+    def batches(self, requests: Iterable[Prepared]) -> list[list[Prepared]]:
+        """Requests in batches, longest first, each with those of nearly its length."""
+        batches: list[list[Prepared]] = []
+        for request in sorted(requests, key=lambda one: -one.tokens):
+            if batches and self._fits([*batches[-1], request]):
+                batches[-1].append(request)
+            else:
+                batches.append([request])
+        return batches
+
+    def _fits(self, batch: list[Prepared]) -> bool:
+        longest, shortest = batch[0].tokens, batch[-1].tokens
+        answer = max(one.sampling.max_new_tokens for one in batch)
+        return (
+            len(batch) <= self.batch_size
+            and len(batch) * (longest + answer) <= self.max_tokens
+            and longest - shortest <= self.max_padding * longest
+            and can_join([one.past for one in batch if one.past is not None])
         )
-        return sorted(results, key=lambda result: result.index)
 
-    def batch_stream(
-        self,
-        requests: Iterable[Mapping[str, Any]],
-        *,
-        batch_size: int = 8,
-        max_tokens: int = 32_768,
-        max_padding: float = 0.5,
-    ) -> Iterator[BatchResult]:
-        """As ``batch``, but an iterator of results in the order in which they are finished."""
-        batching = Batching(batch_size, max_tokens, max_padding)
-        if isinstance(requests, Mapping | str | bytes) or not isinstance(requests, Iterable):
-            raise InputError(
-                "requests must be a list of dicts such as {'images': [...], 'prompt': '...'}, not "
-                f"{type(requests).__name__}"
-            )
-        return _results(cast("Pipeline", self), requests, batching)
+
+def left_padded(prompts: Sequence[Prompt], family: Family) -> Prompt:
+    """One prompt of several rows.
+
+    Args:
+        prompts: of one row each, as ``family`` made them.
+        family: joins what the rows show (``Family.join_media``).
+
+    Returns:
+        ``inputs`` has an attention_mask if the rows are of unequal length; there are no ``media``.
+    """
+    longest = max(prompt.tokens for prompt in prompts)
+    before = [longest - prompt.tokens for prompt in prompts]
+
+    def rows(parts: Iterable[torch.Tensor], filler: int, dim: int = 0) -> torch.Tensor:
+        counted = zip(parts, before, strict=True)
+        return torch.cat([pad(part, (count, 0), value=filler) for part, count in counted], dim=dim)
+
+    # Never a placeholder of media, or the model would look for its features.
+    filler = family.processor.tokenizer.pad_token_id or 0
+    tensors: dict[str, list[torch.Tensor]] = {}
+    for prompt in prompts:
+        for name, tensor in prompt.inputs.items():
+            tensors.setdefault(name, []).append(tensor)
+    ids = rows(tensors.pop("input_ids"), filler)
+    inputs = {name: family.join_media(name, parts) for name, parts in tensors.items()}
+    modalities = rows((prompt.modalities for prompt in prompts), PADDING)
+    if any(before):
+        inputs["attention_mask"] = (modalities != PADDING).long().to(ids.device)
+    return Prompt(
+        inputs={"input_ids": ids} | inputs,
+        positions=rows((prompt.positions for prompt in prompts), 0, dim=-2),
+        next_position=torch.cat([prompt.next_position for prompt in prompts]),
+        modalities=modalities,
+    )
+
+
+def batch_results(
+    pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batching: Batching
+) -> Iterator[BatchResult]:
+    """Answer many requests, see ``Pipeline.batch``; results in the order in which they finish.
+
+    Raises:
+        InputError: not a list of requests.
+    """
+    if isinstance(requests, Mapping | str | bytes) or not isinstance(requests, Iterable):
+        raise InputError(
+            "requests must be a list of dicts such as {'images': [...], 'prompt': '...'}, not "
+            f"{type(requests).__name__}"
+        )
+    return _results(pipe, requests, batching)
 
 
 def _results(
     pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batching: Batching
 ) -> Iterator[BatchResult]:
-    ahead: list[Prepared] = []
+    admission, ahead = pipe.admission, list[Prepared]()
     # Beginnings that are read ahead stay in the budget until their batch has run.
     room = math.inf if pipe.budget is None or pipe.prefixes is None else pipe.budget.limit
     taken = 0
@@ -121,7 +194,7 @@ def _results(
         if isinstance(one, BatchResult):
             yield one
             continue
-        takes = pipe.growth_bytes(pipe.growth(one.prompt, one.sampling.max_new_tokens))
+        takes = admission.growth_bytes(admission.growth(one.prompt, one.sampling.max_new_tokens))
         if taken + takes > room:
             yield from _in_batches(pipe, batching, ahead)
             taken = 0
@@ -188,7 +261,7 @@ def _known_past(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
             first = beginning(prompt, stop)
             past = pipe.new_cache() if past is None else past
             new = remaining(first, known) if known else first
-            pipe.make_room(pipe.growth(new, 0, past), new.tokens)
+            pipe.admission.reserve(pipe.admission.growth(new, 0, past), new, past)
             read_prompt(pipe.model, new, past, pipe.prefill_chunk)
             pipe.prefixes.keep(first, settings, past)
         return past
@@ -205,14 +278,10 @@ def _read(pipe: Pipeline, request: Any) -> tuple[Prompt, Sampling]:
     names = [*media, "prompt", "system"]
     options = {name: value for name, value in request.items() if name not in names}
     sampling = pipe.sampling(options, names)
-    prompt, system = request["prompt"], request.get("system")
-    pipe.check_texts(prompt, system)
-    given = {name: request[name] for name in media if name in request}
-    sound = bool(given.pop("use_audio_in_video", False))
-    pipe.check_ahead(prompt, system, given | {"sound": sound}, sampling.max_new_tokens)
-    prepared = pipe.prepare(prompt, pipe.read_media(**given, sound=sound), system)
-    pipe.check_length(prepared, sampling.max_new_tokens)
-    return prepared, sampling
+    shown = {name: request[name] for name in media if name in request}
+    shown["sound"] = bool(shown.pop("use_audio_in_video", False))
+    most = sampling.max_new_tokens
+    return pipe.read_request(request["prompt"], shown, request.get("system"), most), sampling
 
 
 def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
@@ -244,11 +313,10 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     writers = [_writer(pipe, one, start) for one in batch]
     prompt = left_padded([one.prompt for one in batch], pipe.family)
     with pipe.lock:
-        rows = (pipe.growth(one.prompt, one.sampling.max_new_tokens, one.past) for one in batch)
-        growth = Growth.together(rows)
-        pipe.make_room(growth, prompt.modalities.numel())
+        grow = pipe.admission.growth
+        rows = [grow(one.prompt, one.sampling.max_new_tokens, one.past) for one in batch]
         cache = batch_cache(pipe, batch)
-        room = pipe.reserve(growth, prompt.tokens, cache)
+        room = pipe.admission.reserve(Growth.together(rows), prompt, cache)
     ended = torch.zeros(len(batch), dtype=torch.bool)
     steps = decode(
         pipe.model,

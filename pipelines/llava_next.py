@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import pad
 from transformers.image_processing_utils import select_best_resolution
 
+from oscar_mm.generation.family import Encoded, Family
+from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.family import Encoded, Family
-from oscar_mm.pipelines.media import Medium
 
 _NEARBY = 64
 """Widths that are looked through for one of the same shape as an image's own."""

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from oscar_mm.errors import InputError
+from oscar_mm.generation.family import Family
 from oscar_mm.models import BUNDLED, bundled
-from oscar_mm.pipelines.family import Family
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.placement import Placement, on_meta
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.scoring import log_likelihoods
-from oscar_mm.pipelines.batch import batch_cache, row_memory
-from oscar_mm.pipelines.batching import Prepared, left_padded
+from oscar_mm.pipelines.batch import Prepared, batch_cache, left_padded, row_memory
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline

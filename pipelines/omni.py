@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Unpack
 
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
@@ -50,14 +50,7 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        **unknown: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Answer one question.
 
@@ -72,19 +65,15 @@ class OscarOmniPipeline(Pipeline):
             speak: also speak the answer: ``answer.speech``, float32 mono at
                 ``answer.sample_rate``. Needs a checkpoint with a talker; ``stop`` cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
-            max_new_tokens: longest answer, in tokens; by default 256, and 8,192 more for the
-                reasoning of a thinking model (at most half of the context).
-            temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
-                generation_config says how tokens are chosen, which may be by sampling.
-            top_p, top_k, repetition_penalty, seed, stop: see ``oscar_mm.generation.sampling``. The
-                first three are by default the checkpoint's too, but off beside a temperature.
+            sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
+                ``oscar_mm.generation.sampling.SamplingOptions``.
 
         Raises:
             InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
                 cannot speak; as ``NoRoom`` a request that is too long for ``max_context``,
                 ``kv_budget`` or the GPU.
         """
-        stream = self.stream(
+        return self.stream(
             prompt,
             audio,
             images,
@@ -93,18 +82,8 @@ class OscarOmniPipeline(Pipeline):
             use_audio_in_video=use_audio_in_video,
             speak=speak,
             speaker=speaker,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-            **unknown,
-        )
-        for _ in stream:
-            pass
-        return stream.result
+            **sampling,
+        ).complete()
 
     def stream(
         self,
@@ -117,34 +96,30 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
-        """As ``__call__``, but an iterator of pieces of text with the answer as ``result``.
+        """Answer one question; an iterator of pieces of text with the answer as ``result``.
 
-        ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
-
-        The request is checked and its media are read at once; the model runs as pieces are taken.
-        A spoken answer comes in one piece.
+        Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too. The request is
+        checked and its media are read at once; the model runs as pieces are taken. A spoken answer
+        comes in one piece. Arguments and errors are those of a call.
         """
         start = time.perf_counter()
-        how = self.sampling(sampling, _ARGUMENTS)
+        chosen = self.sampling(sampling, _ARGUMENTS)
         voice = None
         if speak:
-            if how.stop:
+            if chosen.stop:
                 raise InputError("stop cannot be used with speak: the speech would go on after it")
             if self.store.ranks.count > 1:
                 raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
             voice = speaker_of(self.family.whole, speaker)
         elif speaker is not None:
             raise InputError("speaker is for a spoken answer: pass speak=True too")
-        self.check_texts(prompt, system)
         shown = {"images": images, "videos": videos, "audio": audio, "sound": use_audio_in_video}
-        self.check_ahead(prompt, system, shown, how.max_new_tokens)
-        prepared = self.prepare(prompt, self.read_media(**shown), system)
-        self.check_length(prepared, how.max_new_tokens)
+        question = self.read_request(prompt, shown, system, chosen.max_new_tokens)
         if voice is None:
-            return AnswerStream(self.answer(prepared, how, start))
-        return AnswerStream(self._spoken(prepared, how, voice, start))
+            return AnswerStream(self.answer(question, chosen, start))
+        return AnswerStream(self._spoken(question, chosen, voice, start))
 
     def _spoken(
         self, prompt: Prompt, sampling: Sampling, speaker: str, start: float

@@ -1,34 +1,32 @@
-"""Pipeline: what OscarVLPipeline and OscarOmniPipeline share: loading, checks, the answer."""
+"""Pipeline: loads a checkpoint and answers; the base of both public pipelines."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Mapping, Sequence
+import copy
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PreTrainedModel
 
+from oscar_mm.admission.admission import Admission
 from oscar_mm.admission.kv_budget import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.chat_file import read_chat
 from oscar_mm.errors import InputError
-from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
-from oscar_mm.pipelines.admission import Bounded
-from oscar_mm.pipelines.batch import Batched
+from oscar_mm.media.media import Media, MediaReader
+from oscar_mm.pipelines.batch import Batching, BatchResult, batch_results
 from oscar_mm.pipelines.loading import load
-from oscar_mm.pipelines.media import Media, read_media
 from oscar_mm.pipelines.placement import Placement
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.ranks import Ranks
@@ -38,7 +36,7 @@ _REASONING = 8192
 """Tokens that thinking models are given for their reasoning."""
 
 
-class Pipeline(Batched, Bounded):
+class Pipeline:
     """Loads a checkpoint and answers prompts made from checked requests.
 
     Args:
@@ -104,20 +102,18 @@ class Pipeline(Batched, Bounded):
         for name, value in (("max_context", max_context), ("prefill_chunk", prefill_chunk)):
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name}={value!r}: must be a positive number of tokens or None")
-        is_number = isinstance(video_fps, int | float) and not isinstance(video_fps, bool)
-        if not (is_number and 0 < video_fps < math.inf):
-            raise InputError(f"video_fps={video_fps!r}: must be frames per second, above 0")
-        if limits is not None and not isinstance(limits, MediaLimits):
-            raise InputError(f"limits: must be MediaLimits or None, not {type(limits).__name__}")
+        limits = MediaLimits() if limits is None else limits
+        self.media_reader = MediaReader(limits, allow_remote, video_fps)
         placement = Placement(device, device_map, tp_plan)
         self.store = PageStore(self.policy)
         self.lock = self.store.lock
-        self.prefixes = self.budget = None
+        self.prefixes: PrefixCache | None = None
+        budget = None
         if prefix_cache is not None:
             self.prefixes = PrefixCache(parse_bytes("prefix_cache", prefix_cache))
         if kv_budget is not None:
             limit = parse_bytes("kv_budget", kv_budget)
-            self.budget = KVBudget(self.store, limit, spill, self.prefixes)
+            budget = KVBudget(self.store, limit, spill, self.prefixes)
         self.family = load(
             model,
             processor,
@@ -129,17 +125,15 @@ class Pipeline(Batched, Bounded):
         )
         self.store.ranks = Ranks.of(self.model)
         self.store.ranks.check(self.policy)
+        self.media_reader.fit = self.family.largest_image
         longest = self.model.config.get_text_config().max_position_embeddings
-        self.max_context = min(max_context or longest, longest)
-        self.prefill_chunk = prefill_chunk
-        self.allow_remote = allow_remote
-        self.limits = limits or MediaLimits()
-        self.video_fps = video_fps
+        most = min(max_context or longest, longest)
+        self.admission = Admission(self.family, self.store, most, prefill_chunk, budget)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Which checkpoint it is, see ``oscar_mm.fingerprint``; chats are saved with it."""
-        return model_fingerprint(self.model)
+        return self.family.fingerprint
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache between turns.
@@ -168,24 +162,90 @@ class Pipeline(Batched, Bounded):
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
             policy=self.policy,
-            layers=self.layer_shapes,
+            layers=self.admission.layer_shapes,
             vocabulary=self.model.get_input_embeddings().num_embeddings,
         )
         with self.lock:
             if self.budget is not None:
                 self.budget.make_room(saved.bytes)
-            cache = saved.placed(self.store, self.layer_devices)
+            cache = saved.placed(self.store, self.family.layer_devices)
             return Chat(self, system, replace(conversation, kept=cache))
 
-    @property
-    def layer_devices(self) -> dict[int, torch.device]:
-        """Where the keys and values of each layer are."""
-        layers = self.model.get_decoder().layers
-        places = [next(layer.parameters()).device for layer in layers]
-        return {
-            index: self.family.device if place.type == "meta" else place
-            for index, place in enumerate(places)
-        }
+    def batch(
+        self,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 8,
+        max_tokens: int = 32_768,
+        max_padding: float = 0.5,
+    ) -> list[BatchResult]:
+        """Answer many requests, several at a time; results in the order of the requests.
+
+        ::
+
+            for result in pipe.batch([{"images": ["a.png"], "prompt": "What is it?"}, ...]):
+                print(result.error or result.answer)
+
+        A request is a dict of the arguments of a single question: prompt, images, videos (of
+        Qwen3-Omni also audio and use_audio_in_video), system, and ``SamplingOptions`` of its own.
+        It gets the tokens that it would get alone, up to rounding (a matrix product of other size;
+        with policies that balance by the prompt, that is by the batch, on models without QK-norm).
+        A request that cannot be used does not stop the others: its result has the error. Where a
+        batch has no room, runs out of memory or its logits are NaN, its halves are tried. Answers
+        are text. A pipeline with ``prefix_cache`` reads the beginnings that prompts share once;
+        without, for each.
+
+        Args:
+            requests: a list, or an iterator, of which a few batches are read ahead.
+            batch_size: most requests that run at once.
+            max_tokens: most tokens that run at once, padding and room for the answers included; a
+                request that is over it by itself runs alone.
+            max_padding: largest share of padding in the row of a request, 0 to 1.
+
+        Raises:
+            InputError: not a list of requests, or bounds that cannot be.
+        """
+        results = self.batch_stream(
+            requests, batch_size=batch_size, max_tokens=max_tokens, max_padding=max_padding
+        )
+        return sorted(results, key=lambda result: result.index)
+
+    def batch_stream(
+        self,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 8,
+        max_tokens: int = 32_768,
+        max_padding: float = 0.5,
+    ) -> Iterator[BatchResult]:
+        """Answer many requests; an iterator of results in the order in which they are finished.
+
+        Arguments and errors are those of ``batch``.
+        """
+        return batch_results(self, requests, Batching(batch_size, max_tokens, max_padding))
+
+    def with_policy(self, policy: str | KVPolicy) -> Self:
+        """A pipeline of the same loaded model that stores keys and values as ``policy`` says.
+
+        Both share lock and budget: their chats may be in use at once, from several threads, and
+        count together. Only this one keeps prefixes.
+
+        Args:
+            policy: a KVPolicy or a preset's name.
+
+        Raises:
+            InputError: an unknown preset, or a policy that the model's ranks rule out.
+        """
+        twin = copy.copy(self)
+        twin.policy = KVPolicy.of(policy)
+        self.store.ranks.check(twin.policy)
+        twin.store = PageStore(twin.policy, self.lock, self.store.ranks)
+        twin.admission = replace(self.admission, store=twin.store)
+        twin.prefixes = None
+        if self.budget is not None:
+            with self.lock:
+                self.budget.stores.add(twin.store)
+        return twin
 
     def new_cache(self) -> OscarCache:
         """A cache for one request, used under the pipeline's lock, with pages of its own unless
@@ -208,20 +268,36 @@ class Pipeline(Batched, Bounded):
         """Its processor."""
         return self.family.processor
 
+    @property
+    def budget(self) -> KVBudget | None:
+        """The bound on the bytes of all caches; None for no bound."""
+        return self.admission.budget
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a conversation with its answer."""
+        return self.admission.max_context
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens of a prompt that are read at a time; None for all at once."""
+        return self.admission.prefill_chunk
+
+    @property
+    def limits(self) -> MediaLimits:
+        """Bounds on media."""
+        return self.media_reader.limits
+
+    @property
+    def allow_remote(self) -> bool:
+        """Whether images and recordings may be http(s) addresses."""
+        return self.media_reader.allow_remote
+
     def read_media(
         self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
     ) -> Media:
-        """Decode media within the pipeline's limits; see ``oscar_mm.pipelines.media``."""
-        return read_media(
-            images,
-            videos,
-            audio,
-            limits=self.limits,
-            allow_remote=self.allow_remote,
-            video_fps=self.video_fps,
-            sound=sound,
-            fit=self.family.largest_image,
-        )
+        """Decode media within the pipeline's limits; see ``MediaReader.read``."""
+        return self.media_reader.read(images, videos, audio, sound=sound)
 
     def check_texts(self, prompt: Any, system: Any) -> None:
         """Refuse a prompt, or a system prompt that is not None, which is no text or is empty.
@@ -236,22 +312,10 @@ class Pipeline(Batched, Bounded):
     def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
         """Refuse what is no text of a user, is empty, or is over the context by itself.
 
-        Takes no lock, whatever the text.
-
         Raises:
             InputError: names the argument; as ``NoRoom`` a text that is too long.
         """
-        if not isinstance(text, str):
-            raise InputError(f"{name} must be text, not {type(text).__name__}")
-        self.check_characters(name, text)
-        if not (may_be_empty or text.strip()):
-            raise InputError(f"{name} is empty: give some text")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out") from None
-        self.family.refuse_control_tokens(name, text)
-        self.check_tokens(name, text)
+        self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
     def prepare(self, prompt: str, media: Media, system: str | None) -> Prompt:
         """Run template and processor on a first turn, whose texts were checked.
@@ -260,10 +324,36 @@ class Pipeline(Batched, Bounded):
             InputError: media that the model does not read, or too many.
         """
         messages = self.family.messages(prompt, system, media)
-        self.check_media(media)
         # What it puts on the device must not come between the steps of others as they are captured.
         with self.lock:
             return self.family.prompt(messages, media)
+
+    def read_request(
+        self,
+        prompt: str,
+        shown: Mapping[str, Any],
+        system: str | None = None,
+        max_new_tokens: int = 1,
+    ) -> Prompt:
+        """A first turn as the model reads it, which has room together with its answer.
+
+        Args:
+            prompt: the question.
+            shown: images, videos, audio and sound, as of ``read_media``.
+            system: system prompt.
+            max_new_tokens: of the answer.
+
+        Raises:
+            InputError: texts or media that cannot be used; as ``NoRoom`` a request that is too
+                long for ``max_context``, ``kv_budget`` or the GPU, if the headers of its media
+                say so before they are decoded.
+        """
+        self.admission.check_texts(prompt, system)
+        outline = self.media_reader.outline(**shown)
+        self.admission.check_outline(prompt, system, outline, max_new_tokens)
+        read = self.prepare(prompt, self.read_media(**shown), system)
+        self.admission.check_prompt(read, max_new_tokens)
+        return read
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; ``arguments`` are the other names that a user may give.
@@ -297,9 +387,11 @@ class Pipeline(Batched, Bounded):
     def answer(
         self, prompt: Prompt, sampling: Sampling, start: float
     ) -> Generator[str | Answer, None, None]:
-        """Pieces of text as they are generated, then the whole answer.
+        """Pieces of text as they are generated, then the answer.
 
         Args:
+            prompt: of a single row, checked.
+            sampling: how tokens are chosen.
             start: ``time.perf_counter()`` when the request came.
         """
         generation = Generation(self, prompt, self.new_cache(), sampling, start)

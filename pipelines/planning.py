@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.admission.capacity import ModelShape
+from oscar_mm.admission.token_counts import count_tokens
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import PictureSize, sampled, silence
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.loading import outline
-from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
-from oscar_mm.pipelines.token_counts import count_tokens
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 _LIMITS = MediaLimits()

@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.generation.family import Encoded, Family
 from oscar_mm.media import Audio, Video
+from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality, token_modalities
-from oscar_mm.pipelines.family import Encoded, Family
-from oscar_mm.pipelines.media import Medium
 from oscar_mm.pipelines.qwen3_vl import image_tokens, largest_image, video_arguments
 
 _FRAME = RATE // 100

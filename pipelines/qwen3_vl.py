@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from oscar_mm.generation.family import Encoded, Family
 from oscar_mm.media import Video
+from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality, token_modalities
-from oscar_mm.pipelines.family import Encoded, Family
-from oscar_mm.pipelines.media import Medium
 
 
 def image_tokens(image_processor: Any, image: Image.Image) -> int:

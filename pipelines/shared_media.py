@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oscar_mm.admission.admission import Past
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.batching import Prepared
-from oscar_mm.pipelines.media import Media
+from oscar_mm.pipelines.batch import Prepared
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -48,7 +49,7 @@ class SharedMedia:
     """
 
     def __init__(self, pipe: Pipeline, media: Media, system: str | None = None) -> None:
-        pipe.check_texts(_QUESTION, system)
+        pipe.admission.check_texts(_QUESTION, system)
         self.pipe, self.system = pipe, system
         self._cache = OscarCache(pipe.policy, store=pipe.store)
         self._prompt: Prompt | None = None
@@ -84,7 +85,7 @@ class SharedMedia:
         """
         if self._prompt is None or self._cache.get_seq_length():
             return
-        self.pipe.check_length(self._prompt, 1)
+        self.pipe.admission.check_prompt(self._prompt, 1)
         with self.pipe.lock:
             try:
                 read_prompt(self.pipe.model, self._prompt, self._cache, self.pipe.prefill_chunk)
@@ -105,15 +106,16 @@ class SharedMedia:
         Raises:
             InputError: no text, or no room in the context.
         """
-        self.pipe.check_texts(question, None)
+        self.pipe.admission.check_texts(question, None)
         self.read()
         start = time.perf_counter()
         if self._prompt is None:
             prompt = self.pipe.prepare(question, Media(), self.system)
-            self.pipe.check_length(prompt, sampling.max_new_tokens)
+            self.pipe.admission.check_prompt(prompt, sampling.max_new_tokens)
             return Prepared(index, prompt, sampling, time.perf_counter() - start, self._cache)
         prompt = self._question(question, self._prompt)
-        self.pipe.check_length(prompt, sampling.max_new_tokens, self._cache)
+        past = Past(self._cache, self._cache.get_seq_length())
+        self.pipe.admission.check_prompt(prompt, sampling.max_new_tokens, past)
         ids = self._prompt.inputs["input_ids"][0]
         spent = time.perf_counter() - start
         return Prepared(index, prompt, sampling, spent, self._cache, ids)

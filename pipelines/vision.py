@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 from oscar_mm.generation.answer import Answer, AnswerStream
+from oscar_mm.generation.sampling import SamplingOptions
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
 from oscar_mm.pipelines.pipeline import Pipeline
+
+_ARGUMENTS = ("images", "prompt", "videos", "system")
 
 
 class OscarVLPipeline(Pipeline):
@@ -34,14 +37,7 @@ class OscarVLPipeline(Pipeline):
         *,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        **unknown: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Answer one question.
 
@@ -51,34 +47,14 @@ class OscarVLPipeline(Pipeline):
             prompt: the question.
             videos: one video or a list, of paths or of frames. LLaVA reads none.
             system: system prompt.
-            max_new_tokens: longest answer, in tokens; by default 256, and 8,192 more for the
-                reasoning of a thinking model (at most half of the context).
-            temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
-                generation_config says how tokens are chosen, which may be by sampling.
-            top_p, top_k, repetition_penalty, seed, stop: see ``oscar_mm.generation.sampling``. The
-                first three are by default the checkpoint's too, but off beside a temperature.
+            sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
+                ``oscar_mm.generation.sampling.SamplingOptions``.
 
         Raises:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
                 is too long for ``max_context``, ``kv_budget`` or the GPU.
         """
-        stream = self.stream(
-            images,
-            prompt,
-            videos=videos,
-            system=system,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-            **unknown,
-        )
-        for _ in stream:
-            pass
-        return stream.result
+        return self.stream(images, prompt, videos=videos, system=system, **sampling).complete()
 
     def stream(
         self,
@@ -87,19 +63,16 @@ class OscarVLPipeline(Pipeline):
         *,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
-        """As ``__call__``, but an iterator of pieces of text with the answer as ``result``.
+        """Answer one question; an iterator of pieces of text with the answer as ``result``.
 
-        ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
-
-        The request is checked and its media are read at once; the model runs as pieces are taken.
+        Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too. The request is
+        checked and its media are read at once; the model runs as pieces are taken. Arguments and
+        errors are those of a call.
         """
         start = time.perf_counter()
-        how = self.sampling(sampling, ("images", "prompt", "videos", "system"))
-        self.check_texts(prompt, system)
+        chosen = self.sampling(sampling, _ARGUMENTS)
         shown = {"images": images, "videos": videos}
-        self.check_ahead(prompt, system, shown, how.max_new_tokens)
-        prepared = self.prepare(prompt, self.read_media(**shown), system)
-        self.check_length(prepared, how.max_new_tokens)
-        return AnswerStream(self.answer(prepared, how, start))
+        question = self.read_request(prompt, shown, system, chosen.max_new_tokens)
+        return AnswerStream(self.answer(question, chosen, start))

@@ -19,14 +19,15 @@ from oscar_mm.apps.audio_qa.results import (
     error_result,
 )
 from oscar_mm.apps.audio_qa.rows import Row, is_correct
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
+from oscar_mm.media.media import Media
 from oscar_mm.pipelines import pipeline_for
-from oscar_mm.pipelines.batch import answers
-from oscar_mm.pipelines.batching import Prepared
-from oscar_mm.pipelines.media import Media
+from oscar_mm.pipelines.batch import Prepared, answers
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 from oscar_mm.policy import KVPolicy
@@ -168,12 +169,13 @@ class Engine:
             yield from (error_result(row, error_line(error)) for row in rows)
             return
         open_s = time.perf_counter() - start
-        needed_bytes = self._media_bytes(reading) + sum(entry.needed_bytes for entry in waiting)
-        if waiting and not self._has_room(needed_bytes):
+        media_bytes = 0 if reading.prompt is None else self._needed_bytes(reading.prompt, 0)
+        needed_bytes = media_bytes + sum(entry.needed_bytes for entry in waiting)
+        if waiting and self.pipe.admission.shortage(needed_bytes, "the media take"):
             yield from self._flush(waiting)
         start = time.perf_counter()
         try:
-            self._check_room(self._media_bytes(reading), "the media take")
+            self._check_room(media_bytes, "the media take")
             reading.read()
             self._check_room(0, "the media take")
         except Exception as error:
@@ -191,7 +193,7 @@ class Engine:
                 continue
             if not self._fits(entry, waiting):
                 yield from self._flush(waiting, keep=reading)
-            refusal = self._refusal(entry.needed_bytes, "the row takes")
+            refusal = self.pipe.admission.shortage(entry.needed_bytes, "the row takes")
             if refusal is not None:
                 yield error_result(row, refusal)
                 continue
@@ -206,46 +208,28 @@ class Engine:
         is_correct(row, "", 0 if row.choices else None)
         prepared = reading.asked(0, question, self._sampling)
         choices = reading.continuations(question, texts) if texts else []
-        needed_bytes = self._row_bytes(prepared, choices)
+        new = sum(map(len, choices)) or self.settings.max_new_tokens
+        needed_bytes = self._needed_bytes(prepared.prompt, new, prepared.past)
         return _BatchRow(
             row, reading, prepared, choices, needed_bytes, share + time.perf_counter() - start
         )
 
-    def _row_bytes(self, prepared: Prepared, choices: list[list[int]]) -> int:
-        """Bytes that a row adds to its media."""
-        if self.pipe.budget is None:
-            return 0
-        new = 0 if choices else self.settings.max_new_tokens
-        growth = self.pipe.growth(prepared.prompt, new + sum(map(len, choices)), prepared.past)
-        return self.pipe.growth_bytes(growth)
-
-    def _media_bytes(self, reading: SharedMedia) -> int:
-        if self.pipe.budget is None or reading.prompt is None:
-            return 0
-        return self.pipe.growth_bytes(self.pipe.growth(reading.prompt, 0))
-
-    def _has_room(self, needed_bytes: int) -> bool:
-        return self._refusal(needed_bytes, "") is None
+    def _needed_bytes(self, prompt: Prompt, new: int, past: OscarCache | None = None) -> int:
+        """Bytes that a prompt and ``new`` tokens after it add to what the pipeline holds."""
+        admission = self.pipe.admission
+        return admission.growth_bytes(admission.growth(prompt, new, past))
 
     def _check_room(self, needed_bytes: int, what: str) -> None:
-        refusal = self._refusal(needed_bytes, what)
-        if refusal is not None:
+        if (refusal := self.pipe.admission.shortage(needed_bytes, what)) is not None:
             raise InputError(refusal)
-
-    def _refusal(self, needed_bytes: int, what: str) -> str | None:
-        """Say why so many more bytes have no room; None if they have."""
-        budget = self.pipe.budget
-        total = needed_bytes + (0 if budget is None else budget.used_bytes)
-        if budget is None or total <= budget.limit:
-            return None
-        return f"kv_budget is {budget.limit:,} bytes, and {what} it to {total:,}"
 
     def _fits(self, entry: _BatchRow, rows: list[_BatchRow]) -> bool:
         together = [*rows, entry]
+        needed_bytes = sum(other.needed_bytes for other in together)
         pasts = [other.prepared.past for other in together if other.prepared.past is not None]
         return (
             len(together) <= self.batch_size
-            and self._has_room(sum(other.needed_bytes for other in together))
+            and self.pipe.admission.shortage(needed_bytes, "the rows take") is None
             and can_join(pasts)
         )
 

@@ -229,8 +229,8 @@ def memory_report(session: Session) -> str:
     policy = asdict(pipe.policy) | {"bits": pipe.policy.bits._asdict()}
     record: dict[str, Any] = {
         "oscar_mm": oscar_mm.__version__,
-        "model": {"family": pipe.family.name, "fingerprint": pipe.fingerprint},
-        "dtype": str(pipe.model.dtype).removeprefix("torch."),
+        "model": {"family": pipe.family.name, "fingerprint": pipe.family.fingerprint},
+        "dtype": str(pipe.family.model.dtype).removeprefix("torch."),
         "device": pipe.family.device.type,
         "policy": {"preset": session.settings.name, **policy},
         "turns": len(conversation.chat.turns),

@@ -21,6 +21,7 @@ from oscar_mm.policy import KVPolicy
 if TYPE_CHECKING:
     from oscar_mm.apps.demo.sessions import Sessions
     from oscar_mm.inspect.inspection import Inspection
+    from oscar_mm.pipelines.pipeline import Pipeline
 
 AS_PRESET = "preset"
 """The choice of bits that leaves them to the preset."""
@@ -290,8 +291,7 @@ class Session:
     def load(self, path: str | Path) -> None:
         """Replace this conversation with a saved one."""
         with self._exclusive():
-            pipe = self.conversation.chat.pipe
-            chat = pipe.load_chat(upload_path(path, self.sessions.folders))
+            chat = self._pipe.load_chat(upload_path(path, self.sessions.folders))
             self._close_chats()
             self.conversation, self.baseline = MeasuredChat(chat), None
             self.settings = replace(self.settings, system=chat.system, compare=False)
@@ -304,14 +304,12 @@ class Session:
         with self._exclusive():
             if not self.turns or self._lacks_media:
                 raise InputError("ask a question with media first")
-            pipe, last = self.conversation.chat.pipe, self.turns[-1]
+            pipe, last = self._pipe, self.turns[-1]
             files: dict[str, Any] = {
                 kind: [path for turn in self.turns for path in turn.media[kind]]
                 for kind in last.media
             }
-            media = pipe.read_media(**files)
-            prompt = pipe.prepare(last.question, media, self.settings.system)
-            pipe.check_length(prompt, 1)
+            prompt = pipe.read_request(last.question, files, self.settings.system)
             with pipe.lock:
                 return inspect_prompt(pipe.model, prompt)
 
@@ -322,6 +320,11 @@ class Session:
         if self._turn.acquire(timeout=_PATIENCE_S):
             self._close_chats()
             self._turn.release()
+
+    @property
+    def _pipe(self) -> Pipeline:
+        """The pipeline of the conversation."""
+        return self.sessions.pipeline(self.conversation.chat.pipe.policy)
 
     @property
     def _lacks_media(self) -> bool:

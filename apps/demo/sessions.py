@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from oscar_mm.apps.demo.session import Session, SessionSettings
 from oscar_mm.errors import InputError
-from oscar_mm.pipelines.twin import with_policy
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
 
@@ -45,7 +44,7 @@ class Sessions:
         with self._lock:
             pipe = self._pipes.get(policy)
             if pipe is None:
-                pipe = self._pipes[policy] = with_policy(self.pipe, policy)
+                pipe = self._pipes[policy] = self.pipe.with_policy(policy)
             return pipe
 
     def session(self, key: str) -> Session:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import DecodedMessage, Request, Turn
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.conversation import Message
-from oscar_mm.chat.given_turn import tell
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
+from oscar_mm.generation.family import Message
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -91,7 +90,7 @@ class Conversations:
         try:
             cached = chat.turns[-1].stop if chat.turns else 0
             for question, answer in request.past[turns:]:
-                tell(chat, answer=answer.text, **_chat_arguments(question))
+                chat.tell(answer=answer.text, **_chat_arguments(question))
                 yield ""
             stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
             yield from stream.with_reasoning()

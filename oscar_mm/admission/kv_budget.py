@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -20,8 +20,25 @@ from oscar_mm.policy import PLAIN, Bits
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
     from oscar_mm.cache.store import PageStore
-    from oscar_mm.chat.spill import Spillable
     from oscar_mm.generation.prefix_cache import PrefixCache
+
+
+class Spillable(Protocol):
+    """A chat that may give its pages up for a file."""
+
+    @property
+    def can_be_spilled(self) -> bool:
+        """Whether it holds pages, and no turn is going on."""
+        ...
+
+    @property
+    def cache(self) -> OscarCache:
+        """The cache that holds its pages."""
+        ...
+
+    def spill(self, path: Path) -> None:
+        """Write keys and values to a file and give up their pages."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +189,7 @@ class KVBudget:
 
     def _could_go(self, chat: Spillable | None) -> int:
         """Bytes of the slots that nobody but prefixes and other chats holds."""
-        others = [one.conversation.cache for one in self._others(chat)]
+        others = [other.cache for other in self._others(chat)]
         kept = [] if self.prefixes is None else self.prefixes.caches
         return self._freed([*others, *kept])
 

@@ -1,4 +1,4 @@
-"""Asked: the tokens that a request comes to, what they are of, and what to lower."""
+"""RequestSize: the tokens of a request, what they are of, and what to lower."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ _TEMPLATE = 32
 
 @dataclass(frozen=True)
 class RequestSize:
-    """What a request comes to.
+    """The tokens of a request by their kinds.
 
     Attributes:
         tokens: of the prompt, by modality: "text", "image", "video", "audio".
         answer: max_new_tokens.
         media: for each modality its media's labels and tokens. A video's include the text of its
             timestamps and its sound.
-        held: tokens of earlier turns.
-        frees: tells what a chat can do to hold fewer.
-        at_least: media were counted by their headers, as far as these tell, and of a later turn
-            not what the chat template adds.
+        past: tokens of earlier turns.
+        frees: tells what a chat can do to hold fewer of these.
+        at_least: the true size may be larger: media were counted by their headers, as far as these
+            tell, and a later turn without what the chat template adds.
     """
 
     tokens: Mapping[str, int]
     answer: int
     media: Mapping[Modality, list[tuple[str, int]]] = field(default_factory=dict)
-    held: int = 0
+    past: int = 0
     frees: Callable[[], list[str]] = list
     at_least: bool = False
 
     @classmethod
-    def of(
-        cls, prompt: Prompt, answer: int, held: int = 0, frees: Callable[[], list[str]] = list
-    ) -> RequestSize:
-        """Of the prompt of a single row."""
+    def of(cls, prompt: Prompt, answer: int) -> RequestSize:
+        """The size of a prompt of a single row and its answer."""
         row = prompt.modalities[0]
         media: dict[Modality, list[tuple[str, int]]] = {}
         for span in prompt.media:
@@ -54,14 +52,12 @@ class RequestSize:
             tokens={one.label: int((row == one).sum()) for one in Modality},
             answer=answer,
             media=media,
-            held=held,
-            frees=frees,
         )
 
     @property
     def total(self) -> int:
         """Tokens of all parts."""
-        return self.held + sum(self.tokens.values()) + self.answer
+        return self.past + sum(self.tokens.values()) + self.answer
 
     def refusal(self, fits: int, bound: str, otherwise: str = "") -> NoRoom:
         """The error for a request of which so many tokens fit.
@@ -71,7 +67,7 @@ class RequestSize:
             bound: what the request is over, with the numbers behind it.
             otherwise: what else would help.
         """
-        parts = [f"{self.held:,} held"] if self.held else []
+        parts = [f"{self.past:,} held"] if self.past else []
         for modality in reversed(Modality):
             if count := self.tokens[modality.label]:
                 parts.append(f"{modality.label} {count:,}{self._names(modality)}")
@@ -94,7 +90,7 @@ class RequestSize:
 
     def _remedies(self, excess: int) -> list[str]:
         """What to lower, the largest first, until that is enough."""
-        sizes = {"held": self.held, "answer": self.answer} | dict(self.tokens)
+        sizes = {"past": self.past, "answer": self.answer} | dict(self.tokens)
         sizes["text"] = max(0, sizes["text"] - _TEMPLATE)
         found: dict[str, str] = {}
         for name in sorted(filter(sizes.get, sizes), key=sizes.__getitem__, reverse=True):
@@ -103,12 +99,12 @@ class RequestSize:
             excess = -left
             if excess <= 0:
                 break
-        others = [self._remedy("held", 0)] if self.held and "held" not in found else []
+        others = [self._remedy("past", 0)] if self.past and "past" not in found else []
         return [" and ".join(found.values()), *others]
 
     def _remedy(self, name: str, left: int) -> str:
         """How to bring one part down to ``left`` tokens."""
-        if name == "held":
+        if name == "past":
             return ", ".join([*self.frees(), "begin a new chat"])
         if name == "answer":
             return f"lower max_new_tokens to {max(1, left):,}"

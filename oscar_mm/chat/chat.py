@@ -9,22 +9,29 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.chat.chat_file import save_chat
-from oscar_mm.chat.conversation import Conversation, Message, Segment, Turn
-from oscar_mm.chat.spill import Spillable
-from oscar_mm.chat.turn import all_text, check_ahead, check_turn, next_prompt
+from oscar_mm.chat.conversation import Conversation, Segment, Turn
+from oscar_mm.chat.engine import ChatEngine
+from oscar_mm.chat.spill import SpillableConversation
+from oscar_mm.chat.turn import (
+    check_turn,
+    joined_text,
+    next_prompt,
+    past_of,
+    with_answer,
+    without_reasoning,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
+from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
-
-if TYPE_CHECKING:
-    from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.generation.sampling import Sampling, SamplingOptions
 
 _ARGUMENTS = ("prompt", "images", "videos", "audio", "use_audio_in_video")
 
@@ -54,10 +61,12 @@ class Chat:
     """
 
     def __init__(
-        self, pipe: Pipeline, system: str | None = None, conversation: Conversation | None = None
+        self, pipe: ChatEngine, system: str | None = None, conversation: Conversation | None = None
     ) -> None:
         self.pipe, self.system = pipe, system
-        self._held = Spillable(pipe, conversation or Conversation.empty(self._new_cache()))
+        self._spillable = SpillableConversation(
+            pipe, conversation or Conversation.empty(self._new_cache())
+        )
         self._running: weakref.ref[Generator] | None = None
         # Whoever wants both takes this one first, then the pipeline's: see ``_alone``.
         self._calls = threading.RLock()
@@ -70,33 +79,27 @@ class Chat:
         audio: Any = None,
         *,
         use_audio_in_video: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Ask the next question.
 
         Args:
             prompt: the question.
-            images: what this turn shows, as of the pipeline; earlier media stay in sight.
-            videos: likewise.
-            audio: likewise, where the model hears (Qwen3-Omni).
+            images, videos: what this turn shows, as of the pipeline; earlier media stay in sight.
+            audio: recordings, where the model hears (Qwen3-Omni).
             use_audio_in_video: hear the sound of video files too.
-            sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty (counts the
-                tokens of earlier turns too), seed, stop: as of the pipeline. A stop text is no part
-                of the answer, but the model will have written it.
+            sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
 
         Returns:
             the answer; its memory is the whole chat's, tokens and times are this turn's.
 
         Raises:
-            InputError: media, text or numbers that cannot be used, or no room in the context.
+            InputError: media, text or numbers that cannot be used; as ``NoRoom`` a turn that is
+                too long for the context, the budget or the GPU.
         """
         with self._calls:
-            stream = self._stream(
-                prompt, (images, videos, audio, use_audio_in_video), sampling, keep_part=False
-            )
-            for _ in stream:
-                pass
-            return stream.result
+            media = (images, videos, audio, use_audio_in_video)
+            return self._stream(prompt, media, sampling, keep_part=False).complete()
 
     def stream(
         self,
@@ -107,43 +110,86 @@ class Chat:
         *,
         use_audio_in_video: bool = False,
         before: Sequence[Message] = (),
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
-        """As ``ask``, but an iterator of pieces of text with the answer as ``result``.
+        """Ask the next question; an iterator of pieces of text with the answer as ``result``.
 
-        ``with_reasoning`` of it gives the pieces of a thinking model's reasoning too.
+        Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too.
 
         Args:
-            before: what else was said since the last answer, before the question; its media are
-                the first ones of ``images`` and ``audio``.
+            prompt, images, videos, audio, use_audio_in_video, sampling: as of ``ask``.
+            before: messages since the last answer, before the question; their media are the first
+                ones of ``images`` and ``audio``.
+
+        Raises:
+            InputError: as of ``ask``.
         """
         with self._calls:
             media = (images, videos, audio, use_audio_in_video)
             return self._stream(prompt, media, sampling, before, keep_part=True)
 
+    def tell(
+        self,
+        prompt: str,
+        answer: str,
+        images: Any = None,
+        videos: Any = None,
+        audio: Any = None,
+        *,
+        before: Sequence[Message] = (),
+    ) -> None:
+        """Add a turn that took place elsewhere: question and answer are read, not generated.
+
+        Args:
+            prompt: the question.
+            answer: what was answered; may be empty.
+            images, videos, audio: as of ``ask``.
+            before: as of ``stream``.
+
+        Raises:
+            InputError: media or text that cannot be used; as ``NoRoom`` a turn that is too long.
+        """
+        pipe, family = self.pipe, self.pipe.family
+        check_turn(pipe, prompt, self.system, before, (images, videos, audio))
+        pipe.admission.check_text("answer", answer, may_be_empty=True)
+        shown = pipe.media_reader.read(images, videos, audio)
+        with self._alone() as now:
+            system = None if now.turns else self.system
+            ids = family.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            question = next_prompt(pipe, now, prompt, system, shown, len(ids), before)
+            question = without_reasoning(question, family.think_tokens)
+            self._spillable.make_room(question, len(ids) + 1)  # all of them are stored
+            cache = now.cache.fork()
+            try:
+                read_prompt(family.model, with_answer(question, ids), cache, pipe.prefill_chunk)
+            except BaseException:
+                cache.close()
+                raise
+            self._spillable.replace(now.answered(cache, question, prompt, answer, ids, "stop"))
+
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What was said, in all complete turns."""
-        return self._held.conversation.turns
+        """All complete turns, from the first."""
+        return self._spillable.conversation.turns
 
     @property
     def segments(self) -> list[Segment]:
         """Turn by turn its text and its media, with their tokens and bytes."""
         with self.pipe.lock:
-            return self._held.without_reasoning().segments()
+            return self._spillable.drop_reasoning().segments()
 
     @property
     def memory(self) -> MemoryReport:
         """Bytes that the chat holds; those shared with forks are in the reports of all of them."""
         with self.pipe.lock:
-            cache = self._held.without_reasoning().kept
+            cache = self._spillable.drop_reasoning().kept
             return (cache if cache is not None else self._new_cache()).memory()
 
     @property
     def so_far(self) -> Answer | None:
         """The answer that is being written, as far as it goes; None before its first token."""
         with self.pipe.lock:
-            running = self._held.answering
+            running = self._spillable.answering
             return running.answer() if running and running.written.token_ids else None
 
     def forget(self, index: int) -> None:
@@ -158,8 +204,8 @@ class Chat:
         Raises:
             InputError: no such segment, or one of text.
         """
-        with self._alone() as held:
-            places = held.places()
+        with self._alone() as now:
+            places = now.places()
             if type(index) is not int or not 0 <= index < len(places):
                 known = f"0 to {len(places) - 1}" if places else "none yet"
                 raise InputError(f"forget({index!r}): no such segment; there are {known}")
@@ -169,12 +215,12 @@ class Chat:
                     f"forget({index}): the segment is text; images, videos and recordings can be "
                     "forgotten, and undo() takes back the last turn"
                 )
-            if held.turns[turn].forgotten[medium]:
+            if now.turns[turn].forgotten[medium]:
                 return
-            span = held.turns[turn].media[medium]
-            cache = held.cache.fork()
+            span = now.turns[turn].media[medium]
+            cache = now.cache.fork()
             cache.forget(span.start, span.stop)
-            self._held.replace(held.without_medium(cache, turn, medium))
+            self._spillable.replace(now.without_medium(cache, turn, medium))
             self.pipe.store.trim()
 
     def undo(self) -> None:
@@ -186,22 +232,22 @@ class Chat:
         Raises:
             InputError: there is no turn.
         """
-        with self._alone() as held:
-            if not held.turns:
+        with self._alone() as now:
+            if not now.turns:
                 raise InputError("undo: nothing was asked yet")
-            if len(held.turns) == 1:
+            if len(now.turns) == 1:
                 # A new cache: the first prompt decides on the balancing.
-                self._held.replace(Conversation.empty(self._new_cache()))
+                self._spillable.replace(Conversation.empty(self._new_cache()))
             else:
-                cache = held.cache.fork()
-                cache.crop(held.turns[-1].start - held.tokens)
-                self._held.replace(held.without_last_turn(cache))
+                cache = now.cache.fork()
+                cache.crop(now.turns[-1].start - now.tokens)
+                self._spillable.replace(now.without_last_turn(cache))
 
     def fork(self) -> Chat:
         """A second chat with the same past, over the same pages; both go on by themselves."""
-        with self._alone() as held:
+        with self._alone() as now:
             conversation = Conversation(
-                held.cache.fork(), held.token_ids, held.next_position, held.pending, held.turns
+                now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
             )
             return Chat(self.pipe, self.system, conversation)
 
@@ -213,16 +259,18 @@ class Chat:
         Raises:
             InputError: the file cannot be written; an old one stays.
         """
-        with self._alone() as held:
-            save_chat(self.pipe.store.ranks.path(path), held, self.system, self.pipe.fingerprint)
+        with self._alone() as now:
+            save_chat(
+                self.pipe.store.ranks.path(path), now, self.system, self.pipe.family.fingerprint
+            )
 
     def close(self) -> None:
         """Give up everything; nothing can be asked any more. A second time does nothing."""
         with self._calls, self.pipe.lock:
-            if self._held.now is None:
+            if self._spillable.closed:
                 return
             self._end_stream()
-            self._held.give_up()
+            self._spillable.close()
             # To the device, where that is worth moving what others hold.
             left = self.pipe.store.memory()
             if left.free_bytes > left.used_bytes // 4:
@@ -241,7 +289,7 @@ class Chat:
         """Nobody else uses the chat or its store; no stream is open any more."""
         with self._calls, self.pipe.lock:
             self._end_stream()
-            yield self._held.at_hand()
+            yield self._spillable.load()
 
     def _end_stream(self) -> None:
         running = self._running and self._running()
@@ -254,61 +302,61 @@ class Chat:
 
     def _stream(
         self,
-        asked: str,
-        media: tuple,
-        options: dict[str, Any],
+        question: str,
+        media: tuple[Any, Any, Any, bool],
+        options: SamplingOptions,
         before: Sequence[Message] = (),
         *,
         keep_part: bool,
     ) -> AnswerStream:
         start = time.perf_counter()
-        check_turn(self.pipe, asked, self.system, before, media[:3])
-        with self._calls, self.pipe.lock:
+        pipe = self.pipe
+        check_turn(pipe, question, self.system, before, media[:3])
+        with self._calls, pipe.lock:
             self._end_stream()
-            system = None if self.turns else self.system
-        sampling = self.pipe.sampling(options, _ARGUMENTS)
-        sources: dict[str, Any]
-        sources = dict(zip(("images", "videos", "audio", "sound"), media, strict=True))
-        # Media are read without the pipeline's lock: others answer meanwhile, and this chat may be
-        # written to disk. So what it holds is looked at anew each time, under the lock.
-        outlined, texts = self.pipe.outline(sources), all_text(asked, before)
-        with self._alone() as held:
-            check_ahead(self.pipe, held, texts, system, outlined, sampling.max_new_tokens)
-        shown = self.pipe.read_media(**sources)
-        with self._alone() as held:
-            prompt = next_prompt(
-                self.pipe, held, asked, system, shown, sampling.max_new_tokens, before
-            )
-            pieces = self._answer(asked, prompt, sampling, start, keep_part)
+        sampling = pipe.sampling(options, _ARGUMENTS)
+        images, videos, audio, sound = media
+        # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
+        # to disk. So its conversation is looked at anew each time, under the lock.
+        outline = pipe.media_reader.outline(images, videos, audio, sound=sound)
+        with self._alone() as now:
+            system = None if now.turns else self.system
+            texts, past = joined_text(question, before), past_of(now)
+            pipe.admission.check_outline(texts, system, outline, sampling.max_new_tokens, past)
+        shown = pipe.media_reader.read(images, videos, audio, sound=sound)
+        with self._alone() as now:
+            most = sampling.max_new_tokens
+            prompt = next_prompt(pipe, now, question, system, shown, most, before)
+            pieces = self._answer(question, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)
 
     def _answer(
-        self, asked: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
+        self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
     ) -> Generator[str | Answer, None, None]:
         """Pieces of the answer, then the answer; the turn counts from then on."""
 
         def after(ended: str) -> Conversation:
             written = generation.written
-            said = written.text, written.token_ids, ended, written.reasoned
-            return before.answered(generation.cache, prompt, asked, *said)
+            answer = written.text, written.token_ids, ended, written.reasoned
+            return before.answered(generation.cache, prompt, question, *answer)
 
         with self.pipe.lock:
-            before = self._held.at_hand()
+            before = self._spillable.load()
             cache = before.cache.fork()
             generation = Generation(
                 self.pipe, prompt, cache, sampling, start, history=before.token_ids
             )
             # Within the lock: from here on the chat stays where it is.
-            self._held.answering = generation
+            self._spillable.answering = generation
         try:
             yield from generation
             answer = generation.answer()
-            self._held.now = after(answer.finish_reason)
+            self._spillable.conversation = after(answer.finish_reason)
         except GeneratorExit:
             # This may be the garbage collector, in any thread: nothing here touches the store.
             if keep_part and generation.written.text:
-                self._held.now = after("interrupted")
+                self._spillable.conversation = after("interrupted")
             raise
         except BaseException:
             # At once: who keeps the traceback would keep its pages.
@@ -316,11 +364,11 @@ class Chat:
                 generation.cache.close()
             raise
         finally:
-            self._held.answering = None
+            self._spillable.answering = None
         with self.pipe.lock:
             before.cache.close()
-            self._held.without_reasoning()
-            self._held.settle()
+            self._spillable.drop_reasoning()
+            self._spillable.settle()
         yield replace(answer, memory=self.memory)
 
     def _new_cache(self) -> OscarCache:

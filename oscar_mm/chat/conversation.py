@@ -1,4 +1,4 @@
-"""Conversation: what a chat keeps between two turns; Turn, Segment and Message: its parts."""
+"""Conversation: what a chat keeps between two turns; Turn and Segment: its parts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,6 @@ from oscar_mm.cache.memory import span_bytes
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.reasoning import Reasoned
 from oscar_mm.modality import MediumSpan, Modality
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message for the chat template.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-        text: may be empty.
-        images: how many of the turn's images it shows: those after the ones of messages before it.
-        audio: how many of the turn's recordings it shows.
-    """
-
-    role: str
-    text: str
-    images: int = 0
-    audio: int = 0
-
 
 _LABEL = 40
 """Characters of a prompt that name its segment."""

@@ -1,126 +1,142 @@
-"""Holding: what a chat holds, in the pipeline's store or on disk."""
+"""SpillableConversation: a conversation whose cache is in the pipeline's store or in a file."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.chat.conversation import Conversation
-
-if TYPE_CHECKING:
-    from oscar_mm.generation.generation import Generation
-    from oscar_mm.generation.prompt import Prompt
-    from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.chat.engine import ChatEngine
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prompt import Prompt
 
 
-class Spillable:
-    """A conversation whose cache is in the store, or in a file; used under the pipeline's lock.
+class SpillableConversation:
+    """A conversation that may go to disk while nobody uses it; used under the pipeline's lock.
 
     Args:
-        pipe: of the chat.
+        engine: of the chat.
         conversation: to begin with.
 
     Attributes:
-        now: the conversation; None once it was given up. Its ``kept`` is None while it is on disk.
-        answering: the turn that goes on from it just now, or None.
+        answering: the answer that is being written just now, or None.
     """
 
-    def __init__(self, pipe: Pipeline, conversation: Conversation) -> None:
-        self.pipe = pipe
+    def __init__(self, engine: ChatEngine, conversation: Conversation) -> None:
+        self.engine = engine
         self.answering: Generation | None = None
-        self.now: Conversation | None = conversation
-        self._file: _File | None = None
-        if pipe.budget is not None:
-            with pipe.lock:
-                pipe.budget.use(self)
+        self._conversation: Conversation | None = conversation
+        self._file: _SpillFile | None = None
+        if (budget := engine.admission.budget) is not None:
+            with engine.lock:
+                budget.use(self)
                 self.settle()
 
     @property
     def conversation(self) -> Conversation:
-        """``now``; RuntimeError if the chat is closed."""
-        if self.now is None:
-            raise RuntimeError("the chat is closed")
-        return self.now
+        """The conversation, without its cache (``kept`` is None) while that is on disk.
 
-    def at_hand(self) -> Conversation:
+        Raises:
+            RuntimeError: the chat is closed.
+        """
+        if self._conversation is None:
+            raise RuntimeError("the chat is closed")
+        return self._conversation
+
+    @conversation.setter
+    def conversation(self, new: Conversation) -> None:
+        self._conversation = new
+
+    @property
+    def cache(self) -> OscarCache:
+        """The cache of the conversation; RuntimeError while it is on disk."""
+        return self.conversation.cache
+
+    @property
+    def closed(self) -> bool:
+        """Whether the conversation was given up."""
+        return self._conversation is None
+
+    def load(self) -> Conversation:
         """The conversation with its cache, which is read from its file if it was spilled.
 
         Raises:
             InputError: no room in the budget, or the file is gone or was altered.
         """
-        budget, held, file = self.pipe.budget, self.conversation, self._file
+        conversation, budget = self.conversation, self.engine.admission.budget
         if budget is not None:
             budget.use(self)
-        if file is not None:
+        if (file := self._file) is not None:
             if budget is not None:
                 budget.make_room(file.bytes, self)
-            self.now = replace(held, kept=file.load(self.pipe))
+            self.conversation = replace(conversation, kept=file.load(self.engine))
             file.remove()
             self._file = None
-        return self.without_reasoning()
+        return self.drop_reasoning()
 
-    def without_reasoning(self) -> Conversation:
-        """The conversation; what its cache, if it is in the store, held beyond the turns is gone:
-        the reasoning of the last one."""
-        held = self.conversation
-        surplus = held.cache.get_seq_length() - held.tokens if held.kept is not None else 0
-        if surplus:
-            cache = held.cache.fork()
+    def drop_reasoning(self) -> Conversation:
+        """The conversation, after the reasoning of its last answer has left the cache, if that is
+        in the store."""
+        conversation = self.conversation
+        if conversation.kept is None:
+            return conversation
+        old = conversation.cache
+        if surplus := old.get_seq_length() - conversation.tokens:
+            cache = old.fork()
             cache.crop(-surplus)
-            self.now = replace(held, kept=cache)
-            held.cache.close()
+            self.conversation = replace(conversation, kept=cache)
+            old.close()
         return self.conversation
 
     def make_room(self, prompt: Prompt, max_new_tokens: int) -> None:
-        """Before a turn: what it will take is free, see ``Pipeline.make_room``.
+        """Have what a turn will take free, before it is read.
 
         Raises:
-            InputError: there is no room.
+            Busy: there is no room.
         """
-        growth = self.pipe.growth(prompt, max_new_tokens, self.at_hand().cache)
-        self.pipe.make_room(growth, prompt.tokens, self)
+        cache, admission = self.load().cache, self.engine.admission
+        admission.reserve(admission.growth(prompt, max_new_tokens, cache), prompt, cache, self)
 
     def replace(self, new: Conversation) -> None:
-        """Go on from ``new``, over a fork of the cache that is held now, and close that one."""
-        old, self.now = self.conversation.cache, new
+        """Go on from ``new``, over a fork of the present cache, and close the present one."""
+        old, self.conversation = self.conversation.cache, new
         old.close()
 
     def settle(self) -> None:
         """After a turn: others give way until the budget holds, if there is one."""
-        if self.pipe.budget is not None:
-            self.pipe.budget.settle(self)
+        if (budget := self.engine.admission.budget) is not None:
+            budget.settle(self)
 
     @property
     def can_be_spilled(self) -> bool:
         """Whether there is anything to spill, and no turn is going on."""
-        held = self.now
-        return bool(held and held.kept is not None and held.turns and not self.answering)
+        now = self._conversation
+        return bool(now and now.kept is not None and now.turns and not self.answering)
 
     def spill(self, path: Path) -> None:
-        """Write keys and values to a file and give up their pages; ``at_hand`` gets them back.
+        """Write keys and values to a file and give up their pages; ``load`` gets them back.
 
         Raises:
             InputError: the file cannot be written.
         """
-        held = self.conversation
-        self._file = _File(path, held.cache, self.pipe.fingerprint)
-        self.now = replace(held, kept=None)
-        held.cache.close()
+        conversation = self.conversation
+        self._file = _SpillFile(path, conversation.cache, self.engine.family.fingerprint)
+        self.conversation = replace(conversation, kept=None)
+        conversation.cache.close()
 
-    def give_up(self) -> None:
-        """Hold nothing from now on."""
-        held, self.now = self.now, None
-        if held is not None and held.kept is not None:
-            held.kept.close()
+    def close(self) -> None:
+        """Give up pages and file; a second time does nothing."""
+        conversation, self._conversation = self._conversation, None
+        if conversation is not None and conversation.kept is not None:
+            conversation.kept.close()
         if self._file is not None:
             self._file.remove()
 
 
-class _File:
+class _SpillFile:
     """A spilled cache; the file is removed when nobody can ask for it any more."""
 
     def __init__(self, path: Path, cache: OscarCache, fingerprint: str) -> None:
@@ -128,8 +144,12 @@ class _File:
         self.path, self.bytes = path, path.stat().st_size
         self.remove = weakref.finalize(self, path.unlink, missing_ok=True)
 
-    def load(self, pipe: Pipeline) -> OscarCache:
+    def load(self, engine: ChatEngine) -> OscarCache:
+        """The cache, in the engine's store."""
         cache, _ = load_cache(
-            self.path, fingerprint=pipe.fingerprint, store=pipe.store, device=pipe.layer_devices
+            self.path,
+            fingerprint=engine.family.fingerprint,
+            store=engine.store,
+            device=engine.family.layer_devices,
         )
         return cache

@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from oscar_mm.chat.conversation import Conversation, Message
+from oscar_mm.admission.admission import Past
+from oscar_mm.chat.conversation import Conversation
+from oscar_mm.chat.engine import ChatEngine
 from oscar_mm.errors import InputError
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.family import Message
+from oscar_mm.generation.prompt import Prompt, beginning
+from oscar_mm.generation.reasoning import ThinkTokens
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality, token_modalities
 
-if TYPE_CHECKING:
-    from oscar_mm.pipelines.media import Media
-    from oscar_mm.pipelines.pipeline import Pipeline
+
+def check_turn(
+    engine: ChatEngine,
+    question: str,
+    system: str | None,
+    before: Sequence[Message],
+    media: Sequence[Any],
+) -> None:
+    """Refuse texts of a turn that are no text or too long or, without media, no question.
+
+    Args:
+        engine: of the chat; its lock is not taken.
+        question: of the turn.
+        system: system prompt of a first turn.
+        before: messages before the question in the same turn.
+        media: images, videos and recordings of the turn, as the pipeline takes them; they may be
+            all that is asked.
+
+    Raises:
+        InputError: names the text; as ``NoRoom`` texts that are too long.
+    """
+    shows = any(len(one) if isinstance(one, list | tuple) else one is not None for one in media)
+    admission = engine.admission
+    admission.check_text("prompt", question, may_be_empty=shows)
+    if system is not None:
+        admission.check_text("system", system)
+    for message in before:
+        admission.check_text("before", message.text, may_be_empty=True)
+    if before:
+        admission.check_text_length("prompt", joined_text(question, before))
+
+
+def joined_text(question: str, before: Sequence[Message]) -> str:
+    """The texts of a turn's messages, to be counted."""
+    return "\n".join([*(message.text for message in before), question])
+
+
+def past_of(conversation: Conversation) -> Past:
+    """What a next turn goes on from, and what would free some of it."""
+    return Past(conversation.cache, conversation.stored, partial(_remedies, conversation))
 
 
 def next_prompt(
-    pipe: Pipeline,
-    held: Conversation,
-    asked: str,
+    engine: ChatEngine,
+    conversation: Conversation,
+    question: str,
     system: str | None,
     shown: Media,
     max_new_tokens: int,
@@ -30,95 +73,71 @@ def next_prompt(
     """What the model reads next: the first turn, or what is new of a later one.
 
     Args:
-        asked: the question, checked.
-        system: system prompt of a first turn.
+        engine: of the chat; its lock is held.
+        conversation: so far.
+        question: of the turn, checked.
+        system: system prompt of a first turn, checked.
         shown: media of the turn.
-        before: what was said before the question in the same turn, checked.
+        max_new_tokens: of the answer.
+        before: messages before the question in the same turn, checked.
 
     Raises:
         InputError: media that the model does not read, or no room in the context.
     """
+    family = engine.family
     # Media that were forgotten keep their numbers.
-    earlier = [span.modality for turn in held.turns for span in turn.media]
-    messages = pipe.family.messages(asked, system, shown, earlier, before)
-    pipe.check_media(shown)
-    if not held.turns:
-        prompt = pipe.family.prompt(messages, shown)
+    earlier = [span.modality for turn in conversation.turns for span in turn.media]
+    messages = family.messages(question, system, shown, earlier, before)
+    if not conversation.turns:
+        prompt = family.prompt(messages, shown)
     else:
-        prompt = pipe.family.continuation(
-            messages, shown, held.tokens, held.next_position, _pending(held, pipe.model.config)
+        config = family.model.config
+        prompt = family.continuation(
+            messages,
+            shown,
+            conversation.tokens,
+            conversation.next_position,
+            _pending(conversation, config),
         )
-        longest = pipe.model.config.get_text_config().max_position_embeddings
+        longest = config.get_text_config().max_position_embeddings
         _check_positions(int(prompt.next_position), max_new_tokens, longest)
-    frees = partial(_frees, held)
-    pipe.check_length(prompt, max_new_tokens, held.cache, held=held.stored, frees=frees)
+    engine.admission.check_prompt(prompt, max_new_tokens, past_of(conversation))
     return prompt
 
 
-def check_turn(
-    pipe: Pipeline,
-    asked: str,
-    system: str | None,
-    before: Sequence[Message],
-    media: Sequence[Any],
-) -> None:
-    """Refuse texts of a turn that are no text or, without media, no question.
-
-    Args:
-        asked: the question.
-        system: system prompt of a first turn.
-        before: what was said before the question in the same turn.
-        media: its images, videos and recordings, as ``Pipeline.read_media`` takes them; they may
-            be all that is asked.
-    """
-    shows = any(len(one) if isinstance(one, list | tuple) else one is not None for one in media)
-    pipe.check_text("prompt", asked, may_be_empty=shows)
-    if system is not None:
-        pipe.check_text("system", system)
-    for message in before:
-        pipe.check_text("before", message.text, may_be_empty=True)
+def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:
+    """A prompt of one row without the tokens by which a template has the model begin to reason."""
+    opened = thinks.opened(prompt.inputs["input_ids"][0]) if thinks else 0
+    return beginning(prompt, prompt.tokens - opened) if opened else prompt
 
 
-def all_text(asked: str, before: Sequence[Message]) -> str:
-    """The texts of a turn's messages, as far as they are to be counted."""
-    return "\n".join([*(message.text for message in before), asked])
+def with_answer(prompt: Prompt, ids: list[int]) -> Prompt:
+    """A prompt of one row, and an answer of these token ids after it."""
+    tokens = prompt.inputs["input_ids"]
+    answer = torch.tensor([ids], dtype=tokens.dtype, device=tokens.device)
+    text = torch.full((1, len(ids)), int(Modality.TEXT), dtype=prompt.modalities.dtype)
+    return replace(
+        prompt,
+        inputs=prompt.inputs | {"input_ids": torch.cat([tokens, answer], dim=1)},
+        positions=torch.cat([prompt.positions, prompt.positions_after(len(ids))], dim=-1),
+        next_position=prompt.next_position + len(ids),
+        modalities=torch.cat([prompt.modalities, text], dim=1),
+    )
 
 
-def check_ahead(
-    pipe: Pipeline,
-    held: Conversation,
-    asked: str,
-    system: str | None,
-    shown: Media,
-    max_new_tokens: int,
-) -> None:
-    """Refuse a turn that has no room by the headers of its media; under the pipeline's lock.
-
-    Args:
-        asked: the question, checked.
-        system: system prompt of a first turn.
-        shown: media of the turn, as ``Pipeline.outline`` gives them.
-
-    Raises:
-        NoRoom: the numbers, and what to lower.
-    """
-    arguments = {"past": held.cache, "held": held.stored, "frees": partial(_frees, held)}
-    pipe.check_outline(asked, system, shown, max_new_tokens, **arguments)
-
-
-def _pending(held: Conversation, config: object) -> list[int]:
+def _pending(conversation: Conversation, config: object) -> list[int]:
     """The end of the last answer that is not in the cache yet.
 
-    Without placeholders of media: a model should not write them, but if it does, they must not be
-    taken for media of the next turn.
+    Placeholders of media are left out: a model should not write them, but if it does, they must
+    not be taken for media of the next turn.
     """
-    ids = torch.tensor([held.pending], dtype=torch.long)
+    ids = torch.tensor([conversation.pending], dtype=torch.long)
     return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
 
 
-def _frees(held: Conversation) -> list[str]:
-    """What would make room among the tokens that are held."""
-    media = [one for one in held.segments() if one.modality and one.tokens]
+def _remedies(conversation: Conversation) -> list[str]:
+    """What would free tokens of a conversation, the largest media first."""
+    media = [one for one in conversation.segments() if one.modality and one.tokens]
     largest = sorted(media, key=lambda one: -one.tokens)[:3]
     frees = [f"forget({one.index}) frees {one.tokens:,} ({one.label})" for one in largest]
     return [*frees, "undo()"]

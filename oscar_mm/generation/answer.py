@@ -69,9 +69,9 @@ class Answer:
 
 
 class AnswerStream:
-    """Iterator over the pieces of an answer; ``result`` is the whole of it at the end.
+    """Iterator over the pieces of an answer; ``result`` is the answer when they are exhausted.
 
-    A thinking model's reasoning is passed over: ``with_reasoning`` gives its pieces too.
+    A thinking model's reasoning is passed over; ``with_reasoning`` gives its pieces too.
     """
 
     def __init__(self, pieces: Generator[str | Answer, None, None]) -> None:
@@ -98,6 +98,12 @@ class AnswerStream:
             if piece:
                 yield piece
 
+    def complete(self) -> Answer:
+        """The answer, after the pieces that are left have been passed over."""
+        for _ in self.with_reasoning():
+            pass
+        return self.result
+
     def close(self) -> None:
         """End the answer here; a second time, or after its end, does nothing."""
         self._pieces.close()
@@ -122,8 +128,6 @@ class AnswerWriter:
 
     Attributes:
         token_ids: the tokens so far.
-        text: the text given out so far.
-        stopped: whether a stop text has occurred, after which there is nothing more to push.
     """
 
     def __init__(
@@ -150,12 +154,12 @@ class AnswerWriter:
 
     @property
     def text(self) -> str:
-        """See the class."""
+        """The text that was given out so far."""
         return self._text.text
 
     @property
     def stopped(self) -> bool:
-        """See the class."""
+        """Whether a stop text has occurred, after which nothing more is to be pushed."""
         return self._text.stopped
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import (
@@ -26,9 +26,31 @@ from oscar_mm.modality import PADDING
 from oscar_mm.ranks import Ranks
 
 
+class SamplingOptions(TypedDict, total=False):
+    """How a user has an answer generated; what is None or not given is the checkpoint's own.
+
+    Attributes:
+        max_new_tokens: longest answer, in tokens; by default 256, and 8,192 more for the reasoning
+            of a thinking model (at most half of the context).
+        temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
+            generation_config says how tokens are chosen, which may be by sampling.
+        top_p, top_k, repetition_penalty: see ``Sampling``; by default the checkpoint's too, but
+            off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
+        seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
+    """
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is generated.
+    """How an answer is generated, checked.
 
     Attributes:
         max_new_tokens: longest answer, its reasoning included, at least 1.

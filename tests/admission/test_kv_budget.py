@@ -10,7 +10,6 @@ import pytest
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.chat import chat as chat_module
 from oscar_mm.errors import Busy, NoRoom
-from oscar_mm.pipelines import admission
 from oscar_mm.sizes import parse_bytes
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
@@ -169,7 +168,7 @@ def test_a_chat_goes_to_disk_while_its_media_are_looked_at(
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=tmp_path, max_context=2000)
     chat, other = pipe.chat(), pipe.chat()
     chat.ask("What is it?", **SHOWN)
-    look = admission.outlined_media
+    look = pipe.media_reader.outline
 
     def other_asks_meanwhile(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
@@ -178,7 +177,7 @@ def test_a_chat_goes_to_disk_while_its_media_are_looked_at(
         return look(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(admission, "outlined_media", other_asks_meanwhile)
+        patch.setattr(pipe.media_reader, "outline", other_asks_meanwhile)
         with pytest.raises(NoRoom, match=r"over the context.*forget\(1\) frees .*undo\(\)"):
             chat.ask("And?", images=MORE["images"], max_new_tokens=1990)
     assert len(chat.turns) == 1
@@ -192,7 +191,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
 
     def settle() -> None:
         with pipe.lock:
-            pipe.budget.settle(second._held)
+            pipe.budget.settle(second._spillable)
 
     class Begun(chat_module.Generation):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -210,7 +209,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
 @pytest.mark.parametrize("alone", [True, False])
 def test_room_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
     asked = {"prompt": "What?", "max_new_tokens": 300}
-    whole = free.growth_bytes(free.growth(free.prepare("What?", (), None), 300))
+    whole = free.admission.growth_bytes(free.admission.growth(free.prepare("What?", (), None), 300))
     pipe = pipeline(qwen3_vl_folder, kv_budget=whole * 3 // 2)
 
     def others() -> list[Any]:

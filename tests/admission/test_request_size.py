@@ -17,7 +17,7 @@ def asked(**changes) -> RequestSize:
 
 
 def test_numbers() -> None:
-    error = asked(at_least=True, held=7).refusal(400, "kv_budget (9 MB of 8 MB)", "raise kv_budget")
+    error = asked(at_least=True, past=7).refusal(400, "kv_budget (9 MB of 8 MB)", "raise kv_budget")
     assert isinstance(error, NoRoom) and isinstance(error, InputError)
     assert (error.asked, error.fits) == (601, 400)
     assert str(error) == (
@@ -36,8 +36,8 @@ def test_numbers() -> None:
         ({"tokens": {"audio": 1000}}, 1094, "; give shorter recordings (50% of the seconds fit)"),
         ({"tokens": {"video": 1000}}, 1394, "keep fewer frames of them with video_fps (80% of"),
         ({"media": {Modality.IMAGE: IMAGES[:1]}}, 300, "; give a smaller image (216 tokens of"),
-        ({"held": 900, "frees": lambda: ["undo()"]}, 1000, "; undo(), begin a new chat"),
-        ({"held": 900}, 1000, "; begin a new chat"),
+        ({"past": 900, "frees": lambda: ["undo()"]}, 1000, "; undo(), begin a new chat"),
+        ({"past": 900}, 1000, "; begin a new chat"),
         # The largest alone would not do.
         ({"answer": 400}, 300, "smaller images and lower max_new_tokens to 280"),
     ],

@@ -248,7 +248,7 @@ def test_no_room_in_the_context(qwen3_vl_folder) -> None:
     chat.forget(1)
     chat.ask("And this?", images=[noise(200, 200)], max_new_tokens=40)
     longest = pipe.model.config.get_text_config().max_position_embeddings
-    held = chat._held.now.next_position
+    held = chat._spillable.conversation.next_position
     held.fill_(longest - 40)
     chat.forget(3)
     with pytest.raises(InputError, match=r"forget\(\) does not help; else begin a new chat"):

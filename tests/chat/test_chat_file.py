@@ -179,7 +179,7 @@ def held(qwen) -> Conversation:
     """A conversation of one turn with an image."""
     chat = qwen.chat()
     chat.ask("What?", images=[noise(64, 64)], max_new_tokens=2)
-    return chat._held.now
+    return chat._spillable.conversation
 
 
 @pytest.mark.parametrize("name", FORGED)

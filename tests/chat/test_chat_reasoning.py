@@ -11,7 +11,6 @@ from PIL import Image
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.given_turn import tell
 from oscar_mm.generation.reasoning import Reasoning
 from tests.prompts import noise
 from tests.thinking import ids_of, saying
@@ -177,7 +176,7 @@ def test_reasoning_that_went_to_disk_is_out_too(pipe, tmp_path: Path) -> None:
         said = next(stream)
         stream.close()
     with bounded.lock:
-        chat._held.spill(tmp_path / "spilled")
+        chat._spillable.spill(tmp_path / "spilled")
     expected = by_the_template(pipe, [([], "What?", said), ([], "Why?", None)])
     assert alike(ask(chat, SAID[1], "Why?"), expected)
 
@@ -193,7 +192,7 @@ def test_a_saved_chat_goes_on(pipe, tmp_path: Path) -> None:
 
 def test_a_given_turn_has_no_reasoning(pipe) -> None:
     chat = pipe.chat()
-    tell(chat, "What?", SAID[0], images=IMAGES[:1])
+    chat.tell("What?", SAID[0], images=IMAGES[:1])
     expected = by_the_template(pipe, [(IMAGES[:1], "What?", SAID[0]), ([], "Why?", None)])
     assert alike(ask(chat, SAID[1], "Why?"), expected)
 

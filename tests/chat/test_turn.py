@@ -11,7 +11,7 @@ from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.pipelines.media import Media
+from oscar_mm.media.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
@@ -34,7 +34,7 @@ def end_answers_at(pipe: Pipeline, ids: int | list[int]) -> None:
 
 def said(chat: Chat) -> list[str]:
     """The names of the media as the model has read them."""
-    ids = chat._held.conversation.token_ids[0]
+    ids = chat._spillable.conversation.token_ids[0]
     text = chat.pipe.processor.tokenizer.decode(ids)
     return re.findall(r"(?:Picture|Clip) \d+:", text)
 
@@ -64,7 +64,7 @@ def test_numbers_go_on_and_the_cache_is_a_fresh_prefill(pipe: Pipeline) -> None:
                 assert answer.text == ""
                 messages.append({"role": "assistant", "content": [{"type": "text", "text": ""}]})
             media += pipe.read_media(**shown)
-        held = chat._held.conversation.token_ids[0].tolist()
+        held = chat._spillable.conversation.token_ids[0].tolist()
         numbers = said(chat)
     assert sorted(numbers) == sorted(
         ["Picture 1:", "Picture 2:", "Picture 3:"] + ["Clip 1:", "Clip 2:"] * bool(clips)

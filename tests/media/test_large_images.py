@@ -12,7 +12,7 @@ from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.digest import media_digest
 from oscar_mm.media.headers import image_size
 from oscar_mm.media.image import eighth
-from oscar_mm.pipelines.media import outlined_media, read_media
+from oscar_mm.media.media import MediaReader
 from tests.prompts import noise
 
 SMALL = MediaLimits(max_image_pixels=2_000_000)
@@ -112,7 +112,7 @@ def test_sources_agree(photo: Image.Image, tmp_path: Path) -> None:
 
 
 def read(images: object, limits: MediaLimits) -> list[Image.Image]:
-    return read_media(images, None, None, limits=limits, allow_remote=False, video_fps=2).images
+    return MediaReader(limits).read(images).images
 
 
 def test_pixels_of_a_request(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_pixels_of_a_request(tmp_path: Path) -> None:
         read(mixed, limits)
     clip = np.zeros((4, 1000, 1000, 3), np.uint8)
     with pytest.raises(InputError, match=r"^videos\[0\]: .* 4,000,000 pixels"):
-        read_media(None, clip, None, limits=limits, allow_remote=False, video_fps=2)
+        MediaReader(limits).read(videos=clip)
 
 
 def test_what_is_over_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +141,13 @@ def test_what_is_over_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         read([blank] * 9, limits)
     assert len(decoded) == 2
     with pytest.raises(InputError, match=r"^images: .* 9,000,000 pixels, .* 2,500,000; show fewer"):
-        outlined_media([blank] * 9, None, None, limits=limits, video_fps=2.0, sound=False)
+        MediaReader(limits).outline([blank] * 9)
     assert len(decoded) == 2
 
 
 def test_media_of_a_request() -> None:
-    limits, names = MediaLimits(max_request_media=3), ["gone.png"] * 2
-    options = {"limits": limits, "video_fps": 2.0, "sound": False}
-    assert len(outlined_media(names, "gone.mp4", None, **options)) == 0
-    for reads in (outlined_media, lambda *media, **how: read_media(*media, allow_remote=0, **how)):
+    reader, names = MediaReader(MediaLimits(max_request_media=3)), ["gone.png"] * 2
+    assert len(reader.outline(names, "gone.mp4")) == 0
+    for reads in (reader.outline, reader.read):
         with pytest.raises(InputError, match=r"^4 images, videos and recordings .* limit of 3"):
-            reads(names, "gone.mp4", "gone.wav", **options)
+            reads(names, "gone.mp4", "gone.wav")

@@ -19,7 +19,6 @@ from oscar_mm.fast_decode import graphs
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.generation import decode_loop
-from oscar_mm.pipelines.twin import with_policy
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
 
@@ -150,7 +149,7 @@ def refused(pipe: OscarVLPipeline) -> list[str]:
     """One norm for the heads of all ranks, in a pipeline and in a model's own ``generate``."""
     found = []
     for ask in (
-        lambda: with_policy(pipe, "oscar"),
+        lambda: pipe.with_policy("oscar"),
         lambda: pipe.model.generate(
             torch.tensor([[1, 2, 3]]), past_key_values=OscarCache("oscar"), max_new_tokens=2
         ),

@@ -11,8 +11,7 @@ import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.pipelines import pipeline as pipeline_module
-from oscar_mm.pipelines.batching import left_padded
+from oscar_mm.pipelines.batch import left_padded
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import clip, noise, tone
@@ -251,7 +250,7 @@ def test_requests_are_packed_by_length(qwen) -> None:
 
 
 def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
-    read = pipeline_module.read_media
+    read = qwen.media_reader.read
     alive: list[weakref.ref] = []
     most = 0
 
@@ -262,7 +261,7 @@ def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
         most = max(most, sum(one() is not None for one in alive))
         return media
 
-    monkeypatch.setattr(pipeline_module, "read_media", counting)
+    monkeypatch.setattr(qwen.media_reader, "read", counting)
     served: list[int] = []
 
     def requests() -> Iterator[Request]:
@@ -301,14 +300,14 @@ def test_what_fails_as_a_whole_is_tried_in_halves(qwen) -> None:
 
 
 def test_a_file_that_no_library_understands_is_its_own_request(qwen, monkeypatch) -> None:
-    read = pipeline_module.read_media
+    read = qwen.media_reader.read
 
     def surprising(images: Any, *args: Any, **kwargs: Any) -> Any:
         if images == "odd.png":
             raise RuntimeError("a decoder's own trouble")
         return read(images, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline_module, "read_media", surprising)
+    monkeypatch.setattr(qwen.media_reader, "read", surprising)
     odd, fine = qwen.batch([{"prompt": "What?", "images": "odd.png"}, TEXT | {"max_new_tokens": 2}])
     assert isinstance(odd.error, RuntimeError) and fine.answer
 

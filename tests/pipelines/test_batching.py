@@ -8,7 +8,7 @@ import torch
 from oscar_mm import InputError
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.pipelines.batching import Batching, Prepared
+from oscar_mm.pipelines.batch import Batching, Prepared
 
 
 def lengths(batching: Batching, tokens: list[int], answers: dict[int, int]) -> list[list[int]]:

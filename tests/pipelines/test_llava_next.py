@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaNextImageProcessor
 
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.media import Media
 from tests.pipelines.conftest import NEVER
 from tests.prompts import REQUESTS, Request, clip, noise
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.chat.given_turn import tell
 from oscar_mm.errors import NoRoom
+from oscar_mm.generation.family import Message
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.shared_media import SharedMedia
 
@@ -65,8 +65,8 @@ ENTRIES: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "system": ("system", lambda pipe, text: pipe(None, "What?", system=text)),
     "chat": ("prompt", lambda pipe, text: pipe.chat().ask(text)),
     "chat's system": ("system", lambda pipe, text: pipe.chat(text)),
-    "tell": ("prompt", lambda pipe, text: tell(pipe.chat(), text, "This.")),
-    "told": ("answer", lambda pipe, text: tell(pipe.chat(), "What?", text)),
+    "tell": ("prompt", lambda pipe, text: pipe.chat().tell(text, "This.")),
+    "told": ("answer", lambda pipe, text: pipe.chat().tell("What?", text)),
     "reading": ("system", lambda pipe, text: SharedMedia(pipe, pipe.read_media(), text)),
     "question": (
         "prompt",
@@ -112,7 +112,7 @@ def test_several_texts_that_are_too_long_together(pipe: OscarVLPipeline) -> None
     half = "What is this? " * (pipe.max_context // 6)
     pipe.check_text("prompt", half)
     with busy(pipe), pytest.raises(NoRoom, match=r"^prompt: [\d,]+ characters"):
-        pipe.check_ahead(half * 4, None, {}, 1)
+        pipe.chat().stream("And?", before=[Message("user", half)] * 4)
 
 
 def test_what_fits_passes(pipe: OscarVLPipeline) -> None:
@@ -122,7 +122,7 @@ def test_what_fits_passes(pipe: OscarVLPipeline) -> None:
     assert len(text) > 1 << 16
     for room in (0, 1):
         tight = OscarVLPipeline(pipe.model, processor=pipe.processor)
-        tight.max_context = tokens - 1 + room
+        tight.admission.max_context = tokens - 1 + room
         tight.check_text("prompt", text)
         with pytest.raises(NoRoom, match=r"text [\d,]+, max_new_tokens 1; give a shorter prompt"):
             tight(None, text, max_new_tokens=1)
@@ -171,4 +171,4 @@ def test_no_text_of_a_user(pipe: OscarVLPipeline) -> None:
             pipe.check_text(name, text)
     pipe.check_text("answer", "", may_be_empty=True)
     with pytest.raises(InputError, match="answer must be text, not NoneType"):
-        tell(pipe.chat(), "What?", None)
+        pipe.chat().tell("What?", None)

@@ -2,7 +2,7 @@
 
 import torch
 
-from oscar_mm.pipelines.batching import left_padded
+from oscar_mm.pipelines.batch import left_padded
 from tests.prompts import clip, noise, tone
 
 

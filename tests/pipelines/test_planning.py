@@ -9,16 +9,16 @@ import torch
 
 from benchmarks.random_model import FAMILIES, RELEASED
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
+from oscar_mm.admission.token_counts import count_tokens
 from oscar_mm.media import MediaLimits, load_video
+from oscar_mm.media.media import Media
 from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pipelines.loading import outline
-from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.planning import Plan, Session, plan
 from oscar_mm.pipelines.qwen3_omni import audio_tokens
-from oscar_mm.pipelines.token_counts import count_tokens
 from oscar_mm.policy import PLAIN, Bits
 from tests.prompts import clip, noise, tone
 

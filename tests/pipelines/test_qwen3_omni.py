@@ -14,9 +14,9 @@ from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.prefix_cache import processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.batching import left_padded
-from oscar_mm.pipelines.media import Media
+from oscar_mm.pipelines.batch import left_padded
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie

@@ -52,7 +52,9 @@ def test_layers_on_two_gpus(policy, tmp_path, caplog) -> None:
     how = {"dtype": "bfloat16", "policy": policy}
     one = OscarVLPipeline("pocket-vl", device="cuda:0", **how)
     two = OscarVLPipeline("pocket-vl", device_map=HALVES, **how)
-    assert set(two.layer_devices.values()) == {torch.device("cuda", index) for index in (0, 1)}
+    assert set(two.family.layer_devices.values()) == {
+        torch.device("cuda", index) for index in (0, 1)
+    }
     expected = asked(one, 8)
     with caplog.at_level(logging.WARNING, "oscar_mm"), captures() as devices:
         found = asked(two, 8)
@@ -78,7 +80,7 @@ def test_devices_that_are_found_by_themselves(name) -> None:
     with captures() as devices:
         found = asked(two, cards)
     # And where embeddings or the output layer are by themselves.
-    assert set(two.layer_devices.values()) <= set(devices)
+    assert set(two.family.layer_devices.values()) <= set(devices)
     assert found["turns"] == asked(one, cards)["turns"]
 
 
@@ -103,7 +105,7 @@ def test_chats_on_two_gpus_give_way_to_each_other() -> None:
         with pipe.chat() as first, pipe.chat() as second:
             for chat in (first, second):
                 chat.ask("What is the code in picture 3?", images=CARDS[:12], max_new_tokens=8)
-            spilled = first._held.now.kept is None
+            spilled = first._spillable.conversation.kept is None
             answers.append([chat.ask(QUESTION, max_new_tokens=8).text for chat in (first, second)])
     assert spilled
     assert answers[0] == answers[1]

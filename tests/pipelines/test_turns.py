@@ -12,9 +12,9 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.prompts import clip, noise, tone
 

@@ -115,11 +115,12 @@ def test_what_goes_wrong_stays_with_its_row(worker: Worker, recordings: Path) ->
     records = [{"id": name, "question": "Who?", "audio": "0.wav"} | bad[name][0] for name in bad]
     rows = rows_of(recordings, [*questions(1), *records])
     pipe = worker._pipe
-    before, pipe.limits = pipe.limits, MediaLimits(max_audio_seconds=2.5)
+    reader = pipe.media_reader
+    before, reader.limits = reader.limits, MediaLimits(max_audio_seconds=2.5)
     try:
         found = answered(Engine(pipe, worker._engine.settings, 4), rows)
     finally:
-        pipe.limits = before
+        reader.limits = before
     for name, (_, expected) in bad.items():
         assert expected in found[name]["error"], found[name]
         assert found[name]["answer"] is None and found[name]["kv_bytes"] == 0

@@ -68,13 +68,12 @@ def test_a_conversation_goes_on_from_its_cache(omni, client) -> None:
 
 
 def test_an_unknown_past_is_read(omni, client) -> None:
-    from oscar_mm.chat.given_turn import tell
 
     past = [SHOWN, {"role": "assistant", "content": "Two dogs."}, user("Which colour?")]
     more = [{"role": "assistant", "content": [text("brown")]}, user("Sure?")]
     with omni.chat() as chat:
-        tell(chat, "What is it?", "Two dogs.", images=[png()], audio=[wav()])
-        tell(chat, "Which colour?", "brown")
+        chat.tell("What is it?", "Two dogs.", images=[png()], audio=[wav()])
+        chat.tell("Which colour?", "brown")
         held = chat.turns[0].stop
         expected = chat.ask("Sure?", max_new_tokens=6)
     answer = ask(client, *past, *more)
@@ -156,7 +155,7 @@ def test_bad_requests(messages: list, options: dict, expected: str, client) -> N
 
 
 def test_a_conversation_that_is_too_long(omni, monkeypatch) -> None:
-    monkeypatch.setattr(omni, "max_context", 80)
+    monkeypatch.setattr(omni.admission, "max_context", 80)
     first = [user(image(png()), text("What?")), {"role": "assistant", "content": "A dog."}]
     with served(omni, max_new_tokens=6) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)

@@ -3,7 +3,6 @@
 import pytest
 
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
-from oscar_mm.pipelines.twin import with_policy
 from oscar_mm.policy import DEFAULT
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
@@ -19,7 +18,7 @@ def pipe(qwen3_vl_folder) -> OscarVLPipeline:
 
 
 def test_it_answers_as_a_pipeline_loaded_with_the_policy(pipe, qwen3_vl_folder) -> None:
-    twin = with_policy(pipe, "bf16")
+    twin = pipe.with_policy("bf16")
     assert twin.model is pipe.model and twin.lock is pipe.lock and type(twin) is type(pipe)
     assert twin.policy == KVPolicy.preset("bf16") and pipe.policy == KVPolicy.preset(DEFAULT)
     assert twin.prefixes is None and pipe.prefixes is not None
@@ -32,11 +31,11 @@ def test_it_answers_as_a_pipeline_loaded_with_the_policy(pipe, qwen3_vl_folder) 
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].memory.by_kind["codes"] == 0
     with pytest.raises(InputError, match="unknown policy 'fine'"):
-        with_policy(pipe, "fine")
+        pipe.with_policy("fine")
 
 
 def test_the_budget_counts_both_and_either_gives_way(pipe) -> None:
-    twin = with_policy(pipe, "bf16")
+    twin = pipe.with_policy("bf16")
     with pipe.chat() as packed, twin.chat() as plain:
         first = packed.ask("What is it?", **SHOWN).token_ids
         alone = pipe.budget.used_bytes

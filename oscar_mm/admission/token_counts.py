@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from oscar_mm.generation.family import Family
+from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import Modality, token_modalities
-from oscar_mm.pipelines.family import Family
-from oscar_mm.pipelines.media import Media, Medium
 
 _QUESTION = "?"
 """What stands in a turn that asks next to nothing."""

@@ -15,17 +15,34 @@ from jinja2 import TemplateError
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.chat.conversation import Message
 from oscar_mm.errors import InputError
+from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.reasoning import ThinkTokens
+from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.moe_switch import choose_experts
-from oscar_mm.pipelines.media import Media, Medium
 
 _MARKUP = re.compile(r"<.+>|\[.+\]")
 _QUESTION, _ANSWER = "oscar-question", "oscar-answer"
 """Stand for a former turn where only what the template writes after its answer is wanted."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message for the chat template.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        text: may be empty.
+        images: how many of the turn's images it shows: those after the ones of messages before it.
+        audio: how many of the turn's recordings it shows.
+    """
+
+    role: str
+    text: str
+    images: int = 0
+    audio: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +107,21 @@ class Family(ABC):
     def device(self) -> torch.device:
         """Where the prompt goes."""
         return self.model.get_input_embeddings().weight.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which checkpoint the model is, see ``oscar_mm.fingerprint``."""
+        return model_fingerprint(self.model)
+
+    @property
+    def layer_devices(self) -> dict[int, torch.device]:
+        """Where the keys and values of each layer are."""
+        layers = self.model.get_decoder().layers
+        places = [next(layer.parameters()).device for layer in layers]
+        return {
+            index: self.device if place.type == "meta" else place
+            for index, place in enumerate(places)
+        }
 
     @property
     def placeholders(self) -> dict[str, Modality]:

@@ -8,15 +8,16 @@ import pytest
 from PIL import Image
 
 from oscar_mm.media import MediaLimits
+from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.media import Media, read_media
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
 
 
 def read(images: Any = None, videos: Any = None, audio: Any = None, **options: Any) -> Media:
-    defaults = {"limits": MediaLimits(), "allow_remote": False, "video_fps": 2.0}
-    return read_media(images, videos, audio, **(defaults | options))
+    sound = options.pop("sound", False)
+    reader = MediaReader(**{"limits": MediaLimits()} | options)
+    return reader.read(images, videos, audio, sound=sound)
 
 
 def labels(media: Media) -> list[str]:

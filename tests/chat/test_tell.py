@@ -5,7 +5,6 @@ import time
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.chat.given_turn import tell
 from oscar_mm.generation.sampling import Sampling
 from tests.pipelines.conftest import llava, omni, qwen  # noqa: F401 - fixtures
 from tests.prompts import noise, tone
@@ -24,7 +23,7 @@ def test_goes_on_from_what_was_said(name, request) -> None:
     messages, shown = [], pipe.read_media()
     with pipe.chat("Be brief.") as chat:
         for media, answer in TURNS[name]:
-            tell(chat, "What is it?", answer, **media)
+            chat.tell("What is it?", answer, **media)
             earlier = [medium.modality for medium in shown]
             new = pipe.read_media(**media)
             system = None if messages else "Be brief."
@@ -59,6 +58,6 @@ def test_goes_on_from_what_was_said(name, request) -> None:
 def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # noqa: F811
     with qwen.chat() as chat:
         with pytest.raises(InputError) as refused:
-            tell(chat, question, answer)
+            chat.tell(question, answer)
         assert expected in str(refused.value)
         assert chat.turns == ()

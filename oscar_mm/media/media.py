@@ -1,4 +1,4 @@
-"""Media: the decoded images, videos and recordings of one turn, with their names."""
+"""Media: the images, videos and recordings of one turn, by name; MediaReader decodes them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from oscar_mm.errors import InputError
 from oscar_mm.media import Audio, MediaLimits, Video, load_audio, load_image, load_video
 from oscar_mm.media.digest import media_digest
 from oscar_mm.media.headers import audio_outline, image_size, video_outline
@@ -95,94 +96,115 @@ class Media:
         return Media(**both, labels=labels)
 
 
-def read_media(
-    images: Any,
-    videos: Any,
-    audio: Any,
-    *,
-    limits: MediaLimits,
-    allow_remote: bool,
-    video_fps: float,
-    sound: bool = False,
-    fit: Fit | None = None,
-) -> Media:
-    """Decode what a user gave: for each kind None, one source or a list of them.
+@dataclass
+class MediaReader:
+    """Decodes what users give: for each kind of media None, one source or a list of them.
 
-    One is decoded after the other, and what is decoded is no larger than needed, so that beside
-    what is kept there is never more than one medium in memory.
-
-    Args:
-        sound: read the sound of video files too.
+    Attributes:
+        limits: bounds on media.
+        allow_remote: let images and recordings be http(s) addresses.
+        video_fps: frames per second that are sampled from videos.
         fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
 
     Raises:
-        InputError: a medium that cannot be read, by name; or all of them are too much.
+        InputError: ``limits`` or ``video_fps`` that cannot be used.
     """
-    pictures, clips, recordings = _sources(images, videos, audio, limits)
-    labels: list[str] = []
-    count = PixelCount(limits)
 
-    def named(source: Any, place: str) -> str:
-        labels.append(_label(source, place))
-        return describe(source, place)
+    limits: MediaLimits
+    allow_remote: bool = False
+    video_fps: float = 2.0
+    fit: Fit | None = None
 
-    def loaded_video(source: Any, place: str) -> Video:
-        name = named(source, place)
-        video = load_video(source, limits=limits, fps=video_fps, sound=sound, label=name)
-        count.add(math.prod(video.frames.shape[:3]), name)
-        return video
+    def __post_init__(self) -> None:
+        fps = self.video_fps
+        is_number = isinstance(fps, int | float) and not isinstance(fps, bool)
+        if not (is_number and 0 < fps < math.inf):
+            raise InputError(f"video_fps={fps!r}: must be frames per second, above 0")
+        if not isinstance(self.limits, MediaLimits):
+            kind = type(self.limits).__name__
+            raise InputError(f"limits: must be MediaLimits or None, not {kind}")
 
-    remote = {"allow_remote": allow_remote, "limits": limits}
-    return Media(
-        images=[
-            load_image(
-                source, label=named(source, f"images[{index}]"), fit=fit, count=count, **remote
-            )
-            for index, source in enumerate(pictures)
-        ],
-        videos=[loaded_video(source, f"videos[{index}]") for index, source in enumerate(clips)],
-        audio=[
-            load_audio(source, label=named(source, f"audio[{index}]"), **remote)
-            for index, source in enumerate(recordings)
-        ],
-        labels=labels,
-    )
+    def read(
+        self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
+    ) -> Media:
+        """Decode media one after the other, each no larger than needed: beside what is kept, never
+        more than one medium is in memory.
 
+        Args:
+            images, videos, audio: as of the pipeline.
+            sound: read the sound of video files too.
 
-def outlined_media(
-    images: Any,
-    videos: Any,
-    audio: Any,
-    *,
-    limits: MediaLimits,
-    video_fps: float,
-    sound: bool,
-    fit: Fit | None = None,
-) -> Media:
-    """Media of which only sizes are known, by their headers; what they do not tell is left out.
+        Raises:
+            InputError: a medium that cannot be read, by name; or all of them are too much.
+        """
+        limits = self.limits
+        pictures, clips, recordings = _sources(images, videos, audio, limits)
+        labels: list[str] = []
+        count = PixelCount(limits)
 
-    Args:
-        images, videos, audio, limits, video_fps, sound, fit: as of ``read_media``.
+        def named(source: Any, place: str) -> str:
+            labels.append(_label(source, place))
+            return describe(source, place)
 
-    Raises:
-        InputError: there are too many, or the images have too many pixels.
-    """
-    pictures, clips, recordings = _sources(images, videos, audio, limits)
-    count = PixelCount(limits)
-    kinds: dict[str, list[Any]] = {
-        "images": [image_size(source, limits=limits, fit=fit, count=count) for source in pictures],
-        "videos": [
-            video_outline(source, fps=video_fps, limits=limits, sound=sound) for source in clips
-        ],
-        "audio": [audio_outline(source, limits=limits) for source in recordings],
-    }
-    count.check("images")
-    sources = [*pictures, *clips, *recordings]
-    places = [f"{kind}[{index}]" for kind, found in kinds.items() for index in range(len(found))]
-    told = [one is not None for found in kinds.values() for one in found]
-    labels = [_label(*pair) for pair in compress(zip(sources, places, strict=True), told)]
-    known = {kind: [one for one in found if one is not None] for kind, found in kinds.items()}
-    return Media(**known, labels=labels)
+        def loaded_video(source: Any, place: str) -> Video:
+            name = named(source, place)
+            video = load_video(source, limits=limits, fps=self.video_fps, sound=sound, label=name)
+            count.add(math.prod(video.frames.shape[:3]), name)
+            return video
+
+        remote = {"allow_remote": self.allow_remote, "limits": limits}
+        return Media(
+            images=[
+                load_image(
+                    source,
+                    label=named(source, f"images[{index}]"),
+                    fit=self.fit,
+                    count=count,
+                    **remote,
+                )
+                for index, source in enumerate(pictures)
+            ],
+            videos=[loaded_video(source, f"videos[{index}]") for index, source in enumerate(clips)],
+            audio=[
+                load_audio(source, label=named(source, f"audio[{index}]"), **remote)
+                for index, source in enumerate(recordings)
+            ],
+            labels=labels,
+        )
+
+    def outline(
+        self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
+    ) -> Media:
+        """Media of which only sizes are known, by their headers; nothing is decoded.
+
+        Media whose headers do not tell their size are left out.
+
+        Args:
+            images, videos, audio, sound: as of ``read``.
+
+        Raises:
+            InputError: there are too many, or the images have too many pixels.
+        """
+        limits = self.limits
+        pictures, clips, recordings = _sources(images, videos, audio, limits)
+        count = PixelCount(limits)
+        kinds: dict[str, list[Any]] = {
+            "images": [
+                image_size(source, limits=limits, fit=self.fit, count=count) for source in pictures
+            ],
+            "videos": [
+                video_outline(source, fps=self.video_fps, limits=limits, sound=sound)
+                for source in clips
+            ],
+            "audio": [audio_outline(source, limits=limits) for source in recordings],
+        }
+        count.check("images")
+        sources = [*pictures, *clips, *recordings]
+        places = [f"{kind}[{i}]" for kind, sizes in kinds.items() for i in range(len(sizes))]
+        told = [size is not None for sizes in kinds.values() for size in sizes]
+        labels = [_label(*pair) for pair in compress(zip(sources, places, strict=True), told)]
+        known = {kind: [x for x in sizes if x is not None] for kind, sizes in kinds.items()}
+        return Media(**known, labels=labels)
 
 
 def _sources(

@@ -9,15 +9,16 @@ import pytest
 from PIL import Image
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.admission import admission
 from oscar_mm.admission.capacity import HIDDEN_STATES
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes
 from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.models import BUNDLED
-from oscar_mm.pipelines import admission, pipeline_for
+from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.policy import PLAIN
-from tests.pipelines.conftest import NEVER
+from tests.pipelines.conftest import NEVER, omni  # noqa: F401 - a fixture
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 
@@ -55,7 +56,7 @@ def in_use(report: MemoryReport) -> int:
 
 def is_held(foretold: float, report: MemoryReport, pipe: Pipeline) -> bool:
     """Whether that much is in use, but for what an answer has to spare for its next tokens."""
-    spare, rest = divmod(int(foretold) - in_use(report), pipe._slot_bytes()[PLAIN])
+    spare, rest = divmod(int(foretold) - in_use(report), pipe.admission._slot_bytes()[PLAIN])
     return 0 <= spare <= 32 and not rest
 
 
@@ -64,7 +65,7 @@ def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
     pipe = like(vl, policy=policy)
     prompt = pipe.prepare("What is it?", pipe.read_media(PICTURES), None)
     for answer in (1, 40):
-        growth, sizes = pipe.growth(prompt, answer), pipe._slot_bytes()
+        growth, sizes = pipe.admission.growth(prompt, answer), pipe.admission._slot_bytes()
         held, pools = bytes_over_time(growth.held, sizes), pool_bytes(growth.held, sizes)
         report = pipe(PICTURES, "What is it?", max_new_tokens=answer).memory
         assert len(held) == answer and is_held(held[-1], report, pipe)
@@ -72,7 +73,7 @@ def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
         assert 0.97 * pools < report.kv_bytes < 1.01 * pools
     # A chat: what it holds, and most that a turn adds to that while it goes on.
     seen: list[Growth] = []
-    pipe.make_room = lambda growth, *_: seen.append(growth)
+    pipe.admission.reserve = lambda growth, *_: seen.append(growth)
     with pipe.chat() as chat:
         for shown, answer in ((PICTURES[:3], 20), (None, 50), (PICTURES[3:], 3)):
             before, most = pipe.store.memory().used_bytes, 0
@@ -80,10 +81,10 @@ def test_foreseen_is_what_is_held(vl: OscarVLPipeline, policy: str) -> None:
             for _ in stream:
                 most = max(most, pipe.store.memory().used_bytes)
             growth = seen.pop()
-            foretold = bytes_over_time(growth.held, pipe._slot_bytes())
+            foretold = bytes_over_time(growth.held, pipe.admission._slot_bytes())
             assert is_held(foretold[-1], chat.memory, pipe)
-            page = min(pipe._slot_bytes().values())
-            assert most - page <= before + pipe.growth_bytes(growth) <= 1.05 * most + 1
+            page = min(pipe.admission._slot_bytes().values())
+            assert most - page <= before + pipe.admission.growth_bytes(growth) <= 1.05 * most + 1
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -94,7 +95,7 @@ def test_foreseen_of_bundled_models(name: str) -> None:
         shown["audio"] = [tone(3.0)]
     prompt = pipe.prepare("What does picture 2 say?", pipe.read_media(**shown), None)
     answer = pipe(prompt="What does picture 2 say?", **shown, max_new_tokens=20)
-    growth, sizes = pipe.growth(prompt, 20), pipe._slot_bytes()
+    growth, sizes = pipe.admission.growth(prompt, 20), pipe.admission._slot_bytes()
     held = bytes_over_time(growth.held, sizes)
     ended = len(answer.token_ids) - (answer.finish_reason == "length")
     assert is_held(held[ended], answer.memory, pipe)
@@ -105,15 +106,15 @@ def test_foreseen_of_a_batch(vl: OscarVLPipeline) -> None:
     requests = [{"images": PICTURES[:n], "prompt": "What?", "max_new_tokens": 9} for n in (2, 3)]
     seen = []
     pipe = like(vl)
-    pipe.make_room = lambda growth, tokens: seen.append((growth, tokens))
+    pipe.admission.reserve = lambda growth, prompt, _: seen.append((growth, prompt))
     results = pipe.batch(requests, max_padding=1)
-    [(growth, tokens)] = seen
+    [(growth, prompt)] = seen
     held = sum(in_use(result.answer.memory) for result in results)
     # Reports are of each row taken out of the batch, without what it had to spare.
-    sizes = pipe._slot_bytes()
+    sizes = pipe.admission._slot_bytes()
     spare, rest = divmod(int(bytes_over_time(growth.held, sizes)[-1]) - held, sizes[PLAIN])
     assert 0 <= spare <= 2 * 32 and rest == 0
-    assert tokens == 2 * results[1].answer.prompt_tokens
+    assert prompt.modalities.numel() == 2 * results[1].answer.prompt_tokens
 
 
 def test_headers_decide_before_pixels_are_decoded(
@@ -124,7 +125,7 @@ def test_headers_decide_before_pixels_are_decoded(
     damaged = tmp_path / "damaged.png"
     damaged.write_bytes(path.read_bytes()[:2000])
     pipe = like(vl, max_context=200)
-    monkeypatch.setattr(pipe, "read_media", None)
+    monkeypatch.setattr(pipe.media_reader, "read", None)
     for ask in (pipe, lambda images, prompt, **how: pipe.chat().ask(prompt, images, **how)):
         with pytest.raises(NoRoom, match="over the context, where 200 fit: image 256") as found:
             ask([damaged] * 4, "What is it?", max_new_tokens=8)
@@ -139,7 +140,7 @@ def test_headers_decide_before_pixels_are_decoded(
     assert found.value.asked == whole.tokens + 8
 
 
-def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
+def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:  # noqa: F811
     long = write_sound(tmp_path / "long.flac", tone(20.0))
     short = like_omni(omni, max_context=200)
     with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
@@ -160,7 +161,7 @@ def like_omni(pipe: Pipeline, **options: Any) -> Pipeline:
 def test_refusals_by_the_budget_are_right(vl: OscarVLPipeline) -> None:
     alone = like(vl)
     prompt = alone.prepare("What?", alone.read_media(PICTURES), None)
-    needed = alone.growth_bytes(alone.growth(prompt, 30))
+    needed = alone.admission.growth_bytes(alone.admission.growth(prompt, 30))
     assert like(vl, kv_budget=needed)(PICTURES, "What?", max_new_tokens=30)
     tight = like(vl, kv_budget=needed - 1)
     with nothing_runs(tight), pytest.raises(NoRoom, match=r"over kv_budget .*, or raise") as found:
@@ -189,7 +190,7 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
 
     def state() -> tuple:
         chats = [(x.segments, x.memory.to_dict(), x.turns) for x in (held, asking)]
-        tokens = [x._held.now.token_ids.tolist() for x in (held, asking)]
+        tokens = [x._spillable.conversation.token_ids.tolist() for x in (held, asking)]
         return chats, tokens, pipe.store.memory(), list(tmp_path.iterdir())
 
     before = state()
@@ -214,7 +215,7 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
 def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = like(vl)
     prompt = pipe.prepare("What?", pipe.read_media(PICTURES), None)
-    stored = pool_bytes(pipe.growth(prompt, 20).added, pipe._slot_bytes())
+    stored = pool_bytes(pipe.admission.growth(prompt, 20).added, pipe.admission._slot_bytes())
     read = HIDDEN_STATES * 64 * 2 * prompt.tokens
     free = {"cpu": stored + read}
     monkeypatch.setattr(admission, "free_bytes", lambda device: free[device.type])

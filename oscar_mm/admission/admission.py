@@ -1,0 +1,439 @@
+"""Admission: whether a request has room, told with the numbers before any tower runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+
+from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
+from oscar_mm.admission.kv_budget import KVBudget, Reservation, Spillable
+from oscar_mm.admission.request_size import RequestSize
+from oscar_mm.admission.token_counts import medium_tokens, text_tokens
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.ledger import first_page_tokens
+from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
+from oscar_mm.cache.store import LayerShape, PageStore
+from oscar_mm.errors import Busy, InputError, NoRoom
+from oscar_mm.generation.family import Family
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.media.media import Media
+from oscar_mm.modality import Modality
+from oscar_mm.policy import PLAIN, Bits
+from oscar_mm.sizes import format_bytes
+
+_DOUBT = 0.05
+"""Share of a recording or a video by which its header may be wrong."""
+_BLOCK = 1 << 16
+"""Characters that are counted at a time; shorter texts are counted with the whole request."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a request goes on from.
+
+    Attributes:
+        cache: holds it.
+        tokens: of the cache, those that take room in the context.
+        remedies: tells what would free some of them.
+    """
+
+    cache: OscarCache
+    tokens: int
+    remedies: Callable[[], list[str]] = list
+
+
+@dataclass(eq=False)
+class Admission:
+    """Checks the size of a request, and reserves room for those that run.
+
+    The size is checked twice: by texts and the headers of media before these are decoded, and
+    exactly by the prompt before the model runs. A refusal changes nothing.
+
+    Attributes:
+        family: counts tokens; its model reads.
+        store: of the caches.
+        max_context: most tokens of a conversation with its answer.
+        prefill_chunk: tokens that are read at a time; None for all at once.
+        budget: bound on the bytes of all caches; None for no bound.
+    """
+
+    family: Family
+    store: PageStore
+    max_context: int
+    prefill_chunk: int | None = None
+    budget: KVBudget | None = None
+
+    @property
+    def lock(self) -> RLock:
+        """The lock of the store."""
+        return self.store.lock
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers that writes the text."""
+        return self.family.model
+
+    def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
+        """Refuse what is no text of a user, is empty, or is over the context by itself.
+
+        Takes no lock, whatever the text.
+
+        Args:
+            name: of the argument.
+            text: what a user gave.
+            may_be_empty: let an empty text pass.
+
+        Raises:
+            InputError: names the argument; as ``NoRoom`` a text that is too long.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"{name} must be text, not {type(text).__name__}")
+        self._check_characters(name, text)
+        if not (may_be_empty or text.strip()):
+            raise InputError(f"{name} is empty: give some text")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out") from None
+        self.family.refuse_control_tokens(name, text)
+        self._check_tokens(name, text)
+
+    def check_texts(self, prompt: Any, system: Any) -> None:
+        """Refuse a prompt, or a system prompt that is not None, as ``check_text`` does.
+
+        Raises:
+            InputError: names the argument.
+        """
+        self.check_text("prompt", prompt)
+        if system is not None:
+            self.check_text("system", system)
+
+    def check_text_length(self, name: str, text: str) -> None:
+        """Refuse a text that is over the context by itself; takes no lock.
+
+        Raises:
+            NoRoom: names the argument, its characters and those that fit.
+        """
+        self._check_characters(name, text)
+        self._check_tokens(name, text)
+
+    def check_outline(
+        self,
+        prompt: str,
+        system: str | None,
+        shown: Media,
+        max_new_tokens: int,
+        past: Past | None = None,
+    ) -> None:
+        """Refuse a request that has no room by the sizes of its media; nothing is decoded yet.
+
+        A ``past`` that others may close is read under the lock, taken before.
+
+        Args:
+            prompt: the question, checked.
+            system: system prompt of a first turn, checked.
+            shown: media of the turn, as ``MediaReader.outline`` gives them.
+            max_new_tokens: of the answer.
+            past: what the request goes on from.
+
+        Raises:
+            NoRoom: the numbers, and what to lower.
+            InputError: media that the model does not read.
+        """
+        tokens = dict.fromkeys((modality.label for modality in Modality), 0)
+        if past is not None and past.tokens:  # The template writes less between turns.
+            tokens["text"] = self.family.tokenize(prompt).shape[1]
+        else:
+            tokens["text"] = text_tokens(self.family, shown, prompt, system)
+        with self.lock:
+            media: dict[Modality, list[tuple[str, int]]] = {}
+            for medium in shown:
+                counts = medium_tokens(self.family, medium)
+                media.setdefault(medium.modality, []).append((medium.label, sum(counts.values())))
+                for name, count in counts.items():
+                    tokens[name] += count
+            size = RequestSize(tokens, max_new_tokens, media, at_least=True)
+            size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
+            doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
+            self._check_context(size, doubt)
+            # Text at the end, so that media are in full pages as far as can be. In another order
+            # other tokens may be in the window, and fewer wait for a page.
+            row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
+            policy = self.store.policy
+            waiting = sum(first_page_tokens(bits) for bits in policy.bits if bits.packed)
+            order = policy.window + policy.sinks + waiting
+            self._check_bytes(size, np.concatenate(row)[doubt:], past, order)
+
+    def check_prompt(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> None:
+        """Refuse a prompt that leaves no room for its answer in context, budget or memory.
+
+        Args:
+            prompt: of a single row.
+            max_new_tokens: of the answer.
+            past: what the prompt goes on from.
+
+        Raises:
+            Busy: other chats hold the memory of a device.
+            NoRoom: the numbers, and what to lower.
+        """
+        size = RequestSize.of(prompt, max_new_tokens)
+        size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
+        self._check_context(size)
+        with self.lock:
+            self._check_bytes(size, prompt.modalities[0].numpy(), past)
+
+    def growth(
+        self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
+    ) -> Growth:
+        """Slots that a prompt of a single row and its answer will take.
+
+        Args:
+            prompt: of a single row.
+            max_new_tokens: of the answer.
+            cache: what the prompt goes on from.
+        """
+        return self._growth(prompt.modalities[0].numpy(), max_new_tokens, cache)
+
+    def growth_bytes(self, growth: Growth) -> int:
+        """Most bytes that it adds at any time."""
+        return int(self._bytes_over_time(growth).max())
+
+    def reserve(
+        self,
+        growth: Growth,
+        prompt: Prompt,
+        cache: OscarCache,
+        chat: Spillable | None = None,
+    ) -> Reservation | None:
+        """Make room for an answer in the budget and on its devices, before the model reads.
+
+        Args:
+            growth: of all rows.
+            prompt: of all rows, padded.
+            cache: that the answer goes on from.
+            chat: that stays; also stays who is answering.
+
+        Returns:
+            keeps the room in the budget, if there is one, until it is dropped.
+
+        Raises:
+            Busy: there is no room just now; nothing has changed.
+        """
+        for device, needed, room in self._short_devices(growth, prompt.modalities.numel()):
+            raise Busy(
+                f"{format_bytes(room)} are free on {device}, and this needs about "
+                f"{format_bytes(needed)}: close() chats, or ask for less at once"
+            )
+        if self.budget is None:
+            return None
+        added = self._bytes_over_time(growth)
+        self.budget.make_room(int(added.max()), chat)
+        return self.budget.reserve(cache, prompt.tokens, added)
+
+    def shortage(self, needed: int, what: str) -> str | None:
+        """Why the budget has no room for so many bytes more, if nobody gives way; None if it has.
+
+        Args:
+            needed: bytes.
+            what: that needs them, with its verb, such as "the row takes".
+        """
+        total = needed + (0 if self.budget is None else self.budget.used_bytes)
+        if self.budget is None or total <= self.budget.limit:
+            return None
+        return f"kv_budget is {self.budget.limit:,} bytes, and {what} it to {total:,}"
+
+    @property
+    def layer_shapes(self) -> list[LayerShape]:
+        """What each layer stores, of which this rank has its part."""
+        shape = ModelShape.of(self.model.config, 0)
+        heads = max(1, shape.kv_heads // self.store.ranks.count)
+        dtype = self.model.get_input_embeddings().weight.dtype
+        return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
+
+    def _check_characters(self, name: str, text: str) -> None:
+        """Refuse more characters than the context has room for, without looking at them."""
+        longest = self.family.longest_token
+        if len(text) > (most := self.max_context * longest):
+            raise self._too_long(name, text, most, -(-len(text) // longest))
+
+    def _check_tokens(self, name: str, text: str) -> None:
+        """Refuse a long text block by block, so that a text of any length takes no more time than
+        the longest one that fits; a short one is counted with the whole request."""
+        tokens = 0
+        for start in range(0, len(text) if len(text) > _BLOCK else 0, _BLOCK):
+            block = text[start : start + _BLOCK]
+            # A cut splits one token, at most into its characters; a block may get special ones.
+            new = self.family.tokenize(block).shape[1] - self.family.longest_token - 2
+            if tokens + new > self.max_context:
+                fit = start + _BLOCK * max(0, self.max_context - tokens) // max(1, new)
+                raise self._too_long(name, text, fit, tokens + new)
+            tokens += max(0, new)
+
+    def _too_long(self, name: str, text: str, fit: int, tokens: int) -> NoRoom:
+        return NoRoom(
+            f"{name}: {len(text):,} characters are over the context of {self.max_context:,} "
+            f"tokens, where at most about {fit:,} fit: give a shorter text",
+            tokens,
+            self.max_context,
+        )
+
+    def _growth(self, new: np.ndarray, answer: int, cache: OscarCache | None) -> Growth:
+        rows = [] if cache is None else cache.ledger.sequences
+        # An answer's last token is not stored.
+        return slot_growth(self.store.policy, new, max(0, answer - 1), rows[0] if rows else None)
+
+    def _bytes_over_time(self, growth: Growth) -> np.ndarray:
+        """Bytes that are added after 0, 1, 2, ... tokens of the answer."""
+        return bytes_over_time(growth.added, self._slot_bytes())
+
+    def _check_context(self, size: RequestSize, doubt: int = 0) -> None:
+        if size.total - doubt > self.max_context:
+            raise size.refusal(self.max_context, "the context")
+
+    def _check_bytes(
+        self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0
+    ) -> None:
+        """Refuse what no budget and no device could hold; waits for nobody else to give way.
+
+        Args:
+            doubt: tokens that may be packed where ``new`` has them in 16 bit.
+
+        Raises:
+            Busy: other chats hold the memory of a device.
+            NoRoom: what they hold would not be enough.
+        """
+        cache = None if past is None else past.cache
+        whole = self._growth(new, size.answer, cache)
+        doubtful = doubt * self._slot_bytes()[PLAIN]
+        if self.budget is not None:
+            limit = self.budget.limit
+            before = 0 if cache is None else self._cache_bytes(cache)
+
+            def in_budget(growth: Growth, _: int) -> float:
+                return before + max(0, self.growth_bytes(growth) - doubtful)
+
+            if (needed := in_budget(whole, 0)) > limit:
+                fits = self._fitting(size, new, cache, in_budget, limit)
+                raise size.refusal(
+                    fits,
+                    f"kv_budget ({format_bytes(needed)} of {format_bytes(limit)})",
+                    "raise kv_budget",
+                )
+        for device, needed, room in self._short_devices(whole, len(new)):
+            fits = self._fitting(size, new, cache, partial(self._device_bytes, device), room)
+            activations = format_bytes(self._activation_bytes(len(new)))
+            refusal = size.refusal(
+                fits,
+                f"the free memory of {device} ({format_bytes(needed)} of {format_bytes(room)}, "
+                f"{activations} of it while they are read)",
+                "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
+            )
+            raise (
+                Busy(str(refusal))
+                if needed <= room + self._others_bytes(device, cache)
+                else refusal
+            )
+
+    def _short_devices(
+        self, growth: Growth, tokens: int
+    ) -> Iterator[tuple[torch.device, int, int]]:
+        """GPUs that have too little memory, with the bytes needed and those that are free."""
+        for device in self._slot_bytes_by_device():
+            if (free := free_bytes(device)) is None:
+                continue
+            # Ranks must all refuse, or none.
+            agreed = torch.tensor(free, device=device)
+            self.store.ranks.agree(agreed)
+            room = int(agreed) + self._free_bytes(device)
+            if (needed := self._device_bytes(device, growth, tokens)) > room:
+                yield device, needed, room
+
+    def _device_bytes(self, device: torch.device, growth: Growth, tokens: int) -> int:
+        stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
+        return stored + self._activation_bytes(tokens)
+
+    def _fitting(
+        self,
+        size: RequestSize,
+        new: np.ndarray,
+        cache: OscarCache | None,
+        cost: Callable[[Growth, int], float],
+        room: float,
+    ) -> int:
+        """How many tokens of the request have room, those of its past included."""
+        fits, over = 0, len(new) + size.answer
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            growth = self._growth(new[:middle], middle - len(new), cache)
+            if cost(growth, min(middle, len(new))) <= room:
+                fits = middle
+            else:
+                over = middle
+        return size.past + fits
+
+    def _activation_bytes(self, tokens: int) -> int:
+        read = min(tokens, self.prefill_chunk or tokens)
+        weight = self.model.get_input_embeddings().weight
+        return activation_bytes(read, weight.shape[1], weight.element_size())
+
+    def _slot_bytes(self) -> dict[Bits, int]:
+        """Of one slot of each kind, in all layers."""
+        found: dict[Bits, int] = {}
+        for sizes in self._slot_bytes_by_device().values():
+            for bits, size in sizes.items():
+                found[bits] = found.get(bits, 0) + size
+        return found
+
+    def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
+        shape = ModelShape.of(self.model.config, 0)
+        own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
+        foretold = own.slot_bytes(self.store.policy, self.layer_shapes[0].dtype.itemsize)
+        found: dict[torch.device, dict[Bits, int]] = {}
+        for index, device in self.family.layer_devices.items():
+            pools = self.store.layers.get(index)
+            sums = found.setdefault(device, dict.fromkeys(foretold, 0))
+            for bits in sums:
+                # A pool knows the size of its slots from its first one on.
+                there = 0 if pools is None else pools.by_bits[bits].slot_bytes
+                sums[bits] += there or foretold[bits]
+        return found
+
+    def _cache_bytes(self, cache: OscarCache) -> int:
+        sizes = self._slot_bytes()
+        return sum(len(slots) * sizes[bits] for bits, slots in _slots(cache).items())
+
+    def _free_bytes(self, device: torch.device) -> int:
+        """Bytes of the store's pools on a device that are used again before they grow."""
+        free = {bits: allocator.free for bits, allocator in self.store.allocators.items()}
+        return self._slots_on(device, free)
+
+    def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
+        """Bytes of the store's pools on a device that only other caches hold."""
+        used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
+        for bits, slots in _slots(cache).items() if cache is not None else ():
+            used[bits] -= len(slots)
+        return self._slots_on(device, used)
+
+    def _slots_on(self, device: torch.device, counts: Mapping[Bits, int]) -> int:
+        """Bytes of so many slots of each kind, in the layers of a device."""
+        return sum(
+            counts[bits] * pool.slot_bytes
+            for pools in self.store.layers.values()
+            if pools.device == device
+            for bits, pool in pools.by_bits.items()
+        )
+
+
+def _slots(cache: OscarCache) -> dict[Bits, set[int]]:
+    """Slots of each kind that a cache holds."""
+    slots: dict[Bits, set[int]] = {PLAIN: set()}
+    for stream in cache.ledger.streams():
+        slots[PLAIN].update(stream.slots)
+        slots.setdefault(stream.bits, set()).update(stream.pages)
+    return slots
