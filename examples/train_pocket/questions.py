@@ -99,10 +99,10 @@ class Asker:
     ) -> Asked:
         """Questions that read one, find one or read three, with weights ``kinds``."""
         voice = isinstance(facts, Speech)
-        said = self.said(facts, len(labels))
+        contents = self.said(facts, len(labels))
         rows, media = labels.shape
         index = self._each(media, rows, asked)
-        label, code = self.numbers[pick(labels, index)], pick(said, index)
+        label, code = self.numbers[pick(labels, index)], pick(contents, index)
         name = "hear" if voice else "read"
         if media == 1:
             return Asked(self.ask(f"{name}_only", label=label), code)
@@ -118,19 +118,19 @@ class Asker:
             labels3 = [self.numbers[pick(labels, index)] for index in three]
             fields = dict(zip(("label", "label2", "label3"), labels3, strict=True))
             questions.append(self.ask("hear_list" if voice else "list", **fields))
-            answers.append(self._lines([pick(said, index) for index in three]))
+            answers.append(self._lines([pick(contents, index) for index in three]))
         which = self._weighted(kinds[: len(questions)], rows, asked)
         # "Which one says X?" has no answer where two say X.
-        clear = pick(self._unique(said), index)
+        clear = pick(self._unique(contents), index)
         which = torch.where((which == 1) & ~clear, 0, which)
         return Asked(choose(questions, which), choose(answers, which))
 
     def copy(self, facts: Codes | Speech, labels: Tensor) -> Asked:
         """Questions for all texts; the answer has a line of up to 7 tokens for each medium."""
-        said = self.said(facts, len(labels))
+        contents = self.said(facts, len(labels))
         name = "hear_copy" if isinstance(facts, Speech) else "copy"
         label = self.numbers[labels[:, :1]]
-        lines = self._lines([text[:, None] for text in said.unbind(1)])
+        lines = self._lines([text[:, None] for text in contents.unbind(1)])
         return Asked(self.ask(name, label=label), lines)
 
     def receipts(self, facts: Receipts, labels: Tensor, asked: int) -> Asked:
@@ -227,9 +227,9 @@ class Asker:
         return sum((drawn >= bound).long() for bound in bounds) + torch.zeros_like(drawn).long()
 
     @staticmethod
-    def _unique(said: Tensor) -> Tensor:
+    def _unique(texts: Tensor) -> Tensor:
         """(rows, media) bool: whether no other medium of the row says the same."""
-        powers = torch.arange(said.shape[-1], device=said.device) * 2 + 1
+        powers = torch.arange(texts.shape[-1], device=texts.device) * 2 + 1
         # A number for each text; a rare clash only loses a question.
-        key = ((said + 2) * powers * (said + 7919)).sum(-1) + (said + 2).sum(-1) * 1_000_003
+        key = ((texts + 2) * powers * (texts + 7919)).sum(-1) + (texts + 2).sum(-1) * 1_000_003
         return (key[:, :, None] == key[:, None]).sum(-1) == 1

@@ -43,7 +43,7 @@ def passages(
     They overlap where the texts are short.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         texts: texts by name; errors quote the name.
         tokens: least number of stored tokens; a passage has up to ``PAGE_TOKENS - 1`` more.
         count: number of passages.

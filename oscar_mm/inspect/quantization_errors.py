@@ -178,7 +178,7 @@ class _Attention:
 
 
 def _paged(ids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-    """By modality and for "all", (tokens,) bool: whether a token is in a full page."""
+    """(tokens,) bool by modality and for "all": whether a token is in a full page."""
     parts = {}
     for modality in Modality:
         places = (ids == int(modality)).nonzero()[:, 0]

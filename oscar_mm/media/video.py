@@ -208,7 +208,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     limits.check_video(stream.width, stream.height, seconds, label)
 
     step, capacity = kept_frames(seconds, fps, limits)
-    kept: np.ndarray | None = None
+    buffer: np.ndarray | None = None
     indices: list[int] = []
     count, start, time, due = 0, 0.0, 0.0, 0.0
     for frame in container.decode(stream):
@@ -219,21 +219,21 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
         limits.check_seconds(time, label)
         if time < due - 0.5 / rate:
             continue
-        if kept is None:
+        if buffer is None:
             limits.check_video(frame.width, frame.height, 0.0, label)
             size = kept_size(frame.width, frame.height, capacity, limits)
             quarter_turns = round(frame.rotation / 90)
             shape = size if quarter_turns % 2 else size[::-1]
-            kept = np.empty((capacity, *shape, 3), np.uint8)
+            buffer = np.empty((capacity, *shape, 3), np.uint8)
         elif len(indices) == capacity:
             indices = indices[::2]
-            kept[: len(indices)] = kept[::2]
+            buffer[: len(indices)] = buffer[::2]
             step *= 2
         scaled = frame.reformat(*size, format="rgb24", interpolation="AREA").to_ndarray()
-        kept[len(indices)] = np.rot90(scaled, quarter_turns)
+        buffer[len(indices)] = np.rot90(scaled, quarter_turns)
         indices.append(round(time * rate))
         due = (math.floor(time / step + 0.5 / (rate * step)) + 1) * step
-    if kept is None:
+    if buffer is None:
         raise InputError(f"{label}: no frame of the video can be decoded; convert it to MP4")
     end = time + 1 / rate
     # Both must fall short: AVI counts dropped frames too, and a last slide may be held for long.
@@ -243,7 +243,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
             "download it again"
         )
     total = max(count, indices[-1] + 1)
-    return _video(kept[: len(indices)], indices, end, rate, total)
+    return _video(buffer[: len(indices)], indices, end, rate, total)
 
 
 def kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float, int]:
