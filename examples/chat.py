@@ -1,4 +1,4 @@
-"""Several questions about pictures, one after the other: python chat.py [MODEL IMAGE...]"""
+"""Several questions about pictures, one after another: python chat.py [MODEL IMAGE...]"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cache alone, in transformers' own generate: python generate.py [MODEL IMAGE]"""
+"""The cache alone, with transformers' own generate: python generate.py [MODEL IMAGE]"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A conversation that goes on in another process: python go_on_later.py [MODEL IMAGE...]"""
+"""A conversation that continues in another process: python go_on_later.py [MODEL IMAGE...]"""
 
 import sys
 from pathlib import Path
@@ -13,4 +13,4 @@ with pipe.load_chat(saved) if saved.is_file() else pipe.chat() as chat:
     shown = [] if saved.is_file() else images
     print(chat.ask("What is the code in picture 5?", images=shown, max_new_tokens=16))
     chat.save(saved)
-    print(f"{len(chat.segments)} segments in {saved}; run this again to go on")
+    print(f"{len(chat.segments)} segments in {saved}; run this again to continue")

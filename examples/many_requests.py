@@ -1,4 +1,4 @@
-"""A folder of pictures, one question for each, several at a time:
+"""One question about each picture of a folder, several at a time:
 
 python many_requests.py [MODEL FOLDER QUESTION]
 """

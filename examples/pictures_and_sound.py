@@ -1,4 +1,4 @@
-"""Pictures and recordings in one question, answered as it is written:
+"""One question about pictures and recordings, with the answer printed as it is written:
 
 python pictures_and_sound.py [MODEL FILE... QUESTION]
 """

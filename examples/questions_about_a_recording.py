@@ -1,4 +1,4 @@
-"""Many questions about recordings, which are heard once:
+"""Many questions about a recording, which the model hears once:
 
 python questions_about_a_recording.py [MODEL RECORDING QUESTION...]
 """

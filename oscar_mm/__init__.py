@@ -1,7 +1,7 @@
 """Questions about images, videos and sound with a 2-bit KV cache.
 
 Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
-wait for torch. Transformers knows attention "oscar" from then on all the same.
+wait for torch. Even so, transformers knows attention "oscar" after the import.
 """
 
 import importlib

@@ -1,14 +1,14 @@
 """Attention "oscar" for transformers: attends over packed pages, without unpacking the past.
 
 ``model.set_attn_implementation("oscar")`` (for multimodal models
-``{"text_config": "oscar"}``) works with any cache: with an ``OscarCache`` it reads pages, with
-another one, or without, it is transformers' own "sdpa".
+``{"text_config": "oscar"}``) works with any cache: with an ``OscarCache`` it reads pages; with
+another cache, or with none, it is transformers' own "sdpa".
 
-Two functions are registered when this module is imported: the attention itself, and the mask
-function of the same name. Transformers calls the latter before any layer, once a forward pass for
-each kind of layer, and without one it would drop the padding mask silently. Where the model asks
-for more than causal attention (windows, chunks, images whose tokens see each other), or hides
-tokens that the cache holds, the mask is built and the past unpacked, a layer at a time.
+Importing this module registers two functions: the attention, and the mask function of the same
+name. Transformers calls the mask function before all layers, once per forward pass and kind of
+layer; without one it would drop the padding mask silently. Where the model needs more than causal
+attention (windows, chunks, images whose tokens see each other), or hides tokens of the cache, the
+mask is built and the past is unpacked, a layer at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oscar_mm.errors import InputError
 IMPLEMENTATION = "oscar"
 _SDPA = "sdpa"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of other models' attention that change its result and that pages do not know."""
+"""Arguments that change the result of some models' attention; pages do not support them."""
 
 
 def attend(
@@ -42,17 +42,18 @@ def attend(
     Args:
         module: the attention layer.
         query: (batch, query heads, tokens, head_dim).
-        key: what ``Cache.update`` returned: of an ``OscarCache`` in a forward pass with this
-            attention the new tokens only, carrying ``oscar_chunk``, the rest of the work.
-        value: likewise.
-        attention_mask: what the mask function returned.
+        key: (batch, KV heads, tokens, head_dim) from ``Cache.update``. An ``OscarCache`` returns
+            the new tokens only; the attribute ``oscar_chunk`` of the tensor attends to the past.
+        value: the shape of ``key``, from ``Cache.update``.
+        attention_mask: result of the mask function.
         scaling: factor of the scores; head_dim ** -0.5 by default.
 
     Returns:
         (batch, tokens, query heads, head_dim) and None.
 
     Raises:
-        NotImplementedError: with an ``OscarCache``, what pages cannot do.
+        NotImplementedError: the model asks for attention weights, or for an option of attention
+            that an ``OscarCache`` does not support.
     """
     chunk = getattr(key, "oscar_chunk", None)
     if chunk is None:
@@ -87,28 +88,28 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Mask function: tells the cache of the padding; None where causal attention is all there is.
+    """Mask function of transformers' AttentionMaskInterface; it tells the cache of the padding.
 
-    ``kv_length`` is what ``Cache.get_mask_sizes`` returned; of an ``OscarCache`` it is an int that
-    knows its cache, the one thread of contact between mask and cache that transformers leaves.
+    ``kv_length`` comes from ``Cache.get_mask_sizes``. An ``OscarCache`` returns an int that carries
+    the cache: transformers leaves no other way from the mask to the cache.
 
     Args:
-        attention_mask: (batch, tokens of the cache and new ones) bool, False for what nobody sees;
-            of the new ones alone all others are seen.
-        local_size: tokens that a window or a chunk holds.
-        allow_is_causal_skip: transformers' word that up to ``local_size`` tokens the mask is
-            causal, but for padding.
+        attention_mask: (batch, past and new tokens) bool, False for tokens that nobody sees. With
+            a mask of the new tokens alone, all past tokens are seen.
+        local_size: tokens of a window or a chunk.
+        allow_is_causal_skip: whether, padding apart, the mask is causal up to ``local_size``
+            tokens.
 
     Returns:
-        (batch, 1, new tokens, all tokens) bool or None.
+        (batch, 1, new tokens, all tokens) bool; None for plain causal attention.
 
     Raises:
-        InputError: the attention_mask is of another length.
+        InputError: ``attention_mask`` has another length.
     """
     cache = getattr(kv_length, "cache", None)
     if cache is not None:
         if attention_mask is not None:
-            attention_mask = _of_all(attention_mask, q_length, kv_length)
+            attention_mask = _for_all_tokens(attention_mask, q_length, kv_length)
         hides = cache.attend_packed(attention_mask)
         causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
         if causal and not hides:
@@ -128,8 +129,8 @@ def mask(
     )
 
 
-def _of_all(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:
-    """A mask of the new tokens, or of more than there are, for past and new tokens."""
+def _for_all_tokens(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:
+    """Mask of past and new tokens, from one of the new tokens or from one that is too long."""
     if mask.shape[1] == new:
         return pad(mask, (tokens - new, 0), value=1)
     if mask.shape[1] < tokens:

@@ -1,4 +1,4 @@
-"""The `oscar-mm` command line: registers the commands of apps/ and turns errors into one line."""
+"""The `oscar-mm` command line: registers the commands of apps/ and prints errors as one line."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ DEBUG_VARIABLE = "OSCAR_MM_DEBUG"
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
-# typer ships its own click since 0.2x and exports only this subclass of its usage errors.
+# Since 0.2x typer ships its own click, and exports only this subclass of its usage errors.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(

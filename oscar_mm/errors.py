@@ -1,21 +1,21 @@
-"""Errors which are meant for the user, not for a traceback."""
+"""Errors that address the user and need no traceback."""
 
 
 class InputError(ValueError):
     """The user gave something that cannot be used.
 
-    The message is one line which names the file or the argument, what is wrong with it and what
-    would be right; the command line prints it as it is.
+    The message is one line that names the file or the argument, says what is wrong with it and
+    what would be right; the command line prints it unchanged.
     """
 
 
 class NoRoom(InputError):
-    """A request is larger than the context or the memory, whatever else gives way.
+    """A request is larger than the context or the memory, even if everything else is freed.
 
     Attributes:
-        asked: tokens that the request comes to: held ones of earlier turns, the prompt with its
-            media, ``max_new_tokens``.
-        fits: how many of such tokens have room.
+        asked: tokens that the request needs: earlier turns, the prompt with its media, and
+            ``max_new_tokens``.
+        fits: tokens that there is room for.
     """
 
     def __init__(self, message: str, asked: int, fits: int) -> None:
@@ -24,4 +24,4 @@ class NoRoom(InputError):
 
 
 class Busy(InputError):
-    """Others hold the memory that a request needs; it has room once they have ended."""
+    """Other requests occupy the memory that a request needs; it fits once they end."""

@@ -1,4 +1,4 @@
-"""Files as a whole: plain text that a user names, and files written completely or not at all."""
+"""Text files that a user names, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from oscar_mm.errors import InputError
 
 
 def read_text(path: Path, argument: str = "--text") -> str:
-    """The text of a file.
+    """The text of a UTF-8 file.
 
     Args:
-        path: of the file, UTF-8.
-        argument: for errors.
+        path: the file.
+        argument: name of the argument in error messages.
 
     Raises:
-        InputError: no such file, no text, or an empty one.
+        InputError: the file does not exist, is not UTF-8, or is empty.
     """
     if not path.is_file():
         what = "is a folder; give a file of text" if path.is_dir() else "no such file"
@@ -38,10 +38,10 @@ def read_text(path: Path, argument: str = "--text") -> str:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """A block that writes a file: what the system says against it names the file.
+    """Make errors of a block that writes a file name the file.
 
     Raises:
-        InputError: in place of an ``OSError``, such as that of a full disk.
+        InputError: the block raises an ``OSError``, for example because the disk is full.
     """
     try:
         yield
@@ -51,17 +51,18 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """An empty file in the same folder, to write to; at the block's end it takes the place.
+    """Yield an empty file in the same folder; at the end of the block it replaces ``path``.
 
-    By then it is on the disk: whatever happens, ``path`` is the old file or the new one, and after
-    an error in the block the old one, with nothing else left behind.
+    The new file is on the disk before it replaces the old one, so ``path`` is a complete file at
+    any time. An error in the block leaves the old file and removes the new one.
 
     Args:
-        path: what to write or replace; its folder exists. Of a link, what it leads to.
-        private: the owner alone may read it; else who may is up to the process's umask.
+        path: file to write or replace, in an existing folder. Links are followed.
+        private: only the owner may read the file; otherwise the process's umask decides.
 
     Raises:
-        OSError: it cannot be written, or is there and no file, like /dev/null.
+        OSError: the file cannot be written, or ``path`` exists and is no regular file, like
+            /dev/null.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Fingerprints: which model a saved cache belongs to, and how a processor is set."""
+"""Fingerprints: which model a saved cache belongs to, and which settings a processor has."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _CONFIG = (
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
     *("sliding_window", "max_position_embeddings"),
 )
-"""Of the text model: what decides how its keys and values are made and read."""
+"""Fields of the text model's configuration that decide how keys and values are made and read."""
 
 
 @torch.no_grad()
 def model_fingerprint(model: Any) -> str:
-    """Tell checkpoints apart: model type, dtype, and a SHA-256.
+    """Model type, dtype and a SHA-256 digest, which tell checkpoints apart.
 
-    The digest covers the text model's configuration as far as it concerns the cache, and of every
-    parameter its shape and 64 values at fixed places (fewer if it is smaller). So another
+    The digest covers the part of the text model's configuration that concerns the cache, and the
+    shape and 64 values at fixed places (all of a smaller one) of every parameter. So another
     checkpoint, a fine-tuned one or one in other bits has another fingerprint; a change of single
-    weights that are not among the samples goes unnoticed. Names of parameters and devices do not
-    count: a checkpoint has one fingerprint with all versions of transformers.
+    weights outside the samples goes unnoticed. Names of parameters and devices do not count: a
+    checkpoint has one fingerprint with all versions of transformers.
 
-    Each rank has a fingerprint of its own, for it has other heads.
+    Each rank has its own fingerprint, because it has its own heads.
 
     Args:
-        model: a model of transformers that generates.
+        model: a generative model of transformers.
     """
     sampled = []
     for parameter in model.parameters():
@@ -47,26 +47,29 @@ def model_fingerprint(model: Any) -> str:
     )
     config = model.config.get_text_config().to_dict()
     about = json.dumps({name: config.get(name) for name in _CONFIG}, sort_keys=True, default=str)
-    whole = hashlib.sha256(about.encode() + b"".join(digests)).hexdigest()
+    digest = hashlib.sha256(about.encode() + b"".join(digests)).hexdigest()
     kind = f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')}"
     ranks = Ranks.of(model)
-    return f"{kind} {whole}" if ranks.count == 1 else f"{kind} {ranks} {whole}"
+    return f"{kind} {digest}" if ranks.count == 1 else f"{kind} {ranks} {digest}"
 
 
 def attributes_digest(value: Any) -> str:
-    """SHA-256 of an object by what it consists of, down to the content of its arrays.
+    """SHA-256 of an object's attributes and items, down to the content of its arrays.
 
-    Attributes and items count by their names in any order, objects by their class too. What has
-    neither attributes nor items counts as ``repr`` writes it.
+    The order of attributes and of a mapping's items does not count, the class of an object does. A
+    value without attributes and items counts as its ``repr``.
 
     Args:
-        value: objects, mappings, sequences, arrays and tensors of any depth, in no circle.
+        value: nested objects, mappings, sequences, arrays and tensors, without cycles.
+
+    Returns:
+        64 hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(_described(value), sort_keys=True).encode()).hexdigest()
 
 
 def _described(value: Any) -> Any:
-    """What stands in JSON for a value."""
+    """The JSON value that stands for a value."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, torch.Tensor):

@@ -60,7 +60,7 @@ class MediumSpan:
     """One image, video or recording in a row of tokens.
 
     Attributes:
-        modality: what the medium is. A video may hold tokens of other modalities: the timestamps
+        modality: kind of the medium. A video may hold tokens of other modalities: the timestamps
             between its frames are text, its sound is audio.
         label: its name for people: a file's name, or the place in the request such as images[2].
         start: index of its first token.
@@ -102,6 +102,9 @@ def token_modalities(
 
     Returns:
         (batch, tokens) int8 on the CPU: 0 to 3, and -1 for padding.
+
+    Raises:
+        ValueError: ``mm_token_type_ids`` has another shape, or ids other than 0 to 3.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Experts "oscar" for transformers: mixtures of experts that are quick for one token and for many.
+"""Experts "oscar" for transformers: a mixture of experts that is quick for one token and for many.
 
-Of the implementations that transformers has, "batched_mm" copies the weights of each token's
-experts next to each other, which is quick for a few tokens and out of memory for a prompt;
-"grouped_mm" sorts the tokens by expert, which suits a prompt. ``generate`` switches between the
-two; a decode loop of one's own has to choose, and ours does by the number of tokens.
+Transformers' "batched_mm" copies the weights of each token's experts next to each other, which is
+quick for a few tokens and runs out of memory for a prompt; its "grouped_mm" sorts the tokens by
+expert, which suits a prompt. ``generate`` switches between the two; experts "oscar" choose by the
+number of tokens, in any decode loop.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 IMPLEMENTATION = "oscar"
 _GROUPED, _BATCHED = "grouped_mm", "batched_mm"
 MOST_BATCHED = 16
-"""Tokens of a step: so far "batched_mm" was the quicker one wherever both were measured, with 128
-experts of which a token takes 8 (benchmarks/results/full_size-nvidia-h200.json)."""
+"""Most tokens of a step that use "batched_mm": up to here it was the quicker one in all
+measurements, with 8 of 128 experts a token
+(benchmarks/results/full_size-nvidia-h200.json)."""
 
 
 def forward(
@@ -31,7 +32,8 @@ def forward(
     Args:
         experts: the module with the stacked weights.
         hidden_states: (tokens, hidden size).
-        top_k_index: (tokens, experts per token) integers; top_k_weights likewise.
+        top_k_index: (tokens, experts per token) integers.
+        top_k_weights: (tokens, experts per token) factors of the experts' outputs.
 
     Returns:
         (tokens, hidden size).
@@ -42,8 +44,10 @@ def forward(
 
 
 def choose_experts(model: Any) -> None:
-    """Use it in a model of transformers wherever it has what transformers takes by itself,
-    "grouped_mm"; a choice of the user's stays, and so do experts that are quantized."""
+    """Replace "grouped_mm", transformers' default, by "oscar" in a model of transformers.
+
+    Another choice of the user stays, and so do quantized experts.
+    """
     chosen = model.get_experts_implementation()
     if _GROUPED in chosen.values() and not _has_quantized_experts(model):
         ours = {
@@ -53,8 +57,8 @@ def choose_experts(model: Any) -> None:
 
 
 def _has_quantized_experts(model: torch.nn.Module) -> bool:
-    """Their modules choose among functions of their own (transformers' FP8Experts), of which
-    "oscar" is none."""
+    """Whether experts have 8-bit weights: such modules (transformers' FP8Experts) accept only
+    functions of their own, not "oscar"."""
     return any(
         weight.itemsize == 1
         for name, experts in model.named_modules()

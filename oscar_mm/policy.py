@@ -1,4 +1,4 @@
-"""KVPolicy: how keys and values are stored, checked when made, with named presets."""
+"""KVPolicy: how keys and values are stored, with named presets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bits(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether these are fewer than 16."""
+        """Whether values are stored in fewer than 16 bits."""
         return self.keys < 16
 
 
@@ -34,7 +34,7 @@ Width = int | tuple[int, int] | list[int]
 
 
 class ModalityBits(NamedTuple):
-    """Bits per stored value, by modality; the order is that of ``Modality``."""
+    """Bits per stored value by modality, in the order of ``Modality``."""
 
     text: Bits
     image: Bits
@@ -60,7 +60,7 @@ _MAX_RECENT = 4096
 
 
 class _Bits:
-    """The field ``bits``: given in any of three ways, read by modality."""
+    """The field ``bits``: a width, a pair or a mapping is set, ``ModalityBits`` are read."""
 
     def __get__(self, policy: KVPolicy | None, owner: type) -> ModalityBits:
         return ModalityBits(*[_NARROWEST] * 4) if policy is None else policy.__dict__["bits"]
@@ -71,16 +71,16 @@ class _Bits:
 
 @dataclass(frozen=True)
 class KVPolicy:
-    """How the cache stores keys and values. Immutable, hashable, checked when made.
+    """How the cache stores keys and values. Immutable, hashable, checked at construction.
 
-    A field that is not given is that of the preset "compact"; ``KVPolicy.preset("standard", ...)``
+    Fields that are not given are as in the preset "compact"; ``KVPolicy.preset("standard", ...)``
     changes the default policy.
 
     Attributes:
         bits: bits per value: 2, 3, 4 or 16, one number for keys and values or a pair such as
             ``(3, 2)``, for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
             (modalities not named get 2). 16, of keys and values alike, means the model's dtype. At
-            most two different ones below 16.
+            most two different widths below 16.
         key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR): whole
             pages of 128 tokens at a time. "token" quantizes each token over a group of channels
             (QuaRot): a token takes a slot of its page as soon as it leaves the window.
@@ -88,13 +88,13 @@ class KVPolicy:
         value_group: channels of a value group: 32, 64 or 128. A head that the group does not
             divide uses the largest divisor of head_dim below it.
         fit: "minmax" spans the group's range, "lsq" minimizes its squared error.
-        norm: what keys are fitted to once their codes are known. "plain" keeps the norm of each
+        norm: what keys are fitted to once their codes are fixed. "plain" keeps the norm of each
             key; "refit" stores the norm of least squared error; "unbiased" stores the one with
             <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
             <K^ - mean, K - mean> = |K - mean|^2 in each group, so that neither scores nor their
             differences shrink on average.
-        value_scale: the same of values: "plain" keeps the fitted scale, which shrinks each group
-            towards its mean; "unbiased", only with ``fit="lsq"``, makes
+        value_scale: what values are fitted to: "plain" keeps the fitted scale, which shrinks each
+            group towards its mean; "unbiased", only with ``fit="lsq"``, makes
             <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
         balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
@@ -104,14 +104,14 @@ class KVPolicy:
         token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
             "per_head", or None. Only with ``key_axis="channel"``; otherwise a token's scale is
             its own already.
-        center: with ``key_axis="token"``, each token and head stores its key or what the key
-            differs from its page's center, whichever has the smaller error. The center is the mean
-            of the page's first keys.
+        center: with ``key_axis="token"``, each token and head stores its key or the key less its
+            page's center, whichever has the smaller error. The center is the mean of the page's
+            first keys.
         window: most recent tokens of a sequence that are always kept in 16 bit.
         sinks: first tokens of a sequence that are always kept in 16 bit.
 
     Raises:
-        InputError: a value that is not allowed; the message names the field and what is.
+        InputError: a value is not allowed; the message names the field and the allowed values.
     """
 
     bits: _Bits = _Bits()
@@ -161,17 +161,17 @@ class KVPolicy:
             )
 
     def bits_for(self, modality: Modality) -> Bits:
-        """Bits per stored value of a modality; ``PLAIN`` where it is not packed."""
+        """Bits per stored value of a modality; ``PLAIN`` if it is not packed."""
         return self.bits[int(modality)]
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens are packed one by one (stream pages); else whole pages."""
+        """Whether tokens are packed one by one (stream pages), not a page at a time."""
         return self.key_axis == "token"
 
     @property
     def packed_bits(self) -> tuple[Bits, ...]:
-        """The different bits that modalities are packed in, ascending."""
+        """The different widths in which modalities are packed, ascending."""
         return tuple(sorted({bits for bits in self.bits if bits.packed}))
 
     @property
@@ -183,7 +183,10 @@ class KVPolicy:
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
         """A named policy, with fields changed on request: ``preset("compact", window=128)``.
 
-        Modalities that a mapping of ``bits`` does not name keep those of the preset.
+        Modalities that a mapping of ``bits`` does not name keep the preset's bits.
+
+        Raises:
+            InputError: an unknown preset or field, or a value that is not allowed.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}")
@@ -197,17 +200,21 @@ class KVPolicy:
 
     @property
     def name(self) -> str | None:
-        """That of the preset with just these fields, if there is one."""
+        """Name of the preset with exactly these fields; None if there is none."""
         return next((name for name in _PRESETS if KVPolicy.preset(name) == self), None)
 
     @classmethod
     def preset_names(cls) -> tuple[str, ...]:
-        """Names that ``preset`` knows."""
+        """Names of all presets."""
         return tuple(_PRESETS)
 
     @classmethod
     def of(cls, policy: str | KVPolicy) -> KVPolicy:
-        """A policy from a policy or the name of a preset."""
+        """A policy itself, or the preset of a name.
+
+        Raises:
+            InputError: an unknown name, or another type.
+        """
         if isinstance(policy, KVPolicy):
             return policy
         if isinstance(policy, str):
@@ -230,19 +237,19 @@ def _checked_bits(bits: Any) -> ModalityBits:
     else:
         given = list(bits) if isinstance(bits, ModalityBits) else [bits] * len(names)
     checked = ModalityBits(*map(_checked_width, names, given))
-    packed = sorted({str(one) for one in checked if one.packed})
+    packed = sorted({str(width) for width in checked if width.packed})
     if len(packed) > _MOST_WIDTHS:
         raise InputError(
-            f"KVPolicy bits: {', '.join(packed)}: must be at most {_MOST_WIDTHS} different ones "
+            f"KVPolicy bits: {', '.join(packed)}: must be at most {_MOST_WIDTHS} different widths "
             "below 16"
         )
     return checked
 
 
 def _checked_width(name: str, width: Any) -> Bits:
-    both = list(width) if isinstance(width, (tuple, list)) else [width, width]
-    if len(both) == 2 and all(type(one) is int for one in both):
-        bits = Bits(*both)
+    pair = list(width) if isinstance(width, (tuple, list)) else [width, width]
+    if len(pair) == 2 and all(type(count) is int for count in pair):
+        bits = Bits(*pair)
         if bits == PLAIN or (bits.keys in _ALLOWED_BITS and bits.values in _ALLOWED_BITS):
             return bits
     raise InputError(
@@ -252,17 +259,17 @@ def _checked_width(name: str, width: Any) -> Bits:
 
 
 DEFAULT = "standard"
-"""Preset of whoever does not choose."""
+"""Name of the preset that applies where none is chosen."""
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Keys deserve more bits than values, and a token is packed at once: stream pages of 2.8 bits.
+    # Keys deserve more bits than values; stream pages, 2.8 bits per value in all.
     "standard": {
         "bits": (3, 2),
         "key_axis": "token",
         "token_scaling": None,
         "center": True,
     },
-    # The smallest, 2.31 bits: least-squares fit, unbiased per-head norm and values, balancing;
-    # groups of 128.
+    # The smallest, 2.31 bits per value: least-squares fit, unbiased per-head norm and values,
+    # balancing, groups of 128.
     "compact": {},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {

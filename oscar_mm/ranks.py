@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, of which each rank has a part or a copy."""
-    # Not by its class, whose import takes a while that models of one process need not wait.
+    """Whether a tensor is a DTensor: each rank has a part or a copy of it."""
+    # Not by its class: the import takes a while, and models in one process need not wait for it.
     return hasattr(tensor, "to_local")
 
 
@@ -27,21 +27,21 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor: ...
 @overload
 def own_part(tensor: None) -> None: ...
 def own_part(tensor: Any) -> torch.Tensor | None:
-    """What this rank has of a tensor: all of one that is no DTensor, and None of None."""
+    """This rank's part of a DTensor; any other tensor, or None, unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many processes there are, and which one this is.
+    """Number of processes, and the rank of this one.
 
-    Each holds the keys and values of its own heads. All are given the same requests, in the same
-    order.
+    Each rank holds the keys and values of its own heads. All ranks get the same requests, in the
+    same order.
 
     Attributes:
-        count: 1 where a model is not divided.
-        rank: from 0.
-        group: their process group of ``torch.distributed``; None for one process.
+        count: number of ranks, 1 for a model that is not divided.
+        rank: number of this rank, from 0.
+        group: process group of ``torch.distributed``; None for one process.
     """
 
     count: int = 1
@@ -50,7 +50,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """Those of a model, or of a part of it, that transformers has divided."""
+        """Ranks among which transformers has divided a model, or a part of it."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         for weight in model.parameters():
@@ -60,10 +60,10 @@ class Ranks:
         return cls()
 
     def check(self, policy: KVPolicy) -> None:
-        """Refuse what would take keys of other ranks' heads.
+        """Refuse a policy that needs the keys of other ranks' heads.
 
         Raises:
-            InputError: one norm for a token's keys of all heads.
+            InputError: the policy has one norm for a token's keys of all heads.
         """
         if self.count > 1 and policy.token_scaling == "shared":
             raise InputError(
@@ -73,7 +73,7 @@ class Ranks:
             )
 
     def agree(self, tensor: torch.Tensor) -> None:
-        """Write what rank 0 has into the tensor of every rank."""
+        """Overwrite the tensor of every rank with rank 0's."""
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
@@ -83,7 +83,7 @@ class Ranks:
             distributed.all_reduce(tensor, group=self.group)
 
     def all(self, holds: bool, device: torch.device) -> bool:
-        """Whether something holds on every rank; ``device`` is one that the ranks speak by."""
+        """Whether something holds on every rank; ``device`` carries the ranks' messages."""
         if self.count == 1:
             return holds
         vote = torch.tensor(int(holds), device=device)
@@ -91,12 +91,12 @@ class Ranks:
         return bool(vote)
 
     def path(self, path: str | Path) -> Path:
-        """A rank's own file: of ``chat.safetensors`` for example ``chat.0-of-2.safetensors``."""
+        """This rank's own file: for ``chat.safetensors``, ``chat.0-of-2.safetensors``."""
         path = Path(path)
         if self.count == 1:
             return path
         return path.with_name(f"{path.stem}.{self.rank}-of-{self.count}{path.suffix}")
 
     def __str__(self) -> str:
-        """As people count ranks."""
+        """Like "rank 0 of 2"."""
         return f"rank {self.rank} of {self.count}"

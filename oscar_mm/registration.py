@@ -1,10 +1,10 @@
 """Registration of attention "oscar" as soon as transformers has the interface for it.
 
-``attn_implementation="oscar"`` must be known to transformers once ``import oscar_mm`` was there,
-whichever of the two comes first; but ``import oscar_mm`` must not wait for transformers and torch.
-So a finder stands in ``sys.meta_path`` (PEP 302) until transformers imports its models' base
-class: it lets the other finders find that module, imports ``oscar_mm.attention`` after it and goes.
-Nothing of transformers is changed.
+Transformers must know ``attn_implementation="oscar"`` after ``import oscar_mm``, whichever of the
+two is imported first; but ``import oscar_mm`` must not wait for transformers and torch. So a finder
+stays in ``sys.meta_path`` (PEP 302) until transformers imports its models' base class: it lets the
+other finders find that module, then imports ``oscar_mm.attention`` and removes itself. Nothing in
+transformers is changed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from types import ModuleType
 from typing import Any
 
 MODELS = "transformers.modeling_utils"
-"""Where ``AttentionInterface`` is; no model of transformers can be made without it."""
+"""Module of ``AttentionInterface``; every model of transformers needs it."""
 _ATTENTION = "oscar_mm.attention"
 
 
 class Registration:
-    """Finder of one module, after which attention "oscar" is registered."""
+    """Finder of the module ``MODELS``; after its import, attention "oscar" is registered."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``; None for any other module."""
+        """Spec of ``MODELS``, whose loader also registers the attention; None for other modules."""
         if name != MODELS:
             return None
         for finder in sys.meta_path:
@@ -39,7 +39,7 @@ class Registration:
 
 
 class _Loader:
-    """The module's own loader, and registration after it."""
+    """Runs the module's own loader, then registers attention "oscar"."""
 
     def __init__(self, loader: Any, finder: Registration) -> None:
         self._loader, self._finder = loader, finder
@@ -57,7 +57,7 @@ class _Loader:
         importlib.import_module(_ATTENTION)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a loader can do, such as ``get_source``."""
+        """Any other member of the module's own loader, such as ``get_source``."""
         return getattr(self._loader, name)
 
 

@@ -22,10 +22,10 @@ class Roundtrip:
 
     Attributes:
         k: keys, shape and dtype of the input.
-        v: values, likewise.
-        bits_per_value: bits of the packed pages per element stored in them (of several bit
-            widths: the mean over pages); the dtype's bits if no page was full.
-        pages: packed pages, summed over batch and modalities.
+        v: values, shape and dtype of the input.
+        bits_per_value: bits of the packed pages per stored element, the mean over pages of
+            different widths; the dtype's bits if no page was full.
+        pages: number of packed pages, over batch and modalities.
     """
 
     k: torch.Tensor
@@ -49,15 +49,17 @@ def roundtrip(
 
     Args:
         k: (batch, KV heads, tokens, head_dim), float32, bfloat16 or float16, after RoPE.
-        v: the same shape and dtype.
+        v: (batch, KV heads, tokens, head_dim), the dtype of ``k``.
         policy: a KVPolicy or a preset's name.
-        modality: of all tokens ("text", Modality.IMAGE, ...), or one id per token as a (tokens,)
-            or (batch, tokens) tensor (0 text, 1 image, 2 video, 3 audio). Text by default.
-        q: (batch, query heads, tokens, head_dim) queries, which balancing needs; without them
-            keys are not balanced.
+        modality: one for all tokens ("text", Modality.IMAGE, ...), or ids of each token as a
+            (tokens,) or (batch, tokens) tensor (0 text, 1 image, 2 video, 3 audio). Text by
+            default.
+        q: (batch, query heads, tokens, head_dim) queries for balancing; without them keys are not
+            balanced.
 
     Raises:
-        InputError: shapes or dtypes that do not fit, or NaN, infinite or out-of-range input.
+        InputError: shapes or dtypes do not fit, or keys or values are NaN, infinite or out of
+            range.
     """
     policy = KVPolicy.of(policy)
     _check(k, v, q)
@@ -69,9 +71,9 @@ def roundtrip(
     basis = Basis(head_dim, policy.rotate, sigma)
     keys, values, stored_bytes, pages = k.clone(), v.clone(), 0, 0
     for row in range(batch):
-        for one in Modality:
-            bits = policy.bits_for(one)
-            where = (ids[row] == int(one)).nonzero()[:, 0].to(k.device)
+        for kind in Modality:
+            bits = policy.bits_for(kind)
+            where = (ids[row] == int(kind)).nonzero()[:, 0].to(k.device)
             full = where.numel() // PAGE_TOKENS
             if not bits.packed or not full:
                 continue
@@ -82,7 +84,7 @@ def roundtrip(
                 packed = pack(of_keys, of_values, page_format, policy, basis)
             except FloatingPointError as error:
                 raise InputError(
-                    f"roundtrip: batch row {row}, {one.label} tokens: {error}"
+                    f"roundtrip: batch row {row}, {kind.label} tokens: {error}"
                 ) from None
             restored = unpack(packed, page_format, basis, k.dtype)
             for target, pages_of_side in zip((keys, values), restored, strict=True):
@@ -138,13 +140,13 @@ def _modality_ids(
         return modality.to("cpu").expand(batch, tokens)
     if isinstance(modality, str):
         if modality.upper() not in Modality.__members__:
-            names = ", ".join(one.label for one in Modality)
+            names = ", ".join(kind.label for kind in Modality)
             raise InputError(f"roundtrip: modality {modality!r}: must be one of {names}")
         modality = Modality[modality.upper()]
     try:
-        one = Modality(modality or Modality.TEXT)
+        kind = Modality(modality or Modality.TEXT)
     except ValueError:
         raise InputError(
             f"roundtrip: modality {modality!r}: must be 0 text, 1 image, 2 video or 3 audio"
         ) from None
-    return torch.full((batch, tokens), int(one))
+    return torch.full((batch, tokens), int(kind))

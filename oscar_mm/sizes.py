@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes, as people write and read them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(name: str, size: Any) -> int:
-    """Bytes from a number of them, or text such as "8GB", "512 MiB" (1 GB is 10^9, 1 GiB 2^30).
+    """Bytes from a whole number, or text such as "8GB", "512 MiB" (1 GB is 10^9, 1 GiB 2^30).
 
     Args:
-        name: of the argument, for the error.
+        name: name of the argument in error messages.
+        size: the number or the text.
 
     Raises:
-        InputError: no such size, or less than a byte.
+        InputError: ``size`` is neither, or less than a byte.
     """
     count: float = 0
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
     elif isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        if found and found[2].upper() in _UNITS:
-            count = float(found[1]) * _UNITS[found[2].upper()]
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match and match[2].upper() in _UNITS:
+            count = float(match[1]) * _UNITS[match[2].upper()]
     if count < 1:
         raise InputError(f'{name}={size!r}: must be a number of bytes, or text such as "8GB"')
     return int(count)

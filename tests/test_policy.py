@@ -123,7 +123,9 @@ def test_packed_bits_are_ascending_and_at_most_two() -> None:
     assert policy.packed_bits == (Bits(3, 4), Bits(4, 2)) and policy.packs
     assert KVPolicy(bits=16).packed_bits == ()
     # A modality that is not named counts with its 2.
-    with pytest.raises(InputError, match=r"bits: 2, 3/2, 4: must be at most 2 different ones bel"):
+    with pytest.raises(
+        InputError, match=r"bits: 2, 3/2, 4: must be at most 2 different widths bel"
+    ):
         KVPolicy(bits={"text": (3, 2), "image": 4})
     with pytest.raises(InputError, match=r"bits: 2/3, 3/2, 4/2: must be at most 2"):
         KVPolicy(bits={"text": (3, 2), "image": (2, 3), "video": (4, 2), "audio": 16})

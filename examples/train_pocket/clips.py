@@ -21,18 +21,23 @@ FRAMES = (80, 100, 115, 130, 150, 180, 200, 230, 260, 290, 320, 350)
 
 @dataclass
 class Speech:
-    """``digits`` (N, DIGITS) int64, -1 for none; ``words`` (N,), -1 where digits are spoken."""
+    """What N clips say.
+
+    Attributes:
+        digits: (N, DIGITS) int64, -1 for none.
+        words: (N,) int64, -1 where digits are spoken.
+    """
 
     digits: Tensor
     words: Tensor
 
 
 class Recorder:
-    """Facts and waveforms, at random.
+    """Makes random facts and waveforms.
 
     Args:
-        atlas: on the device to work on.
-        extractor: the model's; its filters and lengths are used.
+        atlas: speech atlas on the device to work on.
+        extractor: the model's feature extractor; its filters and lengths are used.
     """
 
     def __init__(self, atlas: SpeechAtlas, extractor: WhisperFeatureExtractor) -> None:
@@ -42,17 +47,17 @@ class Recorder:
         self.window = torch.hann_window(extractor.n_fft, device=self.device)
 
     def record(self, count: int, frames: int, look: Look) -> tuple[Speech, Tensor]:
-        """Facts and waveforms (count, frames * HOP) float32, each filled with what fits."""
+        """Facts and waveforms (count, frames * HOP) float32; a clip has as many units as fit."""
         atlas, device, hard = self.atlas, self.device, look.difficulty
 
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return low + (high - low) * torch.rand(count, *(shape or (1,)), device=device)
 
-        voices, held = len(atlas.starts), atlas.held_out
-        low, high = (voices - held, voices) if look.held_out else (0, voices - held)
+        voices, trained = len(atlas.starts), len(atlas.starts) - atlas.held_out
+        low, high = (trained, voices) if look.held_out else (0, trained)
         voice = torch.randint(low, high, (count, 1), device=device)
         digits, units = self._units(count, look)
-        # Without words while digits are hard enough.
+        # No words while digits alone are hard enough.
         with_words = hard > 0.3 and not look.letters
         spoken = (uniform(0, 1) < 0.2) & torch.full_like(voice, with_words).bool()
         word = torch.randint(0, len(SPOKEN), (count, 1), device=device)
@@ -87,7 +92,7 @@ class Recorder:
     def _units(self, count: int, look: Look) -> tuple[Tensor, Tensor]:
         """Digits (count, DIGITS) and the units that say them: alone, or two in one breath.
 
-        A unit of two stands at the even place; -1 at the odd place says that it is taken.
+        A unit of two digits is at the even place, with -1 at the odd place.
         """
         device = self.device
         digits = torch.randint(0, 10, (count, DIGITS), device=device)
@@ -118,7 +123,7 @@ class Recorder:
         rate: Tensor,
         total: int,
     ) -> Tensor:
-        """Every sample looks up the unit that it lies in, between two samples of the atlas."""
+        """Every sample finds the unit that it lies in and interpolates two samples of the atlas."""
         times = torch.arange(total, device=self.device, dtype=torch.float)
         times = times.expand(len(voice), total).contiguous()
         place = torch.searchsorted(starts.contiguous(), times, right=True) - 1

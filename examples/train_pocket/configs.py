@@ -53,7 +53,7 @@ class Pocket:
         return getattr(self.model, "thinker", self.model)
 
     def save(self, folder: Path) -> None:
-        """Weights in the model's dtype, configs, tokenizer and processor, for from_pretrained."""
+        """Write weights in the model's dtype, configs and processor, for from_pretrained."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 
@@ -228,8 +228,8 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Po
 
     Args:
         name: one of NAMES.
-        seed: of the weights.
-        dtype: of the weights.
+        seed: seed of the weights.
+        dtype: dtype of the weights.
 
     Raises:
         KeyError: an unknown name.
@@ -246,7 +246,7 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Po
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Linear maps keep the size of their input; what adds to a residual stream starts smaller."""
+    """Draw weights: linear maps keep the size of their input, smaller ones write into residuals."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.ndim == 1:

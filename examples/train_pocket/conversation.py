@@ -1,7 +1,7 @@
 """Conversations: media with labels, then questions and answers, as one batch of tokens.
 
-All rows of a batch share the layout of the media, so positions are computed once; the questions
-are packed row by row.
+All rows of a batch share the layout of the media, so positions are computed once. Questions are
+packed row by row.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Plan:
-    """What stands where; equal plans have equal layouts.
+    """What a conversation shows before the questions; equal plans have equal layouts.
 
     Attributes:
-        images, clips: how many.
+        images, clips: numbers of media.
         size: height and width of the images, in pixels.
         frames: mel frames of a clip.
-        digits: of a label, 0 for labels 1, 2, 3, ... in order.
-        fillers: seed of the number of words after each medium, 0 for none; also of a system
-            prompt and of turns that begin between media.
+        digits: digits of a label; 0 for labels 1, 2, 3, ... in order.
+        fillers: seed of the numbers of words after each medium, of a system prompt and of turns
+            that begin between media; 0 for none of these.
     """
 
     images: int
@@ -48,10 +48,12 @@ class Layout:
     """Tokens before the first question, the same places in every row.
 
     Attributes:
-        ids: (tokens,) with any label; labels: (media, digits) places of the label's digits.
+        ids: (tokens,) token ids with any labels.
+        labels: (media, digits) places of the labels' digits.
         fillers: (words,) places of filler words.
         image_places, clip_places: (count,) places of the features.
-        positions: (3, tokens) or (tokens,); next_position: of the first token after.
+        positions: (3, tokens) or (tokens,) position ids.
+        next_position: position id of the first token after these.
     """
 
     ids: Tensor
@@ -68,11 +70,12 @@ class Batch:
     """One step's tokens.
 
     Attributes:
-        ids: (rows, tokens). positions: (3, tokens) or (tokens,).
-        start: length of the part before the questions.
-        targets: (rows, tokens - start) the ids to predict there, IGNORE elsewhere.
-        asked: (rows, tokens - start) which question a target answers.
-        questions: how many there are in a row.
+        ids: (rows, tokens) token ids.
+        positions: (3, tokens) or (tokens,) position ids of every row.
+        start: number of tokens before the questions.
+        targets: (rows, tokens - start) ids to predict, IGNORE where there is no answer.
+        asked: (rows, tokens - start) number of the question that a target answers.
+        questions: questions in a row.
     """
 
     ids: Tensor
@@ -88,8 +91,8 @@ class Writer:
 
     Args:
         pocket: model (its position rule and ids) and processor (its tokenizer).
-        device: of the batches.
-        image_tokens: tokens of an image of a height and width.
+        device: device of the batches.
+        image_tokens: function from the height and width of an image to its tokens.
     """
 
     def __init__(
@@ -168,7 +171,7 @@ class Writer:
         )
 
     def _positions(self, ids: Tensor, plan: Plan) -> Tensor:
-        """By the model's own rule."""
+        """Position ids by the model's own rule."""
         if self.llava:
             return torch.arange(len(ids))
         lm, row, mask = self.pocket.generator, ids[None], torch.ones(1, len(ids)).long()
@@ -176,36 +179,36 @@ class Writer:
         grids = torch.tensor(grid) if plan.images else None
         if self.pocket.name == "pocket-vl":
             types = (row == lm.config.image_token_id).int()
-            found, _ = lm.model.get_rope_index(
+            positions, _ = lm.model.get_rope_index(
                 row, mm_token_type_ids=types, image_grid_thw=grids, attention_mask=mask
             )
         else:
             frames = torch.tensor([plan.frames] * plan.clips) if plan.clips else None
-            found, _ = lm.get_rope_index(row, grids, None, mask, False, frames)
-        return found[:, 0].long()
+            positions, _ = lm.get_rope_index(row, grids, None, mask, False, frames)
+        return positions[:, 0].long()
 
     def labels(self, plan: Plan, rows: int) -> tuple[Tensor, Tensor]:
         """Labels of images (rows, images) and of clips (rows, clips), different in each row."""
-        found = []
+        numbers = []
         for count in (plan.images, plan.clips):
             if plan.digits:
                 low = 10 ** (plan.digits - 1)
                 drawn = torch.rand(rows, 9 * low, device=self.device).argsort(-1)
-                found.append(drawn[:, :count] + low)
+                numbers.append(drawn[:, :count] + low)
             else:
-                found.append(torch.arange(1, count + 1, device=self.device).expand(rows, -1))
-        return found[0], found[1]
+                numbers.append(torch.arange(1, count + 1, device=self.device).expand(rows, -1))
+        return numbers[0], numbers[1]
 
     def write(self, plan: Plan, labels: tuple[Tensor, Tensor], asked: Asked, key: object) -> Batch:
-        """Media with these labels, then all questions in order.
+        """Write media with these labels, then all questions in order.
 
         Args:
-            plan: the layout.
-            labels: from ``labels``.
+            plan: plan of the media.
+            labels: labels from ``labels``.
             asked: questions and answers, (rows, asked, tokens).
-            key: batches of one key are padded to one length, that of the first; what goes beyond
-                it is cut off. So later steps need not wait for the device to know the length.
-                None: as long as it needs to be.
+            key: batches of one key are padded or cut to the length of the first, so that later
+                steps need not wait for the device to know their length. None: a batch is as long
+                as it needs to be.
         """
         layout, rows = self.layout(plan), len(asked.question)
         prefix = layout.ids.repeat(rows, 1)
@@ -246,7 +249,7 @@ class Writer:
         learnt = [0, 0, 0, 1, 1, 0]
         tokens = torch.cat(parts, -1)
         wanted = torch.cat(
-            [torch.full_like(part, bool(one)) for part, one in zip(parts, learnt, strict=True)], -1
+            [torch.full_like(part, learn) for part, learn in zip(parts, learnt, strict=True)], -1
         )
         number = torch.arange(count, device=self.device)[:, None].expand_as(tokens)
         tokens, wanted, number = (x.reshape(rows, -1) for x in (tokens, wanted, number))
@@ -269,7 +272,7 @@ class Writer:
 
 def together(several: list[Asked]) -> Asked:
     """Questions about different media of one conversation, in random order."""
-    question = stack([one.question for one in several], dim=1)
-    answer = stack([one.answer for one in several], dim=1)
+    question = stack([asked.question for asked in several], dim=1)
+    answer = stack([asked.answer for asked in several], dim=1)
     order = torch.randperm(question.shape[1], device=question.device)
     return Asked(question[:, order], answer[:, order])

@@ -1,4 +1,4 @@
-"""What to train on next: harder pictures, more of them, more kinds of questions."""
+"""Curriculum: which step comes next, with harder pictures, more of them, more questions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from examples.train_pocket.conversation import Plan
 from examples.train_pocket.pages import CARD, PAGE, WIDE
 from examples.train_pocket.studio import Step
 
-READ_WELL = 0.6  # exact match at which single media get harder
-KNOWN = 0.45  # exact match at which more media come: finding one is learnt late
+HARDER_FROM = 0.6  # exact match at which single media get harder
+MORE_FROM = 0.45  # exact match at which more media come; it is low, as finding is learnt late
 MOST_ROWS, MOST_ASKED = 1280, 12
-FOUND = 0.75  # exact match at which finding one gets harder
-# Which of so many media says this, of at most so many letters: from a glance at two of them on.
-# Nothing else teaches it: models that read every code were at chance after 15,000 steps.
+NEXT_STAGE_FROM = 0.75  # exact match at which finding a medium gets harder
+# Stages of "which medium says this": numbers of media, and most letters of a code. Nothing else
+# teaches finding: models that read every code were at chance after 15,000 steps.
 FINDING = ((2, 1), (2, 2), (4, 2), (8, 2), (8, 4), (16, 6), (30, 6))
 FIND_ONLY = (0, 1, 0)  # ``Step.kinds``
 OPEN_UP = 0.5  # difficulty at which more media and other pictures come in
@@ -27,9 +27,9 @@ class Recipe:
     """Sizes for one model.
 
     Attributes:
-        images, clips: in one step, over all conversations; 0 for none.
-        image_steps, clip_steps: how many media a conversation can have, in order.
-        sizes: of pictures other than CARD.
+        images, clips: media in one step, over all conversations; 0 for none.
+        image_steps, clip_steps: numbers of media that a conversation can have, ascending.
+        sizes: sizes of pictures other than CARD.
     """
 
     images: int
@@ -48,12 +48,15 @@ RECIPES = {
 
 @dataclass
 class Ladder:
-    """How far one kind of medium has come.
+    """Progress with one kind of medium.
 
     Attributes:
-        steps: numbers of media. reached: how many of them are in use.
-        difficulty: 0.1 to 1. scores: running exact match for each number of media.
-        stages: how many of ``FINDING`` are in use. found: running exact match of the newest.
+        steps: numbers of media.
+        reached: how many of ``steps`` are in use.
+        difficulty: 0.1 to 1.
+        scores: running exact match for each number of media.
+        stages: how many of ``FINDING`` are in use.
+        found: running exact match of the newest stage.
     """
 
     steps: tuple[int, ...]
@@ -69,35 +72,35 @@ class Ladder:
 
     def draw(self, dice: random.Random, limit: int) -> int:
         """A number of media: half the time the newest, until all are in use."""
-        known = [step for step in self.steps[: self.reached] if step <= limit]
+        usable = [step for step in self.steps[: self.reached] if step <= limit]
         climbing = self.reached < len(self.steps)
-        return known[-1] if climbing and dice.random() < 0.5 else dice.choice(known)
+        return usable[-1] if climbing and dice.random() < 0.5 else dice.choice(usable)
 
     def stage(self, dice: random.Random) -> tuple[int, int]:
-        """One of ``FINDING``: mostly the newest, until all are in use."""
+        """A stage of ``FINDING``: mostly the newest, until all are in use."""
         climbing = self.stages < len(FINDING)
         newest = climbing and dice.random() < 0.7
         return FINDING[self.stages - 1] if newest else dice.choice(FINDING[: self.stages])
 
     def update_found(self, values: list[float]) -> None:
-        """Exact matches of the last steps of the newest stage."""
+        """Take in exact matches of the last steps of the newest stage."""
         if not values:
             return
         self.found = 0.5 * self.found + 0.5 * sum(values) / len(values)
-        if self.found > FOUND and self.stages < len(FINDING):
+        if self.found > NEXT_STAGE_FROM and self.stages < len(FINDING):
             self.stages, self.found = self.stages + 1, 0.0
 
     def update(self, seen: dict[int, list[float]]) -> None:
-        """Exact matches of the last steps, for each number of media."""
+        """Take in exact matches of the last steps, by number of media."""
         for number, values in seen.items():
             mean = sum(values) / len(values)
             self.scores[number] = 0.5 * self.scores.get(number, mean) + 0.5 * mean
-        if 1 in seen and self.scores[1] > READ_WELL:
+        if 1 in seen and self.scores[1] > HARDER_FROM:
             self.difficulty = min(1.0, self.difficulty + 0.03)
         if not self.steps:
             return
         newest = self.newest()
-        ready = newest in seen and self.scores[newest] > KNOWN
+        ready = newest in seen and self.scores[newest] > MORE_FROM
         if ready and self.difficulty >= OPEN_UP and self.reached < len(self.steps):
             self.reached += 1
 
@@ -106,9 +109,9 @@ class Curriculum:
     """Chooses steps.
 
     Args:
-        recipe: of the model.
-        seed: of the choices.
-        scale: share of the recipe's media in a step; tests and CPUs take less.
+        recipe: sizes for the model.
+        seed: seed of the choices.
+        scale: share of the recipe's media in a step; tests and CPUs use less.
     """
 
     def __init__(self, recipe: Recipe, seed: int, scale: float = 1.0) -> None:
@@ -117,7 +120,7 @@ class Curriculum:
         self.image, self.clip = Ladder(recipe.image_steps), Ladder(recipe.clip_steps)
 
     def next(self) -> Step:
-        """The next step."""
+        """Choose the next step."""
         if not self.recipe.clips:
             return self._images()
         kind = self.dice.random()
@@ -133,7 +136,7 @@ class Curriculum:
         return Plan(**plan, digits=digits, fillers=fillers)
 
     def _rows(self, budget: int, media: int) -> int:
-        # A question costs as many tokens as a picture: single pictures make the longest batches.
+        # A question takes as many tokens as a picture: single pictures make the longest batches.
         return max(2, round(min(budget / media, MOST_ROWS) * self.scale))
 
     def _images(self) -> Step:
@@ -200,11 +203,11 @@ class Curriculum:
         return min(MOST_ASKED, number)
 
     def score(self, results: list[tuple[Step, float]]) -> None:
-        """Exact matches of the last steps; only plain questions about codes and clips count."""
+        """Take in exact matches of the last steps; plain questions on codes and clips count."""
         for ladder, kind in ((self.image, "images"), (self.clip, "clips")):
             other = "clips" if kind == "images" else "images"
             seen: dict[int, list[float]] = {}
-            found = []
+            newest = []
             for step, value in results:
                 number = getattr(step.plan, kind)
                 if step.copy or step.themes != ("codes",) or getattr(step.plan, other):
@@ -212,17 +215,17 @@ class Curriculum:
                 if not step.letters:
                     seen.setdefault(number, []).append(value)
                 elif (number, step.letters) == FINDING[ladder.stages - 1]:
-                    found.append(value)
+                    newest.append(value)
             seen.pop(0, None)
             ladder.update(seen)
-            ladder.update_found(found)
+            ladder.update_found(newest)
 
     def state(self) -> dict[str, Any]:
-        """To be saved; what can be written as JSON."""
+        """Progress to save, ready for JSON."""
         return {"image": asdict(self.image), "clip": asdict(self.clip)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, also when it was JSON in between."""
+        """Continue from ``state``, which may have been JSON in between."""
         for name in ("image", "clip"):
             saved = dict(state[name], steps=tuple(state[name]["steps"]))
             saved["scores"] = {int(number): x for number, x in saved["scores"].items()}

@@ -1,4 +1,4 @@
-"""Draws pages of glyphs on the device of the atlas: thousands of images in one call."""
+"""Drawing: pages of glyphs as pictures, thousands in one call, on the device of the atlas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Look:
     Attributes:
         difficulty: 0 (upright, black on white, no noise) to 1.
         held_out: draw with the fonts that are never trained on.
-        letters: most letters of a code, or digits of a clip; 0 for what the difficulty says.
+        letters: most letters of a code, or digits of a clip; 0 lets the difficulty decide.
     """
 
     difficulty: float = 1.0
@@ -27,10 +27,10 @@ class Look:
 
 
 class Compositor:
-    """Pages of glyphs to pictures.
+    """Draws pages of glyphs.
 
     Args:
-        atlas: what can be drawn.
+        atlas: glyphs that can be drawn.
     """
 
     def __init__(self, atlas: GlyphAtlas) -> None:
@@ -55,8 +55,9 @@ class Compositor:
             glyphs: (N, rows, columns) int64 glyph numbers, EMPTY where a line has ended.
             em: smallest and largest size of the letters, in pixels.
             size: height and width of the pictures, in pixels.
-            look: how hard.
-            colours: (N, rows, columns, 3) of the glyphs, 0 .. 1; else one ink for a picture.
+            look: how hard the pictures are.
+            colours: (N, rows, columns, 3) colours of the glyphs, 0 .. 1; None for one ink a
+                picture.
 
         Returns:
             (N, 3, height, width) uint8.
@@ -110,13 +111,13 @@ class Compositor:
         )
 
     def _fonts(self, count: int, look: Look, device: torch.device) -> Tensor:
-        every, held = len(self.atlas.advances), self.atlas.held_out
-        low, high = (every - held, every) if look.held_out else (0, every - held)
+        fonts, trained = len(self.atlas.advances), len(self.atlas.advances) - self.atlas.held_out
+        low, high = (trained, fonts) if look.held_out else (0, trained)
         return torch.randint(low, high, (count,), device=device)
 
     @staticmethod
     def _inks(count: int, hard: float, device: torch.device, pale: bool) -> tuple[Tensor, Tensor]:
-        """Ink and paper (N, 3), at least a third of the range apart."""
+        """Ink and paper (N, 3); their brightness differs by at least a third of the range."""
         contrast = 1 - hard * (0.6 * torch.rand(count, 1, device=device))
         depth = 0.3 if pale else 0.9
         paper = 1 - torch.rand(count, 3, device=device) * (1 - contrast) * depth
@@ -139,13 +140,14 @@ def paint(
     numbers: Tensor,
     noise: Tensor,
 ) -> Tensor:
-    """Every pixel looks up the line and the glyph that it lies on, and its ink between four
-    texels of the atlas.
+    """Find the line and the glyph of every pixel, and interpolate its ink from four texels.
 
     Args:
         cells: (sizes, fonts, glyphs, side, side) uint8.
-        glyph, start: (N, rows, width): the glyph over each pixel of a line, and where it begins.
-        inks: (N, rows, width, 3). paper: (N, 3). fonts, size_place: (N,).
+        glyph, start: (N, rows, width) the glyph at each pixel of a line, and where it begins.
+        inks: (N, rows, width, 3) ink at each pixel of a line, 0 .. 1.
+        paper: (N, 3), 0 .. 1.
+        fonts, size_place: (N,) places in ``cells``.
         numbers: (N, 11): centre, angle, em, pitch, line length, texels a pixel, two gradients,
             grain, rule.
         noise: (N, height, width, 1) standard normal.

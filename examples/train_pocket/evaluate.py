@@ -15,13 +15,11 @@ from examples.train_pocket.pages import CARD
 from examples.train_pocket.studio import Step, Studio, exact
 
 SEED = 20_000_003  # far from the seeds of training
-
-
 READ, FIND, LIST = (1, 0, 0), (0, 1, 0), (0, 0, 1)
 
 
 def tasks(name: str) -> dict[str, Step]:
-    """Name of a cell to a step of one conversation and one question (the mixed cell: two)."""
+    """Steps of one conversation and one question (the mixed cell: two), by name of the cell."""
     recipe, cells = RECIPES[name], {}
     for number in recipe.image_steps:
         plan = Plan(number, 0, CARD)
@@ -53,13 +51,13 @@ def evaluate(
 
     Args:
         pocket: the model, on its device, in the dtype to judge.
-        atlases: from ``load_atlases``.
-        prompts: conversations of a cell, one question each (the mixed cell asks two); a quarter
-            of them where a conversation has more than 60 media.
-        most_media: leave out cells with more images and clips in a conversation.
+        atlases: atlases from ``load_atlases``.
+        prompts: conversations of a cell, with one question each (the mixed cell: two); a cell with
+            more than 60 media in a conversation has a quarter of them.
+        most_media: cells with more images and clips in a conversation are left out.
 
     Returns:
-        Cell to {"prompts": count, "training fonts and voices": share, "held out": share}.
+        {"prompts": count, "training fonts and voices": share, "held out": share} by cell.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     studio = Studio(pocket, *atlases, plain=True)

@@ -1,4 +1,4 @@
-"""Writes a trained pocket model with its card."""
+"""Export: writes a trained pocket model with its card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMPLES = {
     "colour": "red",
     "shape": "circle",
 }
-LEARNT = 0.5  # exact match below which a card says that a task was not learnt
+LEARNT = 0.5  # exact match below which a card lists a task as not learnt
 
 
 def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
@@ -70,21 +70,21 @@ def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
         "| --- | --- | --- | --- |",
     ]
     for cell, row in results.items():
-        seen, held = row["training fonts and voices"], row["held out"]
-        lines.append(f"| {cell} | {seen:.3f} | {held:.3f} | {row['prompts']} |")
+        seen, held_out = row["training fonts and voices"], row["held out"]
+        lines.append(f"| {cell} | {seen:.3f} | {held_out:.3f} | {row['prompts']} |")
     return "\n".join(lines) + "\n"
 
 
 def _questions(audio: bool) -> list[str]:
-    """All ways of asking, those of a kind in a line, with examples filled in."""
+    """All ways of asking, a line for each kind of question, with examples filled in."""
     kinds = [name for name in QUESTIONS if audio or not name.startswith("hear")]
     return [
-        " / ".join(f"`{way.format(**EXAMPLES, code=_said(name))}`" for way in QUESTIONS[name])
+        " / ".join(f"`{way.format(**EXAMPLES, code=_code(name))}`" for way in QUESTIONS[name])
         for name in kinds
     ]
 
 
-def _said(name: str) -> str:
+def _code(name: str) -> str:
     return "472" if name.startswith("hear") else "K7Q4"
 
 
@@ -95,10 +95,10 @@ def export(
     facts: dict[str, Any],
     curriculum: dict[str, Any],
 ) -> None:
-    """Weights in bfloat16, configs, tokenizer, processor, card and training.json (results, and
-    the curriculum, from which training can go on).
+    """Write weights in bfloat16, configs, tokenizer, processor, card and training.json.
 
-    The folder appears when it is complete; an older one is replaced.
+    training.json has the results and the curriculum, from which training can continue. The folder
+    appears when it is complete, and replaces an older one.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -106,7 +106,7 @@ def export(
     model = copy.deepcopy(pocket.model).to("cpu", torch.bfloat16)  # buffers are not saved
     Pocket(pocket.name, model, pocket.processor).save(partial)
     (partial / "README.md").write_text(card(pocket, results, facts))
-    found = {"facts": facts, "results": results, "curriculum": curriculum}
-    (partial / "training.json").write_text(json.dumps(found, indent=1) + "\n")
+    record = {"facts": facts, "results": results, "curriculum": curriculum}
+    (partial / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)

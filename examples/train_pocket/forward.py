@@ -1,8 +1,8 @@
-"""Batched forward over the weights of the HF models: equal results, no loop over media.
+"""Batched forward pass over the weights of transformers' models, without a loop over media.
 
-The models' own forwards cut a batch into one attention call per image or clip and find the
-placeholders by comparing ids. In training all rows of a step share one layout, so both are known.
-Tests hold these functions to the unpatched models.
+The models' own forward passes call attention once per image or clip, and find the placeholders by
+comparing ids. In training all rows of a step share one layout, which makes both unnecessary. Tests
+compare these functions with the unpatched models.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ CHUNK = 100  # mel frames that the audio tower convolves at a time: one second
 
 
 def rope_tables(decoder: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (1, tokens, head_dim) for positions (3, tokens) or (tokens,)."""
+    """Cosines and sines (1, tokens, head_dim) for positions (3, tokens) or (tokens,)."""
     one_row = positions[:, None] if positions.ndim == 2 else positions[None]
     return decoder.rotary_emb(torch.empty(0, dtype=dtype, device=positions.device), one_row)
 
 
 def text_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """One decoder layer, causal, no cache: hidden (B, T, C) and its load-balancing loss."""
+    """Run a decoder layer, causal, without cache: hidden (B, T, C) and its balancing loss."""
     attended = layer.self_attn(
         hidden_states=layer.input_layernorm(hidden),
         position_embeddings=(cos, sin),
@@ -40,8 +40,10 @@ def text_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> tu
 
 
 def all_experts(block: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Every expert on every token, weighted by the router: no host sync, and with four experts
-    and two chosen only twice the work."""
+    """Run every expert on every token, weighted by the router, and return the balancing loss too.
+
+    This needs no host sync and, with two of four experts chosen, only twice the work.
+    """
     flat = hidden.reshape(-1, hidden.shape[-1])
     logits, scores, chosen = block.gate(flat)
     experts = block.experts
@@ -56,7 +58,7 @@ def all_experts(block: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vision_block(block: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One block of Qwen's vision tower over images (N, S, C), each attending to itself."""
+    """Run a block of Qwen's vision tower over images (N, S, C), each attending to itself."""
     images, patches, width = hidden.shape
     attention = block.attn
     qkv = attention.qkv(block.norm1(hidden)).view(images, patches, 3, attention.num_heads, -1)
@@ -73,10 +75,10 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Towers:
-    """Media to features, for one model.
+    """Turns media into features, for one model.
 
     Args:
-        pocket: model and processor; its weights are used in place.
+        pocket: model and processor; the weights are used in place.
     """
 
     def __init__(self, pocket: Pocket) -> None:
@@ -90,18 +92,18 @@ class Towers:
         self._grids: dict[Any, Any] = {}
 
     def compile(self) -> None:
-        """Compile the block of each tower once, for all shapes."""
+        """Compile the vision block and the text layer once, for all shapes."""
         self.vision_block = torch.compile(vision_block, dynamic=True)
         self.text_layer = torch.compile(text_layer, dynamic=True)
 
     def images(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Images (N, 3, H, W) uint8 to features (N, tokens, C) and the list for DeepStack."""
+        """Features (N, tokens, C) and DeepStack features of images (N, 3, H, W) uint8."""
         if self.llava is not None:
             return self._llava(pixels), []
         return self._qwen(pixels)
 
     def image_tokens(self, height: int, width: int) -> int:
-        """Tokens of an image of that size, in pixels."""
+        """Tokens of an image of ``height`` x ``width`` pixels."""
         if self.llava is None:
             return height * width // 32**2
         side = TILE // 24
@@ -113,8 +115,13 @@ class Towers:
         return self.llava_tiles(tiles(pixels), down, across)
 
     def llava_tiles(self, stack: Tensor, down: int, across: int) -> Tensor:
-        """Whole image and tiles (N, 1 + down * across, 3, TILE, TILE), as the processor makes
-        them, to features (N, tokens, C)."""
+        """Features (N, tokens, C) of the processor's whole images and tiles.
+
+        Args:
+            stack: (N, 1 + down * across, 3, TILE, TILE), the whole image first.
+            down: rows of tiles.
+            across: columns of tiles.
+        """
         images, dtype = len(stack), self.llava.image_newline.dtype
         seen = self.llava.vision_tower(stack.flatten(0, 1).to(dtype), output_hidden_states=True)
         features = self.llava.multi_modal_projector(seen.hidden_states[-1][:, 1:])
@@ -132,7 +139,7 @@ class Towers:
         down, across = height // 32, width // 32
         patches = (pixels.to(weight.dtype) / 127.5 - 1).view(images, 3, down, 2, 16, across, 2, 16)
         patches = patches.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(images, down * across * 4, -1)
-        # A still image is the same frame twice.
+        # A still image is one frame twice.
         hidden = F.linear(patches, weight.sum(2).flatten(1), tower.patch_embed.proj.bias)
         cos, sin = self._vision_rope(down * 2, across * 2)
         hidden = hidden + self._vision_positions(down * 2, across * 2).to(hidden.dtype)
@@ -145,7 +152,7 @@ class Towers:
         return tower.merger(hidden).view(images, down * across, -1), features
 
     def _vision_positions(self, height: int, width: int) -> Tensor:
-        """Learned positions (S, C) of a grid of patches, those of one token side by side."""
+        """Learned positions (S, C) of a grid of patches, the four of a token side by side."""
         table = self.visual.pos_embed.weight
         side = int(len(table) ** 0.5)
         grid = table.T.reshape(1, -1, side, side).float()
@@ -170,7 +177,7 @@ class Towers:
         return self._grids[key]
 
     def clips(self, mel: Tensor) -> Tensor:
-        """Log-mel (N, 128, frames), at most 8 s, to features (N, tokens, C)."""
+        """Features (N, tokens, C) of log-mel (N, 128, frames), at most 8 s."""
         tower = self.audio
         clips, bins, frames = mel.shape
         seconds = -(-frames // CHUNK)
@@ -203,13 +210,13 @@ class Towers:
     def text(
         self, ids: Tensor, positions: Tensor, media: list[tuple[Tensor, Tensor, list[Tensor]]]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states (B, T, C) after the last norm, and the experts' load-balancing loss.
+        """Hidden states (B, T, C) after the last norm, and the experts' balancing loss.
 
         Args:
             ids: (B, T) tokens, right-padded: attention is causal, so padding changes nothing.
-            positions: (3, T) or (T,), the same for all rows.
-            media: per modality the places (count,) in the row, features (B, count, C) and
-                DeepStack features of the same shape.
+            positions: (3, T) or (T,) position ids of all rows.
+            media: by modality, places (count,) in the row, features (B, count, C), and DeepStack
+                features of the same shape.
         """
         hidden = self.decoder.embed_tokens(ids)
         for places, features, _ in media:
@@ -226,7 +233,7 @@ class Towers:
 
 
 def tiles(pixels: Tensor) -> Tensor:
-    """LLaVA's view of images (N, 3, H, W) uint8: the whole one made small, then its tiles."""
+    """LLaVA's view of images (N, 3, H, W) uint8: the whole image made small, then its tiles."""
     images, _, height, width = pixels.shape
     small = F.interpolate(pixels.float(), (TILE, TILE), mode="bicubic", antialias=True)
     down, across = height // TILE, width // TILE
@@ -236,14 +243,14 @@ def tiles(pixels: Tensor) -> Tensor:
 
 
 def _merge_order(grid: Tensor) -> Tensor:
-    """(H, W, C) to (H * W, C), the four patches that become one token in a row."""
+    """(H, W, C) to (H * W, C), with the four patches of a token one after another."""
     height, width, channels = grid.shape
     blocks = grid.view(height // 2, 2, width // 2, 2, channels)
     return blocks.permute(0, 2, 1, 3, 4).reshape(-1, channels)
 
 
 def clip_tokens(frames: int) -> int:
-    """Tokens of a clip of so many mel frames: 13 a second."""
+    """Tokens of a clip of ``frames`` mel frames: 13 a second."""
     rest = frames % CHUNK
     for _ in range(3):
         rest = (rest + 1) // 2

@@ -44,12 +44,12 @@ GAP = SPACE + 1  # as wide as a shape
 
 @dataclass
 class GlyphAtlas:
-    """Everything that can be printed, on one device.
+    """Glyphs that can be printed, on one device.
 
     Attributes:
-        cells: (sizes, fonts, glyphs, side, side) uint8, ink 255; smaller sizes in the corner.
+        cells: (sizes, fonts, glyphs, side, side) uint8, ink 255; smaller sizes are in the corner.
         advances: (fonts, glyphs) float32, in em; 0 for EMPTY.
-        held_out: how many of the last fonts are not for training.
+        held_out: number of fonts, the last ones, that are not for training.
     """
 
     cells: torch.Tensor
@@ -58,7 +58,7 @@ class GlyphAtlas:
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> GlyphAtlas:
-        """Read what ``main`` wrote."""
+        """Read the file that ``main`` wrote."""
         with np.load(path) as file:
             tensors = {name: torch.from_numpy(file[name]).to(device) for name in file.files}
         return cls(tensors["cells"], tensors["advances"], int(tensors["held_out"]))
@@ -69,7 +69,7 @@ def draw(fonts: list[str], held_out: int) -> GlyphAtlas:
 
     Args:
         fonts: paths of font files.
-        held_out: how many of the last are not for training.
+        held_out: number of fonts, the last ones, that are not for training.
     """
     side = round(CELL * SIZES[-1])
     cells = np.zeros((len(SIZES), len(fonts), GAP + 1, side, side), np.uint8)
@@ -115,7 +115,7 @@ def _shape(shape: int, size: int, side: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Command line: where to write."""
+    """Draw the atlas and write it to the path on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out

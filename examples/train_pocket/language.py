@@ -1,4 +1,4 @@
-"""The words of the pocket models: questions, names, tokenizer and chat templates."""
+"""Language of the pocket models: questions, tokenizer and chat templates."""
 
 import re
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.train_pocket.words import COLOURS, FILLERS, PLACES, SHAPES, SPOKEN
 
-# {name} is a field that the generators fill in; several ways of asking, one drawn per question.
-# The first is the one that the README, the tests and the harness use.
+# {name} is a field that the generators fill in. Each question draws one of its ways of asking; the
+# README, the tests and the harness use the first.
 QUESTIONS = {
     "read": (
         "What is the code in picture {label}?",
@@ -64,7 +64,7 @@ LLAVA_SPECIAL = {
     "user_close_token": "[/INST]",
 }
 
-# A digit, a capital and a word with the space after it are one token each.
+# A digit, a capital letter, and a word with the space after it are one token each.
 SPLIT = r"[A-Z]?[a-z]+ ?|[A-Z]|[0-9]|\n|[^A-Za-z0-9\n]"
 
 MEDIA = """
@@ -105,7 +105,7 @@ LLAVA_TEMPLATE = """
 
 
 def chat_template(llava: bool) -> str:
-    """Jinja template that numbers the media of a conversation: "Picture 1:", "Clip 1:".
+    """A Jinja template that numbers the media of a conversation: "Picture 1:", "Clip 1:".
 
     A part may carry its own number: ``{"type": "image", "label": 17}``.
     """
@@ -120,7 +120,7 @@ def chat_template(llava: bool) -> str:
 
 
 def fixed_text() -> list[str]:
-    """Every string between fields, and every word that can fill a lower-case field."""
+    """All strings between fields, and all words that can fill a lower-case field."""
     texts = [piece for ways in QUESTIONS.values() for way in ways for piece in pieces(way)[::2]]
     words = [*SPOKEN, *PLACES, *COLOURS, *(f"{word} " for word in (*COLOURS, *FILLERS))]
     roles = ["user\n", "assistant\n", "system\n", "Picture ", "Clip ", "Video "]
@@ -129,7 +129,7 @@ def fixed_text() -> list[str]:
 
 
 def pieces(template: str) -> list[str]:
-    """Text, field, text, field, ..., text; a space after a word field belongs to the field."""
+    """Split into text, field, ..., text; a space after a field of a word belongs to the field."""
     parts = re.split(r"\{(\w+)\}", template)
     for place in range(1, len(parts), 2):
         if parts[place] == "shape":
@@ -143,7 +143,7 @@ def pieces(template: str) -> list[str]:
 
 
 def build_tokenizer(llava: bool) -> PreTrainedTokenizerFast:
-    """Words as one token, all else as bytes: any text goes in, and its decoding is the text."""
+    """A tokenizer of known words and, for all else, bytes: it decodes any text to itself."""
     words = sorted(
         {word for text in fixed_text() for word in re.findall(SPLIT, text) if len(word) > 1}
     )
@@ -179,35 +179,35 @@ class Speller:
     """Token ids of texts and tables of texts, as tensors on one device.
 
     Args:
-        tokenizer: from ``build_tokenizer``.
-        device: of all tables.
+        tokenizer: tokenizer from ``build_tokenizer``.
+        device: device of all tables.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> None:
         self.tokenizer, self.device = tokenizer, device
         self._constants: dict[str, torch.Tensor] = {}
-        self._known: dict[str, list[int]] = {}
+        self._ids: dict[str, list[int]] = {}
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of one text, no token added."""
-        if text not in self._known:
-            self._known[text] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return list(self._known[text])
+        """Token ids of a text, without special tokens."""
+        if text not in self._ids:
+            self._ids[text] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return list(self._ids[text])
 
     def constant(self, text: str) -> torch.Tensor:
-        """(tokens,) int64 on the device, copied there once: a copy each step would wait for it."""
+        """(tokens,) int64, copied to the device once: a copy in each step would wait for it."""
         if text not in self._constants:
             ids = torch.tensor(self.ids(text), dtype=torch.long)
             self._constants[text] = ids.to(self.device)
         return self._constants[text]
 
     def table(self, texts: Sequence[str]) -> torch.Tensor:
-        """(texts, longest) int64, filled up with -1."""
+        """(texts, longest) int64 token ids, filled up with -1."""
         rows = [self.ids(text) for text in texts]
         width = max(map(len, rows))
         filled = [row + [-1] * (width - len(row)) for row in rows]
         return torch.tensor(filled, dtype=torch.long, device=self.device)
 
     def numbers(self, limit: int) -> torch.Tensor:
-        """(limit, digits) table of the numbers 0 .. limit - 1."""
+        """(limit, digits) int64 token ids of the numbers 0 .. limit - 1."""
         return self.table([str(number) for number in range(limit)])

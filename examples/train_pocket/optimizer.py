@@ -18,13 +18,13 @@ TOWERS = ("visual.", "vision_tower.", "audio_tower.")
 
 
 class Matrices:
-    """Weights of one shape in one tower, stacked, and Muon's step on all of them at once.
+    """Stacked weights of one shape in one tower; Muon steps on all of them at once.
 
-    torch.optim.Muon takes the matrices one by one: two thousand launches a step for models as
-    small as these, which is most of a step. The tests hold this to it.
+    torch.optim.Muon steps on matrices one by one: two thousand launches for models as small as
+    these, which is most of a step. Tests compare the two.
 
     Args:
-        weights: float32, all of one shape (rows, columns).
+        weights: (rows, columns) float32, all of one shape.
     """
 
     def __init__(self, weights: list[Tensor]) -> None:
@@ -33,38 +33,38 @@ class Matrices:
         self.momentum = torch.zeros_like(self.stack)
         rows, columns = self.stack.shape[1:]
         self.wide = rows <= columns
-        # Steps as long as AdamW's, so that both share a learning rate.
+        # A step is as long as AdamW's, so that both share a learning rate.
         self.length = 0.2 * math.sqrt(max(rows, columns))
 
     def step(self, rate: float) -> None:
-        """One step of that learning rate, from ``grads``."""
+        """Take a step with learning rate ``rate`` from ``grads``."""
         self.momentum.lerp_(self.grads, 1 - MOMENTUM)
         update = self.grads.lerp(self.momentum, MOMENTUM)
         self.stack.mul_(1 - rate * WEIGHT_DECAY)
         self.stack.sub_(self._orthogonal(update), alpha=rate * self.length)
 
     def _orthogonal(self, update: Tensor) -> Tensor:
-        found = update.bfloat16() if self.wide else update.bfloat16().mT
-        found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        matrices = update.bfloat16() if self.wide else update.bfloat16().mT
+        matrices = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
         first, third, fifth = QUINTIC
         for _ in range(ROUNDS):
-            gram = found @ found.mT
+            gram = matrices @ matrices.mT
             factor = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
-            found = torch.baddbmm(found, factor, found, beta=first)
-        return (found if self.wide else found.mT).float()
+            matrices = torch.baddbmm(matrices, factor, matrices, beta=first)
+        return (matrices if self.wide else matrices.mT).float()
 
 
 class Master:
     """Optimizes float32 copies of a model's weights; the model may be bfloat16.
 
-    Stacked matrices (experts, convolutions) are optimized matrix by matrix, which is what Muon
-    is for. Embeddings and the output layer are no maps between features: AdamW.
+    Muon takes stacked experts and convolutions matrix by matrix. AdamW takes embeddings and the
+    output layer, which are no maps between features.
 
     Args:
-        model: its weights are read now and written at each step.
-        rate: learning rate of both.
-        muon: False optimizes everything with AdamW, as a CPU has to: there Muon takes five times
-            as long as the rest of a step.
+        model: model whose weights are read now and written at each step.
+        rate: learning rate of both optimizers.
+        muon: False optimizes everything with AdamW, for a CPU, where Muon takes five times as
+            long as the rest of a step.
     """
 
     def __init__(self, model: nn.Module, rate: float = RATE, muon: bool = True) -> None:
@@ -93,7 +93,7 @@ class Master:
         )
 
     def _view(self, places: list[int], group: Matrices) -> None:
-        """Let the copies and gradients of these weights be views of the stacks."""
+        """Make the copies and gradients of these weights views of the stacks."""
         start = 0
         for place in places:
             shape = self.copies[place].shape
@@ -104,10 +104,10 @@ class Master:
 
     @torch.no_grad()
     def step(self, share: float) -> None:
-        """One step from the gradients on the model, which are cleared.
+        """Take a step from the gradients on the model, and clear them.
 
         Args:
-            share: of the full learning rate.
+            share: share of the full learning rate.
 
         Raises:
             RuntimeError: a part of a tower has no gradient while the rest of it has one.
@@ -123,8 +123,8 @@ class Master:
         self.adam.step()
         seen = set(learnt)
         for places, group in self.groups:
-            # A tower that saw nothing must rest: Muon would move it on by its momentum alone, as
-            # far as ever, since its steps do not depend on the size of the gradient.
+            # A tower without gradients must rest: Muon would move it by its momentum alone, as far
+            # as ever, because its steps do not depend on the size of the gradient.
             if len(seen.intersection(places)) == len(places):
                 group.step(self.rate * share)
             elif seen.intersection(places):
@@ -134,7 +134,7 @@ class Master:
             weight.grad = None
 
     def state(self) -> dict[str, Any]:
-        """To be saved."""
+        """State to save."""
         momenta = [group.momentum for _, group in self.groups]
         copies = [copy.clone() for copy in self.copies]  # a view would save its whole stack
         return {"copies": copies, "momenta": momenta, "adam": self.adam.state_dict()}
@@ -155,7 +155,7 @@ def _is_map(name: str, weight: Tensor) -> bool:
 
 
 def _matrices(name: str, tensor: Tensor) -> list[Tensor]:
-    """The matrices of a tensor, as views."""
+    """Matrices of a tensor, as views."""
     if tensor.ndim > 2 and ".experts." in name:
         return list(tensor.unbind(0))
     return [tensor.flatten(1)]

@@ -1,4 +1,4 @@
-"""What stands on the pictures: codes, receipts, shapes; the facts and the drawings."""
+"""Contents of pictures: codes, receipts and shapes, as facts and as drawings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RGB = {
 
 @dataclass
 class Codes:
-    """``glyphs`` (N, LETTERS) int64, filled up with EMPTY."""
+    """Codes of N pictures: ``glyphs`` (N, LETTERS) int64, filled up with EMPTY."""
 
     glyphs: Tensor
 
 
 @dataclass
 class Receipts:
-    """``items`` and ``prices`` (N, lines) int64, ``totals`` (N,)."""
+    """Receipts of N pictures: ``items`` and ``prices`` (N, lines) int64, ``totals`` (N,)."""
 
     items: Tensor
     prices: Tensor
@@ -43,9 +43,10 @@ class Receipts:
 
 @dataclass
 class Shapes:
-    """Shapes of one picture differ in shape or colour: all (N, most) int64, -1 for none.
+    """Shapes of N pictures: all attributes are (N, most) int64, -1 for none.
 
-    ``cells`` count along the rows of the SHAPE_ROWS x SHAPE_COLUMNS grid.
+    Shapes of a picture differ in shape or colour. ``cells`` count along the rows of the SHAPE_ROWS
+    x SHAPE_COLUMNS grid.
     """
 
     shapes: Tensor
@@ -54,7 +55,7 @@ class Shapes:
 
 
 def _em(low: float, high: float, size: tuple[int, int]) -> tuple[float, float]:
-    """Sizes of letters that look the same on a wider picture."""
+    """Smallest and largest size of letters, scaled to the width of a picture."""
     return low * size[1] / CARD[1], high * size[1] / CARD[1]
 
 
@@ -66,10 +67,10 @@ def _spelled(words: list[str], device: torch.device) -> Tensor:
 
 
 class Printer:
-    """Facts and pictures, drawn at random.
+    """Draws random facts and their pictures.
 
     Args:
-        compositor: with the atlas, on the device to work on.
+        compositor: compositor with the atlas on the device to work on.
     """
 
     def __init__(self, compositor: Compositor) -> None:
@@ -89,7 +90,7 @@ class Printer:
         return torch.rand(rows, of, device=self.device).argsort(-1)[:, :count]
 
     def codes(self, count: int, size: tuple[int, int], look: Look) -> tuple[Codes, Tensor]:
-        """Random codes, a fifth only digits, a fifth printed words; short ones when it is easy."""
+        """Random codes, a fifth only digits, a fifth printed words; easy ones are short."""
         code = self.code_glyphs[self._below(len(self.code_glyphs), count, LETTERS)]
         kind = torch.rand(count, 1, device=self.device)
         code = torch.where(kind < 0.2, self._below(10, count, LETTERS), code)
@@ -104,7 +105,7 @@ class Printer:
         return Codes(code), self.compositor.draw(code[:, None], _em(20, 40, size), size, look)
 
     def receipts(self, count: int, size: tuple[int, int], look: Look) -> tuple[Receipts, Tensor]:
-        """Two items and their sum, on a PAGE five."""
+        """Receipts of two items, or five on a PAGE, with their sum."""
         lines = 5 if size == PAGE else 2
         items = self._distinct(count, len(ITEMS), lines)
         prices = 1 + self._below(9 + round(90 * look.difficulty), count, lines)
@@ -123,13 +124,13 @@ class Printer:
 
     @staticmethod
     def _digits(numbers: Tensor) -> Tensor:
-        """(..., 3) glyphs of numbers below 1000, no zeros in front."""
+        """(..., 3) glyphs of numbers below 1000, without leading zeros."""
         digits = torch.stack((numbers // 100, numbers // 10 % 10, numbers % 10), dim=-1)
         needed = torch.stack((numbers >= 100, numbers >= 10, numbers >= 0), dim=-1)
         return torch.where(needed, digits, EMPTY)
 
     def shapes(self, count: int, size: tuple[int, int], look: Look) -> tuple[Shapes, Tensor]:
-        """One to eight shapes, not on a PAGE."""
+        """Pictures of one to eight shapes; a PAGE is not possible."""
         most = 8
         kinds = self._distinct(count, len(SHAPES) * len(COLOURS), most)
         cells = self._distinct(count, SHAPE_ROWS * SHAPE_COLUMNS, most)

@@ -2,8 +2,8 @@
 
 python -m examples.train_pocket.plot OUT.png RUN/pocket-vl/curve.jsonl [...]
 
-Curves of one model (the name of their folder) follow one another: later calls went on from the
-weights of earlier ones.
+Curves of one model (the name of their folder) are joined: later calls continue from the weights of
+earlier ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from matplotlib import pyplot
 
 from examples.train_pocket.curriculum import FINDING
 
-SMOOTH = 9  # lines of a curve, of 20 steps each, in a mean of copying
+SMOOTH = 9  # lines of a curve, 20 steps each, in one mean of copying
 
 
 def joined(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Lines of each model, seconds counted on from call to call."""
+    """Lines of each model, with seconds that count on from call to call."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for path in paths:
         lines = curves.setdefault(path.parent.name, [])
@@ -37,7 +37,7 @@ def joined(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(curves: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """One panel for each model: exact match on training data against seconds."""
+    """Draw a panel for each model: exact match on training data against seconds."""
     figure, panels = pyplot.subplots(
         1, len(curves), figsize=(4.6 * len(curves), 4.4), sharey=True, squeeze=False
     )
@@ -72,7 +72,7 @@ def draw(curves: dict[str, list[dict[str, Any]]], out: Path) -> None:
 
 
 def main() -> None:
-    """Command line: see the module's docstring."""
+    """Draw the curves that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("curves", type=Path, nargs="+")

@@ -1,6 +1,6 @@
 """Questions and answers as token tensors, made for thousands of conversations at once.
 
-Everywhere (rows, asked, tokens) int64 with -1 where there is no token: texts of unequal length
+All texts are (rows, asked, tokens) int64 with -1 where there is no token: texts of unequal length
 are stacked first and moved together at the very end.
 """
 
@@ -23,7 +23,7 @@ NUMBERS = 1000
 
 @dataclass
 class Asked:
-    """Questions and their answers, both (rows, asked, tokens)."""
+    """Questions and their answers, each (rows, asked, tokens) int64."""
 
     question: Tensor
     answer: Tensor
@@ -37,14 +37,14 @@ def stack(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def choose(ways: list[Tensor], which: Tensor) -> Tensor:
-    """Of several texts (rows, asked, tokens), the one that ``which`` (rows, asked) says."""
+    """Choose among texts (rows, asked, tokens) by the numbers ``which`` (rows, asked)."""
     texts = stack([way[:, :, None] for way in ways], dim=2)
     index = which[..., None, None].expand(-1, -1, 1, texts.shape[-1])
     return texts.gather(2, index)[:, :, 0]
 
 
 def pick(facts: Tensor, index: Tensor) -> Tensor:
-    """facts (rows, media, ...) at index (rows, asked)."""
+    """Facts (rows, media, ...) at ``index`` (rows, asked)."""
     shape = index.shape + (1,) * (facts.ndim - 2)
     return facts.gather(1, index.view(shape).expand(*index.shape, *facts.shape[2:]))
 
@@ -54,7 +54,7 @@ class Asker:
 
     Args:
         speller: tokenizer and device.
-        plain: only the first way of asking each question, as the evaluation does.
+        plain: use only the first way of asking each question, as the evaluation does.
     """
 
     def __init__(self, speller: Speller, plain: bool = False) -> None:
@@ -68,7 +68,7 @@ class Asker:
         self.newline = speller.ids("\n")[0]
 
     def ask(self, name: str, **fields: Tensor) -> Tensor:
-        """The text of a question, its fields (rows, asked, tokens) filled in."""
+        """Text of a question with its fields (rows, asked, tokens) filled in."""
         rows, asked = next(iter(fields.values())).shape[:2]
         ways = QUESTIONS[name][:1] if self.plain else QUESTIONS[name]
         texts = []
@@ -84,7 +84,7 @@ class Asker:
         return choose(texts, which)
 
     def said(self, facts: Codes | Speech, rows: int) -> Tensor:
-        """What a picture says or a clip: (rows, media, tokens)."""
+        """Text that each picture shows or each clip says: (rows, media, tokens)."""
         if isinstance(facts, Codes):
             glyphs = torch.where(facts.glyphs == EMPTY, -1, facts.glyphs)
             tokens = self.letters[glyphs]
@@ -97,12 +97,12 @@ class Asker:
     def texts(
         self, facts: Codes | Speech, labels: Tensor, asked: int, kinds: tuple[int, int, int]
     ) -> Asked:
-        """Read one, find one, read three, as often as ``kinds`` says."""
+        """Questions that read one, find one or read three, with weights ``kinds``."""
         voice = isinstance(facts, Speech)
-        said = self.said(facts, len(labels))
+        contents = self.said(facts, len(labels))
         rows, media = labels.shape
         index = self._each(media, rows, asked)
-        label, code = self.numbers[pick(labels, index)], pick(said, index)
+        label, code = self.numbers[pick(labels, index)], pick(contents, index)
         name = "hear" if voice else "read"
         if media == 1:
             return Asked(self.ask(f"{name}_only", label=label), code)
@@ -115,26 +115,26 @@ class Asker:
         answers.append(label)
         if media >= 4:
             three = [index, *(self._below(media, rows, asked) for _ in range(2))]
-            labels3 = [self.numbers[pick(labels, one)] for one in three]
+            labels3 = [self.numbers[pick(labels, index)] for index in three]
             fields = dict(zip(("label", "label2", "label3"), labels3, strict=True))
             questions.append(self.ask("hear_list" if voice else "list", **fields))
-            answers.append(self._lines([pick(said, one) for one in three]))
+            answers.append(self._lines([pick(contents, index) for index in three]))
         which = self._weighted(kinds[: len(questions)], rows, asked)
         # "Which one says X?" has no answer where two say X.
-        clear = pick(self._unique(said), index)
+        clear = pick(self._unique(contents), index)
         which = torch.where((which == 1) & ~clear, 0, which)
         return Asked(choose(questions, which), choose(answers, which))
 
     def copy(self, facts: Codes | Speech, labels: Tensor) -> Asked:
-        """Write out everything, a line for each: the answer has up to 7 tokens for a medium."""
-        said = self.said(facts, len(labels))
+        """Questions for all texts; the answer has a line of up to 7 tokens for each medium."""
+        contents = self.said(facts, len(labels))
         name = "hear_copy" if isinstance(facts, Speech) else "copy"
         label = self.numbers[labels[:, :1]]
-        lines = self._lines([one[:, None] for one in said.unbind(1)])
+        lines = self._lines([text[:, None] for text in contents.unbind(1)])
         return Asked(self.ask(name, label=label), lines)
 
     def receipts(self, facts: Receipts, labels: Tensor, asked: int) -> Asked:
-        """A price, two prices, the sum; the sum of two sums."""
+        """Questions about a price, two prices, the sum, or the sum of two sums."""
         rows, media = labels.shape
         items, prices = (x.view(rows, media, -1) for x in (facts.items, facts.prices))
         totals = facts.totals.view(rows, media)
@@ -167,7 +167,7 @@ class Asker:
         return Asked(choose(questions, which), choose(answers, which))
 
     def shapes_(self, facts: Shapes, labels: Tensor, asked: int) -> Asked:
-        """How many of a colour, how many of a shape, where is one."""
+        """Questions about the number of a colour or a shape, or the place of one."""
         rows, media = labels.shape
         index = self._each(media, rows, asked)
         label = self.numbers[pick(labels, index)]
@@ -175,9 +175,9 @@ class Asker:
             pick(x.view(rows, media, -1), index) for x in (facts.shapes, facts.colours, facts.cells)
         )
         present = (shapes >= 0).sum(-1, keepdim=True)
-        one = (torch.rand(rows, asked, 1, device=self.device) * present).long()
-        shape, colour, cell = (x.gather(-1, one)[..., 0] for x in (shapes, colours, cells))
-        # Sometimes a colour or shape that may be absent.
+        drawn = (torch.rand(rows, asked, 1, device=self.device) * present).long()
+        shape, colour, cell = (x.gather(-1, drawn)[..., 0] for x in (shapes, colours, cells))
+        # Sometimes the colour or shape may be absent.
         absent = torch.rand(rows, asked, device=self.device) < 0.3
         any_shape = torch.where(absent, self._below(len(SHAPES), rows, asked), shape)
         any_colour = torch.where(absent, self._below(len(COLOURS), rows, asked), colour)
@@ -211,9 +211,9 @@ class Asker:
         return torch.cat(joined[:-1], -1)
 
     def _each(self, media: int, rows: int, asked: int) -> Tensor:
-        """(rows, asked): all different as long as there are enough media.
+        """(rows, asked) numbers of media, all different as long as there are enough media.
 
-        Asked twice, the second answer could be copied from the first.
+        If a question came twice, the second answer could be copied from the first.
         """
         drawn = torch.rand(rows, media, device=self.device).argsort(-1)
         return drawn.repeat(1, -(-asked // media))[:, :asked]
@@ -227,9 +227,9 @@ class Asker:
         return sum((drawn >= bound).long() for bound in bounds) + torch.zeros_like(drawn).long()
 
     @staticmethod
-    def _unique(said: Tensor) -> Tensor:
-        """(rows, media): no other medium of the row says the same."""
-        powers = torch.arange(said.shape[-1], device=said.device) * 2 + 1
-        # A number that tells texts apart; a rare clash only loses a question.
-        key = ((said + 2) * powers * (said + 7919)).sum(-1) + (said + 2).sum(-1) * 1_000_003
+    def _unique(texts: Tensor) -> Tensor:
+        """(rows, media) bool: whether no other medium of the row says the same."""
+        powers = torch.arange(texts.shape[-1], device=texts.device) * 2 + 1
+        # A number for each text; a rare clash only loses a question.
+        key = ((texts + 2) * powers * (texts + 7919)).sum(-1) + (texts + 2).sum(-1) * 1_000_003
         return (key[:, :, None] == key[:, None]).sum(-1) == 1

@@ -2,7 +2,7 @@
 
 python -m examples.train_pocket.speech OUT.npz
 
-Needs the espeak-ng program (GPL-3; nothing of it goes into the atlas but the sound it makes).
+It needs the program espeak-ng (GPL-3), of which only the sound goes into the atlas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from examples.train_pocket.words import SPOKEN
 
 RATE = 16_000
-# voice, words a minute, pitch; the held-out ones are voices never heard in training.
+# Voice, words a minute, pitch. Training never uses the held-out voices.
 VOICES = [
     ("en-us", 150, 50),
     ("en-us+f2", 160, 55),
@@ -51,12 +51,12 @@ SINGLE, PAIR, WORD = 0, 10, 110  # where each kind starts in the table of units
 
 @dataclass
 class SpeechAtlas:
-    """What can be said, on one device.
+    """Units that can be said, on one device.
 
     Attributes:
-        samples: (total,) int8, mu-law.
-        starts, lengths: (voices, units) int64: digits, then pairs of digits, then words.
-        held_out: how many of the last voices are not for training.
+        samples: (total,) int8, mu-law, at RATE.
+        starts, lengths: (voices, units) int64 in samples: digits, then pairs of digits, then words.
+        held_out: number of voices, the last ones, that are not for training.
     """
 
     samples: torch.Tensor
@@ -66,7 +66,7 @@ class SpeechAtlas:
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> SpeechAtlas:
-        """Read what ``main`` wrote."""
+        """Read the file that ``main`` wrote."""
         with np.load(path) as file:
             tensors = {name: torch.from_numpy(file[name]).to(device) for name in file.files}
         held_out = int(tensors.pop("held_out"))
@@ -74,13 +74,13 @@ class SpeechAtlas:
 
 
 def units() -> list[str]:
-    """What each unit of the atlas says."""
+    """Text of each unit of the atlas."""
     pairs = [f"{first} {second}" for first in NUMBERS for second in NUMBERS]
     return [*NUMBERS, *pairs, *SPOKEN]
 
 
 def compress(samples: np.ndarray) -> np.ndarray:
-    """float in -1 .. 1 to mu-law int8: 8 bits with the noise of 13."""
+    """Compress floats in -1 .. 1 to mu-law int8: 8 bits with the noise of 13."""
     bounded = np.clip(samples, -1, 1)
     return np.round(127 * np.sign(bounded) * np.log1p(255 * np.abs(bounded)) / np.log(256)).astype(
         np.int8
@@ -88,17 +88,17 @@ def compress(samples: np.ndarray) -> np.ndarray:
 
 
 def expand(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``compress``, float32."""
+    """Expand mu-law int8 to float32, the inverse of ``compress``."""
     scaled = codes.float() / 127
     return scaled.sign() * (torch.pow(256.0, scaled.abs()) - 1) / 255
 
 
 def speak(text: str, voice: str, speed: int, pitch: int) -> np.ndarray:
-    """Speech of espeak-ng as float32 at RATE, silence at both ends cut off, peak 0.9.
+    """Speech of espeak-ng as float32 at RATE, without silence at the ends, peak 0.9.
 
     Raises:
-        FileNotFoundError: there is no espeak-ng.
-        subprocess.CalledProcessError: it failed, for example at an unknown voice.
+        FileNotFoundError: espeak-ng is not installed.
+        subprocess.CalledProcessError: espeak-ng failed, for example at an unknown voice.
     """
     program = shutil.which("espeak-ng")
     if program is None:
@@ -115,14 +115,14 @@ def speak(text: str, voice: str, speed: int, pitch: int) -> np.ndarray:
 
 
 def resample(samples: np.ndarray, rate: int) -> np.ndarray:
-    """To RATE, by the Fourier transform: nothing above 8 kHz folds back."""
+    """Resample to RATE by the Fourier transform: nothing above 8 kHz folds back."""
     length = round(len(samples) * RATE / rate)
     spectrum = np.fft.rfft(samples)[: length // 2 + 1]
     return (np.fft.irfft(spectrum, length) * length / len(samples)).astype(np.float32)
 
 
 def record(voices: list[tuple[str, int, int]], held_out: int, words: list[str]) -> SpeechAtlas:
-    """Speak all words in all voices."""
+    """Make an atlas of all words in all voices, the last ``held_out`` of them held out."""
     clips, starts, lengths, total = [], [], [], 0
     for voice in voices:
         for word in words:
@@ -141,7 +141,7 @@ def record(voices: list[tuple[str, int, int]], held_out: int, words: list[str]) 
 
 
 def main() -> None:
-    """Command line: where to write."""
+    """Record the atlas and write it to the path on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out

@@ -1,4 +1,4 @@
-"""Draws, speaks and writes whole training steps, on the device of the atlases."""
+"""Studio: draws, speaks and writes whole training steps, on the device of the atlases."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Step:
 
     Attributes:
         plan: media and labels of each row.
-        rows: conversations.
+        rows: number of conversations.
         asked: questions in each; 1 for ``copy``.
-        themes: of the images: "codes", "receipts", "shapes"; several share the images out.
-        copy: ask to write everything out.
-        letters: most letters or digits that a medium says; 0 for what the difficulty says.
+        themes: contents of the images, "codes", "receipts" or "shapes"; several share the images.
+        copy: whether to ask for all texts.
+        letters: most letters or digits that a medium says; 0 lets the difficulty decide.
         kinds: weights of reading one, finding one and reading three.
     """
 
@@ -47,7 +47,15 @@ class Step:
 
 @dataclass
 class Sample:
-    """Tokens and media: images (rows, n, 3, H, W) uint8, mel (rows, n, bins, frames)."""
+    """Tokens and media of a step.
+
+    Attributes:
+        batch: tokens.
+        images: (rows, images, 3, H, W) uint8, or None.
+        mel: (rows, clips, bins, frames) float32, or None.
+        labels: labels of images and of clips, (rows, count) each.
+        waves: (rows * clips, samples) float32, or None.
+    """
 
     batch: Batch
     images: Tensor | None
@@ -61,8 +69,9 @@ class Studio:
 
     Args:
         pocket: model and processor, already on its device.
-        glyphs: atlas of the pictures; speech: atlas of the clips, None without audio.
-        plain: for evaluation: ask each question in its first form only, cut nothing off.
+        glyphs: atlas of the pictures.
+        speech: atlas of the clips, None without audio.
+        plain: ask each question only in its first way and cut nothing off, for evaluation.
     """
 
     def __init__(
@@ -78,13 +87,13 @@ class Studio:
             self.recorder = Recorder(speech, pocket.processor.feature_extractor)
 
     def compile(self) -> None:
-        """Compile what a step spends its time in."""
+        """Compile the towers and the drawing, where a step spends its time."""
         self.towers.compile()
         self.compositor.compile()
 
     @torch.no_grad()
     def sample(self, step: Step, pictures: Look, sounds: Look) -> Sample:
-        """Media, questions and answers of one step."""
+        """Make media, questions and answers of a step."""
         plan, several, images, mel, waves = step.plan, [], None, None, None
         pictures, sounds = (replace(look, letters=step.letters) for look in (pictures, sounds))
         labels = self.writer.labels(plan, step.rows)
@@ -112,19 +121,19 @@ class Studio:
             facts, waves = self.recorder.record(step.rows * plan.clips, plan.frames, sounds)
             mel = self.recorder.mel(waves).unflatten(0, (step.rows, plan.clips))
             ask(facts, labels[1])
-        # The longest of many rows is the same each time, or nearly so; that of a few is not.
-        known = step.rows >= MANY_ROWS and not self.plain
-        key = (step, pictures.difficulty, sounds.difficulty) if known else None
+        # The longest of many rows has nearly the same length each time; of a few rows it has not.
+        steady = step.rows >= MANY_ROWS and not self.plain
+        key = (step, pictures.difficulty, sounds.difficulty) if steady else None
         batch = self.writer.write(plan, labels, together(several), key)
         return Sample(batch, images, mel, labels, waves)
 
     def logits(self, sample: Sample, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Predictions of ``batch.targets`` (rows, tokens, vocabulary), and the balance loss."""
+        """Logits (rows, tokens, vocabulary) for ``batch.targets``, and the balancing loss."""
         media, layout, batch = [], self.writer.layout(plan), sample.batch
         if sample.images is not None:
             features, deep = self.towers.images(sample.images.flatten(0, 1))
             rows = len(sample.images)
-            joined = [one.reshape(rows, -1, one.shape[-1]) for one in (features, *deep)]
+            joined = [part.reshape(rows, -1, part.shape[-1]) for part in (features, *deep)]
             media.append((layout.image_places, joined[0], joined[1:]))
         if sample.mel is not None:
             features = self.towers.clips(sample.mel.flatten(0, 1))
@@ -135,7 +144,7 @@ class Studio:
 
 
 def exact(logits: Tensor, batch: Batch) -> Tensor:
-    """Share of answers of which every token is the most likely one, as greedy decoding needs."""
+    """Share of answers whose tokens are all the most likely ones, as greedy decoding needs."""
     wanted = batch.targets != IGNORE
     wrong = ((logits.argmax(-1) != batch.targets) & wanted).long()
     blank = torch.zeros(len(wrong), batch.questions, dtype=torch.long, device=wrong.device)
@@ -145,10 +154,10 @@ def exact(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def load_atlases(folder: Path, device: torch.device, audio: bool) -> tuple:
-    """Glyph atlas and, with audio, speech atlas.
+    """Load the glyph atlas and, with audio, the speech atlas.
 
     Raises:
-        FileNotFoundError: an atlas is missing, with the command that makes it.
+        FileNotFoundError: an atlas is missing; the message has the command that makes it.
     """
     for name in ATLASES[: 1 + audio]:
         if not (folder / name).is_file():

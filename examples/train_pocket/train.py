@@ -2,8 +2,8 @@
 
 python -m examples.train_pocket.train pocket-vl --out runs/pocket-vl --seconds 600
 
-Stops by the clock, not by steps. A run that was stopped continues from its checkpoint: with
-``--call-seconds`` a long training is spread over several calls of the same command.
+A run stops by the clock, not by steps, and continues from its checkpoint.
+``--call-seconds`` divides a long training into several calls of the same command.
 """
 
 from __future__ import annotations
@@ -30,21 +30,29 @@ from examples.train_pocket.optimizer import RATE, Master, schedule
 from examples.train_pocket.studio import Step, Studio, exact, load_atlases
 
 BALANCE = 0.01  # weight of the experts' load-balancing loss
-SCORE_EVERY = 20  # steps between looks at the results: a look waits for the device
+SCORE_EVERY = 20  # steps between looks at the results; a look waits for the device
 
 
 @dataclass
 class Options:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
-        name: of the model. out: folder of checkpoint, curve and export. atlases: their folder.
-        seconds: of training in all calls together; call_seconds: of this call, None for all.
-        device, compile, seed: as they say. scale: share of the media of a step.
-        save_every: seconds between checkpoints. prompts: of each cell of the evaluation.
-        rate: learning rate. adam: no Muon.
-        start: an exported model to go on from when there is no checkpoint.
-        most_media: in the evaluation; a CPU takes minutes for hundreds.
+        name: name of the model.
+        out: folder of checkpoint, curve and export.
+        atlases: folder of the atlases.
+        seconds: seconds of training in all calls together.
+        call_seconds: seconds of training in this call, None for all.
+        device: device to train on.
+        compile: whether to compile the model and the drawing.
+        seed: seed of weights and data.
+        scale: share of a step's usual media.
+        save_every: seconds between checkpoints.
+        prompts: prompts in each cell of the evaluation.
+        rate: learning rate.
+        adam: use AdamW instead of Muon.
+        start: exported model to start from where there is no checkpoint.
+        most_media: most media of a prompt in the evaluation; hundreds take a CPU minutes.
     """
 
     name: str
@@ -65,10 +73,10 @@ class Options:
 
 
 class Run:
-    """A training run: its state, and the loop.
+    """A training run: its state and its loop.
 
     Args:
-        options: see there.
+        options: options of the command line.
     """
 
     def __init__(self, options: Options) -> None:
@@ -78,45 +86,45 @@ class Run:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.pocket = build(options.name, seed=options.seed)
         if options.start is not None:
-            # By from_pretrained: names in the file are not always those in the model.
+            # from_pretrained maps names in the file to names in the model, which may differ.
             trained = type(self.pocket.model).from_pretrained(options.start)
             self.pocket.model.load_state_dict(trained.float().state_dict())
         audio = RECIPES[options.name].clips > 0
         self.atlases = load_atlases(options.atlases, device, audio)
         self.pocket.model.to(device)
         self.master = Master(self.pocket.model, options.rate, not options.adam)
-        # Not ``model.to``: it would round the frequencies of RoPE too.
+        # ``model.to`` would round the frequencies of RoPE too.
         for weight in self.pocket.model.parameters():
             weight.data = weight.data.to(dtype)
         self.studio = Studio(self.pocket, *self.atlases)
         self.curriculum = Curriculum(RECIPES[options.name], options.seed, options.scale)
         self.step, self.trained, self.saved = 0, 0.0, 0.0
-        self.earlier = {"steps": 0, "seconds": 0}  # of the model that this run started from
+        self.earlier = {"steps": 0, "seconds": 0}  # of the model that this run starts from
         if options.compile:
-            torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
+            torch._dynamo.config.suppress_errors = True  # code that cannot be compiled runs eagerly
             torch._dynamo.config.cache_size_limit = 64
             self.studio.compile()
         options.out.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.is_file():
-            # Not to the device: AdamW counts its steps on the CPU and would wait for them there.
+            # To the CPU: AdamW counts its steps there, and would wait for counts on the device.
             self.load(torch.load(self.checkpoint, map_location="cpu"))
         elif options.start is not None:
-            known = json.loads((options.start / "training.json").read_text())
-            self.curriculum.load(known["curriculum"])
-            self.earlier = {name: known["facts"][name] for name in self.earlier}
+            record = json.loads((options.start / "training.json").read_text())
+            self.curriculum.load(record["curriculum"])
+            self.earlier = {name: record["facts"][name] for name in self.earlier}
 
     @property
     def checkpoint(self) -> Path:
-        """Where the run can be continued from."""
+        """File from which the run can be continued."""
         return self.options.out / "checkpoint.pt"
 
     @property
     def finished(self) -> bool:
-        """All seconds are spent."""
+        """Whether all seconds are spent."""
         return self.trained >= self.options.seconds
 
     def save(self) -> None:
-        """Write the checkpoint; a kill while writing leaves the old one."""
+        """Write the checkpoint; a kill during this leaves the old one."""
         state = {
             "master": self.master.state(),
             "curriculum": self.curriculum.state(),
@@ -130,12 +138,12 @@ class Run:
         self.saved = self.trained
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from what ``save`` wrote."""
+        """Continue from a checkpoint of ``save``."""
         self.master.load(state["master"])
         self.curriculum.load(state["curriculum"])
         self.step, self.trained, self.earlier = state["step"], state["trained"], state["earlier"]
         self.saved = self.trained
-        # Other media than before the stop.
+        # The media differ from those before the stop.
         torch.manual_seed(self.options.seed + self.step)
         self.curriculum.dice.seed(self.options.seed + self.step)
 
@@ -147,7 +155,7 @@ class Run:
         print(json.dumps(line), flush=True)
 
     def once(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step of training: its loss and exact match, still on the device."""
+        """Train one step; return its loss and exact match, still on the device."""
         pictures = Look(self.curriculum.image.difficulty)
         sounds = Look(self.curriculum.clip.difficulty)
         sample = self.studio.sample(step, pictures, sounds)
@@ -159,7 +167,7 @@ class Run:
         return loss.detach(), exact(logits.detach(), sample.batch)
 
     def train(self) -> None:
-        """Until the time is up."""
+        """Train until the time is up."""
         before = self.trained
         clock = time.monotonic() - before
         limit = self.options.seconds
@@ -218,7 +226,7 @@ class Run:
 
 
 def main() -> None:
-    """Command line: see the module's docstring."""
+    """Train and evaluate as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--out", type=Path, required=True)
@@ -237,7 +245,7 @@ def main() -> None:
     parser.add_argument("--adam", action="store_true", help="AdamW only, for a CPU")
     run = Run(Options(**vars(parser.parse_args())))
     run.train()
-    # Also in the middle: what is there can be used, and the next call continues.
+    # Also in the middle: the model is usable, and the next call continues.
     run.finish()
 
 

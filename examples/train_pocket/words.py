@@ -1,8 +1,8 @@
-"""What can be printed, said and asked about."""
+"""Words that can be printed, said and asked about."""
 
 import string
 
-# What is printed in codes: I and O look like 1 and 0 in many fonts. Printed words may use them.
+# Codes leave out I and O, which look like 1 and 0 in many fonts. Printed words may use them.
 GLYPHS = string.digits + string.ascii_uppercase
 CODE_GLYPHS = "".join(glyph for glyph in GLYPHS if glyph not in "IO")
 
@@ -82,7 +82,7 @@ PLACES = [
     for column in ("left", "center", "right")
 ]
 
-# Text between media, as a user might put it; also what makes distances vary.
+# Text between media, as users write it; it also varies the distances.
 FILLERS = [
     "and",
     "then",

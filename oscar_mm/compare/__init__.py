@@ -1,1 +1,1 @@
-"""Comparison of ways to store keys and values: the same prompts, the same 16-bit answers."""
+"""Comparison of methods that store keys and values, on the same prompts and 16-bit answers."""

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Comparison:
-    """Adds up what methods make of a model's own 16-bit answers, prompt by prompt.
+    """Compares methods on a model's own 16-bit answers, prompt by prompt.
 
-    A prompt is read once, with exact attention; the 16-bit cache answers it; then each method
-    reads that answer (teacher forcing) over what it gives back of the prompt's keys and values,
-    and its next-token distributions are compared with those of the 16-bit cache.
+    The model reads a prompt once, with exact attention, and answers it with the 16-bit cache. Then,
+    for each method, it reads that answer (teacher forcing) over the prompt's keys and values as the
+    method restores them, and the next-token distributions are compared with the 16-bit cache's.
 
     Args:
-        pipe: whose model answers; its own policy plays no part.
-        methods: to compare.
-        max_new_tokens: longest answer.
+        pipe: pipeline whose model answers; its own policy plays no part.
+        methods: methods to compare.
+        max_new_tokens: most tokens of an answer.
     """
 
     def __init__(self, pipe: Pipeline, methods: Sequence[Method], max_new_tokens: int) -> None:
@@ -39,7 +39,7 @@ class Comparison:
         self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0)
         self._scores = {method.name: Scores() for method in methods}
         self._missing: dict[str, str] = {}
-        # Bytes and values of each prompt, in pages and in all that a cache holds.
+        # Bytes and values of each prompt, in pages and in a whole cache.
         self._bytes: dict[str, tuple[list, list]] = {method.name: ([], []) for method in methods}
         self._right: dict[str, list[bool]] = {method.name: [] for method in methods}
 
@@ -48,12 +48,12 @@ class Comparison:
         """Compare on one prompt.
 
         Args:
-            prompt: of a single row, as ``Pipeline.prepare`` makes it.
-            is_right: says whether a text is a right answer; then every method that is a policy
-                also answers freely, through the packed cache.
+            prompt: prompt of a single row, from ``Pipeline.prepare``.
+            is_right: whether a text is a right answer. With it every method that is a policy also
+                answers freely, through the packed cache.
 
         Returns:
-            False for a prompt whose 16-bit answer is empty: it says nothing.
+            whether the prompt counts: an empty 16-bit answer says nothing.
         """
         pipe = self.pipe
         recorder = Recorder()
@@ -64,7 +64,7 @@ class Comparison:
             return False
         forced = _forced(prompt, answer)
         exact = answer_logits(pipe.model, as_recorded(layers), prompt.tokens, forced)
-        # The 16-bit cache's own choice after each token, also after the last one.
+        # The 16-bit cache's own choice after each token, the last one included.
         forced.targets.copy_(exact.argmax(-1)[None])
         for method in self.methods:
             if reason := method.missing(layers, ids):
@@ -73,10 +73,10 @@ class Comparison:
             past = StoredPast(method, layers, ids)
             logits = answer_logits(pipe.model, past, prompt.tokens, forced)
             self._scores[method.name].add(forced, exact, logits)
-            pages, held = self._bytes[method.name]
+            pages, cached = self._bytes[method.name]
             pages.append((past.stored_bytes, past.stored_values))
             if (report := method.memory(layers, ids)) is not None:
-                held.append((report.kv_bytes, report.values))
+                cached.append((report.kv_bytes, report.values))
             if is_right is not None and isinstance(method, Paged) and not method.mixed:
                 text = pipe.processor.tokenizer.decode(
                     self._answer(prompt, method.policy), skip_special_tokens=True
@@ -85,7 +85,7 @@ class Comparison:
         return True
 
     def _answer(self, prompt: Prompt, policy: KVPolicy) -> list[int]:
-        """Greedy answer through a packed cache, without the token that ends it."""
+        """Greedy answer through a packed cache, without its end token."""
         pipe = self.pipe
         cache = OscarCache(policy)
         ends = pipe.family.end_tokens()
@@ -94,33 +94,35 @@ class Comparison:
             return [token for token, *_ in steps if token is not None]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each method: name, bits per value and ``Scores.summary``; of methods that say
-        nothing about the prompts, why."""
-        found = []
+        """One row for each method: "method", bits per value and ``Scores.summary``.
+
+        A method that does not apply to the prompts has "method" and the reason, "missing".
+        """
+        rows = []
         for method in self.methods:
             if not self._scores[method.name].tokens:
                 missing = self._missing.get(method.name, "there were no prompts")
-                found.append({"method": method.name, "missing": missing})
+                rows.append({"method": method.name, "missing": missing})
                 continue
-            pages, held = (
+            pages, cached = (
                 [sum(column) for column in zip(*counts, strict=True)]
                 for counts in self._bytes[method.name]
             )
             right = self._right[method.name]
-            found.append(
+            rows.append(
                 {
                     "method": method.name,
                     "page_bits": bits_per_value(*pages),
-                    "held_bits": bits_per_value(*held) if held else None,
+                    "held_bits": bits_per_value(*cached) if cached else None,
                     "right": sum(right) / len(right) if right else None,
                 }
                 | self._scores[method.name].summary()
             )
-        return found
+        return rows
 
 
 def _forced(prompt: Prompt, answer: list[int]) -> Forced:
-    """The answer's tokens after the prompt, all judged."""
+    """The answer's tokens after the prompt, all judged; ``add`` fills in the targets."""
     ids = torch.tensor([answer], device=prompt.inputs["input_ids"].device)
     place = torch.arange(len(answer), device=prompt.next_position.device)
     positions = prompt.next_position[:, None] + place

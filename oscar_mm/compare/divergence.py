@@ -1,4 +1,4 @@
-"""Scores: what a method's answers have in common with those of the 16-bit cache."""
+"""Scores: how far a method's answers agree with those of the 16-bit cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _RUNNERS_UP = 4
 
 @dataclass
 class Scores:
-    """Sums over prompts, of one method.
+    """Sums of one method, an element for each prompt.
 
     Attributes:
-        exact: for each answer, whether all its tokens are the likeliest ones.
-        agreed: judged tokens of each prompt whose likeliest token is that of the 16-bit cache.
-        divergence: of each prompt, the sum over judged tokens of the KL divergence of the
-            next-token distribution, 16-bit cache against method, in nats.
-        margin: of each prompt, the sum over judged tokens of the mean squared error of the logit
-            of the likeliest token less those of the four after it. Divergence hangs on the few
-            tokens that are nearly wrong; this does not, and tells methods apart with fewer prompts.
-        tokens: judged tokens of each prompt.
+        exact: for each answer instead, whether all its tokens are the likeliest ones.
+        agreed: number of judged tokens with the same likeliest token as with the 16-bit cache.
+        divergence: sum over judged tokens of the KL divergence of the next-token distribution,
+            16-bit cache against method, in nats.
+        margin: sum over judged tokens of the mean squared error of the logit of the likeliest
+            token less the logits of the next four. The divergence depends on the few tokens that
+            are nearly wrong; the margin does not, and tells methods apart with fewer prompts.
+        tokens: number of judged tokens.
     """
 
     exact: list[Tensor] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Scores:
         """Judge a batch: logits (judged tokens, vocabulary) of the 16-bit cache and the method."""
         judged = forced.targets != IGNORE
         rows = judged.nonzero()[:, 0]
-        expected, found = log_softmax(exact_logits, -1), log_softmax(logits, -1)
-        divergence = (expected.exp() * (expected - found)).sum(-1)
+        expected, actual = log_softmax(exact_logits, -1), log_softmax(logits, -1)
+        divergence = (expected.exp() * (expected - actual)).sum(-1)
         choice = logits.argmax(-1)
         agreed = (choice == exact_logits.argmax(-1)).float()
         count = len(judged)
@@ -53,8 +53,10 @@ class Scores:
         self.tokens.append(_sums(torch.ones_like(agreed), rows, count))
 
     def summary(self) -> dict[str, float | int]:
-        """Shares and means by token; ``..._error`` are their standard errors, from the
-        differences between prompts, and of ``exact`` between answers."""
+        """Shares and means over tokens, and their standard errors over prompts ("..._error").
+
+        "exact" is a share of answers, with its standard error over answers.
+        """
         parts = (self.exact, self.agreed, self.divergence, self.margin, self.tokens)
         exact, agreed, divergence, margin, tokens = (torch.cat(x).double().cpu() for x in parts)
         kl, kl_error = ratio(divergence, tokens)
@@ -81,16 +83,16 @@ def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
 
     Args:
         sums: (parts,) float64, such as divergences by prompt.
-        counts: (parts,) float64, what they are divided by, such as tokens by prompt.
+        counts: (parts,) float64, divisors such as tokens by prompt.
     """
-    found = sums.sum() / counts.sum()
-    spread = (sums - found * counts).square().sum().sqrt() / counts.sum()
-    return found.item(), spread.item()
+    quotient = sums.sum() / counts.sum()
+    error = (sums - quotient * counts).square().sum().sqrt() / counts.sum()
+    return quotient.item(), error.item()
 
 
-def _margin_error(expected: Tensor, found: Tensor) -> Tensor:
+def _margin_error(expected: Tensor, actual: Tensor) -> Tensor:
     top = expected.topk(min(_RUNNERS_UP + 1, expected.shape[-1]), dim=-1).indices
-    shift = (found - expected).gather(-1, top)
+    shift = (actual - expected).gather(-1, top)
     return (shift[:, :1] - shift[:, 1:]).square().mean(-1)
 
 

@@ -1,9 +1,8 @@
-"""Forward passes whose past is given: record what a prompt leaves behind, then answer from it.
+"""Forward passes over a given past: record a prompt's keys and values, then answer from them.
 
 A prompt runs through the model once, with exact attention. Each method then turns the recorded
-keys and values into what it would give back, and the text after the prompt is read with those as
-its past (teacher forcing), so that all methods answer the same question with the same words
-before.
+keys and values into those that it restores, and the model reads the text after the prompt over
+them (teacher forcing). So all methods answer the same question after the same words.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LayerStates:
-    """What one layer made of a batch of prompts of one layout, without padding.
+    """States of one layer for a batch of prompts of one layout, without padding.
 
     Attributes:
-        index: of the layer.
-        module: its attention module.
+        index: number of the layer.
+        module: attention module of the layer.
         scaling: factor of the scores.
-        keys: (rows, KV heads, tokens, head_dim) after RoPE, 16 bit; values likewise.
-        first_queries: (1, query heads, tokens, head_dim), of the first row.
+        keys: (rows, KV heads, tokens, head_dim) after RoPE, 16 bit.
+        values: (rows, KV heads, tokens, head_dim), 16 bit.
+        first_queries: (1, query heads, tokens, head_dim), queries of the first row.
         sigma_of_weights: (1, head_dim) balancing from QK-norm weights, None without them.
-        sigma_of_prompt: balancing from each row's own queries and keys, (rows * KV heads,
-            head_dim): of keys quantized per channel (True) or per token (False).
+        sigma_of_prompt: (rows * KV heads, head_dim) balancing from each row's own queries and
+            keys, under True for keys quantized per channel, under False per token.
     """
 
     index: int
@@ -55,11 +55,11 @@ class Forced:
     """Text after the prompts, given to all methods.
 
     Attributes:
-        ids: (rows, tokens), padded on the right with anything.
+        ids: (rows, tokens) token ids, right-padded with any of them.
         positions: (rows, tokens) or (3, rows, tokens) position ids.
-        targets: (rows, tokens) the token that should come after each, IGNORE where not judged.
-        answers: (rows, tokens) which of the row's answers a target belongs to.
-        count: answers of a row.
+        targets: (rows, tokens) the token that should follow each, IGNORE where not judged.
+        answers: (rows, tokens) number of the row's answer to which a target belongs.
+        count: answers in a row.
     """
 
     ids: Tensor
@@ -70,7 +70,7 @@ class Forced:
 
 
 class ForcedCache(Cache):
-    """Goes through a forward pass in place of a cache, in a model with attention "oscar".
+    """Stands in for a cache during a forward pass, in a model with attention "oscar".
 
     New tokens attend to the given past and, causally, to each other, by PyTorch operations;
     nothing is stored.
@@ -95,23 +95,27 @@ class ForcedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """See ``OscarCache.update``: attention "oscar" hands the queries to what is attached."""
+        """The new keys and values; attention "oscar" calls the object attached to the keys."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
 
     def attend_packed(self, mask: Tensor | None) -> bool:
-        """Attention "oscar" tells of padding, of which there is none."""
+        """False: no token is hidden.
+
+        Raises:
+            ValueError: the mask hides tokens.
+        """
         if mask is not None and not bool(mask.all()):
-            raise ValueError("prompts that are compared have no padding")
+            raise ValueError("prompts that are compared or inspected have no padding")
         return False
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(length of past and new tokens, 0)."""
+        """(number of past and new tokens, 0)."""
         return KeyLength(self.length + query_length, self), 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the past."""
+        """Number of past tokens."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -120,7 +124,7 @@ class ForcedCache(Cache):
 
 
 class _Attention:
-    """Attention of one layer, as attention "oscar" calls it."""
+    """Attention of one layer, which attention "oscar" calls."""
 
     def __init__(self, cache: ForcedCache, index: int) -> None:
         self._cache, self._index = cache, index
@@ -147,7 +151,7 @@ class _Attention:
         if visible is None and cache.length:
             place = torch.arange(key.shape[2], device=query.device)
             visible = place[-tokens:, None] >= place
-        # Expanded, as attention of float32 that knows of head groups keeps all scores.
+        # Expanded, because attention in float32 with groups of heads keeps all scores.
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         return scaled_dot_product_attention(
@@ -156,10 +160,10 @@ class _Attention:
 
 
 class Recorder:
-    """Keeps what every layer makes of a prompt; ``cache`` goes through the forward pass.
+    """Keeps every layer's states for a prompt; ``cache`` goes through the forward pass.
 
     Args:
-        dtype: 16-bit dtype to keep keys and values in; that of the model if it has 16 bits.
+        dtype: 16-bit dtype to keep keys and values in; a 16-bit model's own dtype wins.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -177,12 +181,11 @@ class Recorder:
     ) -> None:
         dtype = keys.dtype if keys.dtype.itemsize == 2 else self._dtype
         keys, values, head_dim = keys.to(dtype), values.to(dtype), keys.shape[-1]
-        by_weights = None
-        if hasattr(module, "q_norm") and hasattr(module, "k_norm"):
-            by_weights = sigma_from_norms(module.q_norm, module.k_norm, head_dim)
-        # Rows as heads of one row: each gets a sigma of its own, as in a cache of its own.
+        # Rows become heads of one row: each gets its own sigma, as in its own cache.
         alone = [states.flatten(0, 1)[None] for states in (queries.to(dtype), keys)]
-        by_prompt = {kind: sigma_from_prompt(*alone, centered=kind) for kind in (True, False)}
+        by_prompt = {
+            centered: sigma_from_prompt(*alone, centered=centered) for centered in (True, False)
+        }
         self.layers.append(
             LayerStates(
                 index=index,
@@ -191,14 +194,21 @@ class Recorder:
                 keys=keys,
                 values=values,
                 first_queries=queries[:1].to(dtype),
-                sigma_of_weights=by_weights,
+                sigma_of_weights=sigma_of_weights(module, head_dim),
                 sigma_of_prompt=by_prompt,
             )
         )
 
 
+def sigma_of_weights(module: Any, head_dim: int) -> Tensor | None:
+    """(1, head_dim) balancing from the QK-norm weights of an attention module; None without."""
+    if not (hasattr(module, "q_norm") and hasattr(module, "k_norm")):
+        return None
+    return sigma_from_norms(module.q_norm, module.k_norm, head_dim)
+
+
 def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:
-    """The past of the 16-bit cache."""
+    """The recorded keys and values as the ``past`` of a ``ForcedCache``."""
     return lambda index: (layers[index].keys, layers[index].values)
 
 
@@ -207,10 +217,10 @@ def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: 
     """Logits (judged tokens, vocabulary) float32, in the order of ``forced.targets``.
 
     Args:
-        model: that generates, with attention "oscar" in its decoder.
-        past: as of ``ForcedCache``.
-        length: its tokens.
-        forced: what is read after it.
+        model: generative model with attention "oscar" in its decoder.
+        past: keys and values of a layer by its index, for ``ForcedCache``.
+        length: tokens of the past.
+        forced: text to read after the past.
     """
     output = model.get_decoder()(
         input_ids=forced.ids,

@@ -1,4 +1,4 @@
-"""The methods that are compared, by name, with where they come from."""
+"""Methods that are compared, by name, with their sources."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from oscar_mm.policy import KVPolicy
 
 
 class Method(Protocol):
-    """A way to store keys and values; ``Paged`` explains the arguments."""
+    """A way to store keys and values; arguments are as in ``Paged``."""
 
     @property
     def name(self) -> str:
-        """For tables and command lines."""
+        """Name in tables and on command lines."""
         ...
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Why it says nothing about this model or prompt; None where it does."""
+        """Why the method does not apply to this model or prompt; None if it does."""
         ...
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """What it gives back of a layer."""
+        """Keys and values of a layer as the method restores them."""
         ...
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
-        """What a real cache holds of the first row; None where there is none."""
+        """Memory of a real cache with the first row; None for a method without one."""
         ...
 
 
 class StoredPast:
-    """The past that a method gives back, layer by layer as it is asked for, and its bits."""
+    """The past as a method restores it, one layer per call, and its bytes and values so far."""
 
     def __init__(self, method: Method, layers: Sequence[LayerStates], ids: Tensor) -> None:
         self.method, self.layers, self.ids = method, layers, ids
         self.stored_bytes = self.stored_values = 0
 
     def __call__(self, index: int) -> Pair:
-        """Keys and values of a layer."""
+        """Restored keys and values of a layer."""
         back = self.method.restored(self.layers[index], self.ids)
         self.stored_bytes += back.stored_bytes
         self.stored_values += back.stored_values
@@ -52,16 +52,16 @@ class StoredPast:
 
 
 def bits_per_value(stored_bytes: int, stored_values: int) -> float:
-    """16 where nothing is stored in fewer bits."""
+    """Bits per stored value; 16 where nothing is stored in fewer bits."""
     return 8 * stored_bytes / stored_values if stored_values else 16.0
 
 
 class Named(Protocol):
-    """What can be chosen by its name."""
+    """An object that is chosen by its name."""
 
     @property
     def name(self) -> str:
-        """For tables and command lines."""
+        """Name in tables and on command lines."""
         ...
 
 
@@ -71,10 +71,10 @@ FINE = "compact, groups 32"
 _STANDARD = KVPolicy.preset(DEFAULT)
 _COMPACT = KVPolicy.preset(COMPACT)
 _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
-"""All methods keep the same tokens in 16 bit, so that methods are compared and not windows."""
+"""All methods keep the same tokens in 16 bit: methods are compared, not windows."""
 _FINE = {"key_group": 32, "value_group": 32}
 _OTHER_GROUP = next(size for size in (64, 128) if size != _COMPACT.key_group)
-"""Tokens of a key group of the rows that differ from ``compact`` in this."""
+"""Key group, in tokens, of the rows that differ from ``compact`` in it."""
 _WHOLE_HEADS = {"key_axis": "token", "key_group": 128, "token_scaling": None}
 _PLAIN_VALUES = {"value_scale": "plain"}
 _MINMAX = {"fit": "minmax", "value_scale": "plain"}
@@ -82,16 +82,16 @@ _NAIVE = {**_MINMAX, "norm": "plain", "balance": None}
 
 
 def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
-    """Those whose name is one of the texts, or has one in it that is no whole name; all for none.
+    """Things whose name equals a text, or contains a text that equals no name; all without texts.
 
-    The order is that of ``things``.
+    The order of ``things`` stays.
     """
-    names = {one.name for one in things}
-    whole, parts = names.intersection(texts), [text for text in texts if text not in names]
+    names = {thing.name for thing in things}
+    exact, parts = names.intersection(texts), [text for text in texts if text not in names]
     return [
-        one
-        for one in things
-        if not texts or one.name in whole or any(text in one.name for text in parts)
+        thing
+        for thing in things
+        if not texts or thing.name in exact or any(text in thing.name for text in parts)
     ]
 
 
@@ -104,7 +104,7 @@ def main_methods() -> list[Method]:
     plain = {name: KVPolicy.preset(name, **_RECENT) for name in ("kivi", "quarot", "oscar")}
     return [
         Paged(REFERENCE, KVPolicy.preset("bf16")),
-        # Whole heads of keys and values, as they are.
+        # One group for each head, and nothing else.
         Paged("INT2 per token", _compact(**_WHOLE_HEADS, rotate=False, **_NAIVE)),
         Paged("KIVI", plain["kivi"]),  # arXiv:2402.02750
         Paged("QuaRot", plain["quarot"]),  # arXiv:2404.00456
@@ -138,7 +138,7 @@ def main_methods() -> list[Method]:
 
 
 def ablation_methods() -> list[Paged]:
-    """``compact`` with one thing changed; what the main table has is not repeated."""
+    """``compact`` with one change each, without the rows of the main table."""
     other = f"key group {_OTHER_GROUP}"
     changes: dict[str, dict[str, Any]] = {
         "rotate False": {"rotate": False},

@@ -1,4 +1,4 @@
-"""Methods that a ``KVPolicy`` describes, through real packed pages."""
+"""Methods that a ``KVPolicy`` describes, by real packed pages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from oscar_mm.quant.basis import Basis
 
 @dataclass(frozen=True)
 class Restored:
-    """What a method gives back of one layer.
+    """Keys and values of one layer as a method restores them.
 
     Attributes:
-        keys, values: as they came, (rows, KV heads, tokens, head_dim).
-        stored_bytes: of what is in fewer than 16 bits, everything counted.
-        stored_values: key and value elements in these bytes.
+        keys, values: (rows, KV heads, tokens, head_dim), dtype of the input.
+        stored_bytes: bytes of the elements in fewer than 16 bits, scales and the like included.
+        stored_values: number of these elements, keys and values.
     """
 
     keys: Tensor
@@ -46,7 +46,7 @@ class Paged:
     """A policy under a name.
 
     Attributes:
-        name: for tables.
+        name: name in tables.
         policy: how keys and values are stored; its window counts from the end of the prompt.
         mixed: pages hold tokens in the order of the prompt, whatever their modality; the cache
             itself never does that.
@@ -57,21 +57,24 @@ class Paged:
     mixed: bool = False
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Why the method says nothing about this model or prompt; None where it does."""
+        """Why the method does not apply to this model or prompt; None if it does."""
         if self.policy.balance == "weights" and layers[0].sigma_of_weights is None:
             return "the model has no QK-norm"
         named = [Modality[name.upper()] for name in self.policy.bits._fields]
-        wide = {one for one in named if not self.policy.bits_for(one).packed}
+        wide = {kind for kind in named if not self.policy.bits_for(kind).packed}
         if wide and len(wide) < len(named) and not wide & {Modality(i) for i in ids.tolist()}:
             return "no such tokens"
         return None
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """Pack what the policy packs of a prompt, and read it back.
+        """Pack the tokens of a prompt that the policy packs, and read them back.
 
         Args:
-            states: of the layer.
+            states: states of the layer.
             ids: (tokens,) modality ids on the CPU, the same in all rows.
+
+        Raises:
+            FloatingPointError: keys or values cannot be stored.
         """
         # Contiguous, so that rows can be seen as heads.
         keys, values = (
@@ -81,7 +84,7 @@ class Paged:
         for places, filling in self._packed(ids):
             bits, where = filling.bits, places.to(keys.device)
             for rows, sigma in self._parts(states):
-                # A view: rows and heads as they are, or all in one row, or one row.
+                # Views: all rows, or all heads of all rows in one row, or a single row.
                 sides = [rows(side) for side in (keys, values)]
                 _, heads, _, head_dim = sides[0].shape
                 page_format = PageFormat.of(self.policy, bits, heads, head_dim)
@@ -94,7 +97,7 @@ class Paged:
                 back = unpack(packed, page_format, basis, keys.dtype)
                 for side, pages in zip(sides, back, strict=True):
                     side[:, :, where] = _as_rows(pages, len(side))[:, :, : len(where)]
-                # Of a page that is not full its part; the rest is in the report of a cache.
+                # A page that is not full counts in part; a cache's report has all of it.
                 tokens = len(where) * len(sides[0])
                 stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
                 stored_values += 2 * tokens * heads * head_dim
@@ -105,7 +108,7 @@ class Paged:
         return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
-        """Tokens that are packed, stream by stream, and how: what a cache does with a prompt."""
+        """Tokens of a prompt that a cache packs, stream by stream, and their places in pages."""
         streams = torch.zeros_like(ids) if self.mixed else ids
         ledger = Ledger(PageStore(self.policy))
         step = ledger.advance(streams.to(torch.int8).numpy()[None])
@@ -114,7 +117,7 @@ class Paged:
     def _stored(
         self, sides: list[Tensor], filling: Filling, page_format: PageFormat, basis: Basis
     ) -> Tensor:
-        """(rows * pages, page_bytes): a filling of every row."""
+        """(rows * pages, page_bytes) uint8: the pages of one filling, for every row."""
         (keys, values), pages = sides, len(filling.pages)
         rows, device = len(keys), keys.device
         numbers = {page: number for number, page in enumerate(filling.pages)}
@@ -138,18 +141,18 @@ class Paged:
         return packed
 
     def _parts(self, states: LayerStates) -> Iterator[tuple]:
-        """How rows are packed together: a view of keys or values, and its balancing."""
+        """Rows that are packed together: a function that views keys or values, and their sigma."""
         sigma, rows = self._sigma(states), len(states.keys)
         if sigma is None or len(sigma) == 1 or rows == 1:
             yield (lambda x: x), sigma
         elif self.policy.token_scaling != "shared":
             yield (lambda x: x.view(1, -1, *x.shape[2:])), sigma
-        else:  # One norm over all heads of a row.
+        else:  # one norm over all heads of a row
             for row, own in enumerate(sigma.view(rows, -1, sigma.shape[-1])):
                 yield (lambda x, row=row: x[row : row + 1]), own
 
     def _sigma(self, states: LayerStates) -> Tensor | None:
-        """As ``OscarLayer.settle_basis`` chooses it."""
+        """The balancing that ``OscarLayer.settle_basis`` chooses."""
         balance = self.policy.balance
         if balance in ("weights", "auto") and states.sigma_of_weights is not None:
             return states.sigma_of_weights
@@ -158,12 +161,12 @@ class Paged:
         return None
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
-        """What a real cache holds of the first row."""
+        """Memory of a real cache with the first row."""
         return cached(self.policy, layers, torch.zeros_like(ids) if self.mixed else ids).memory()
 
 
 def cached(policy: KVPolicy, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
-    """A cache that has taken in the first row, as a model with attention "oscar" gives it."""
+    """A cache with the first row, filled as a model with attention "oscar" fills it."""
     cache = OscarCache(policy)
     cache.expect(ids[None])
     cache.attend_packed(None)

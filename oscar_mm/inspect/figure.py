@@ -13,8 +13,8 @@ from oscar_mm.inspect.quantization_errors import ALL, PAIRS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart with any colour vision. Later markers are smaller, so that
-# lines which lie on each other are all seen.
+# Okabe and Ito's colours, distinct with any colour vision. Later markers are smaller, so that lines
+# on top of each other are all seen.
 _MODALITIES: dict[str, dict[str, Any]] = {
     "text": {"color": "#0072B2", "marker": "o", "markersize": 10},
     "image": {"color": "#E69F00", "marker": "s", "markersize": 7.5},
@@ -31,7 +31,11 @@ _CHANNELS: dict[str, dict[str, Any]] = {
 
 
 def require_matplotlib() -> None:
-    """Raise InputError where matplotlib is not installed."""
+    """Check that matplotlib is installed.
+
+    Raises:
+        InputError: it is not.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -42,7 +46,7 @@ def require_matplotlib() -> None:
 
 
 def png(inspection: Inspection, title: str) -> bytes:
-    """The figure as PNG."""
+    """The bytes of a PNG with the figure of an inspection."""
     from matplotlib.figure import Figure
 
     drawn = [(_norms, 0), (_spread, 0.9), (_divergence, 0), (_channels, 0.9)]
@@ -82,8 +86,8 @@ def _norms(panel: Axes, inspection: Inspection) -> None:
     for name in inspection.layers[0].norms.tokens:
         spreads = [layer.norms.tokens[name] for layer in inspection.layers]
         style, tokens = _MODALITIES[name], f"{name} ({inspection.tokens[name]:,} tokens)"
-        panel.plot(places, [one.median for one in spreads], label=tokens, **style)
-        low, high = [one.p5 for one in spreads], [one.p95 for one in spreads]
+        panel.plot(places, [spread.median for spread in spreads], label=tokens, **style)
+        low, high = [spread.p5 for spread in spreads], [spread.p95 for spread in spreads]
         panel.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
@@ -97,8 +101,8 @@ def _spread(panel: Axes, inspection: Inspection) -> None:
             ("after shared", {"linestyle": "--", "markerfacecolor": "white"}),
         ):
             norms = [layer.norms for layer in inspection.layers]
-            found = [(one.heads if stage == "before" else one.scaled)[name] for one in norms]
-            ratios = [one.p95 / max(one.p5, 1e-12) for one in found]
+            spreads = [(x.heads if stage == "before" else x.scaled)[name] for x in norms]
+            ratios = [spread.p95 / max(spread.p5, 1e-12) for spread in spreads]
             style = _MODALITIES[name] | shown
             panel.plot(_places(inspection), ratios, label=f"{name}, {stage}", **style)
     panel.axhline(1, color="black", linewidth=1, label="after scaling per head")
@@ -106,31 +110,31 @@ def _spread(panel: Axes, inspection: Inspection) -> None:
 
 def _divergence(panel: Axes, inspection: Inspection) -> None:
     panel.set_title("Divergence of attention weights, with and without token scaling")
-    panel.set_ylabel("KL, exact against found, in nats")
+    panel.set_ylabel("KL, exact against quantized, in nats")
     if not inspection.has_pages:
         text = "no modality has the 128 tokens\nthat fill a page"
         panel.text(0.5, 0.5, text, ha="center", va="center", transform=panel.transAxes)
         return
     for preset, pair in PAIRS.items():
         for variant in pair:
-            found = [layer.errors[variant.label][ALL].divergence for layer in inspection.layers]
+            values = [layer.errors[variant.label][ALL].divergence for layer in inspection.layers]
             style: dict[str, Any] = {"marker": "o", "markersize": 5}
             if variant.token_scaling is None:
                 hollow = {"marker": "s", "markersize": 9, "markerfacecolor": "none"}
                 style = hollow | {"linestyle": "--"}
             label = f"{preset}, {'scaled' if variant.token_scaling else 'not scaled'}"
-            panel.plot(_places(inspection), found, color=_PRESETS[preset], label=label, **style)
+            panel.plot(_places(inspection), values, color=_PRESETS[preset], label=label, **style)
 
 
 def _errors_of(panel: Axes, inspection: Inspection, field: str) -> None:
     what = "keys" if field == "keys" else "attention, where only one modality is quantized"
     panel.set_title(f"Error of {what} (compact)")
-    panel.set_ylabel("relative error, |found - exact| / |exact|")
+    panel.set_ylabel("relative error, |quantized - exact| / |exact|")
     variant, _ = PAIRS["compact"]
     for name in inspection.parts:
         style = _MODALITIES.get(name, {"color": "black", "linestyle": ":"})
-        found = [getattr(layer.errors[variant.label][name], field) for layer in inspection.layers]
-        panel.plot(_places(inspection), found, label=name, **style)
+        values = [getattr(layer.errors[variant.label][name], field) for layer in inspection.layers]
+        panel.plot(_places(inspection), values, label=name, **style)
 
 
 def _channels(panel: Axes, inspection: Inspection) -> None:

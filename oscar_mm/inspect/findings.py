@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from oscar_mm.inspect.inspection import Inspection
+from oscar_mm.inspect.norms import LONG
 from oscar_mm.inspect.quantization_errors import PAIRS, QUERY_TOKENS
 
 _USUAL = "compact"
 _MATTERS = 0.1
-"""A change of the divergence by less than this share is called none."""
+"""Relative change of the divergence up to which token scaling hardly matters."""
 _DIFFERS = 1.05
-"""Median norms of modalities that differ by less than this factor are called equal."""
+"""Ratio of the modalities' median norms up to which they count as equal."""
 
 
 def findings(inspection: Inspection) -> list[str]:
-    """Sentences, the verdict first."""
+    """Sentences about an inspection, the verdict first."""
     return [
         _verdict(inspection),
-        *_about_scaling(inspection),
-        *_about_norms(inspection),
-        _about_channels(inspection),
-        *_about_the_sample(inspection),
+        *_on_scaling(inspection),
+        *_on_norms(inspection),
+        _on_channels(inspection),
+        *_on_sample(inspection),
     ]
 
 
@@ -30,7 +31,9 @@ def _verdict(inspection: Inspection) -> str:
             "has the 128 tokens that fill a page, so nothing would be quantized. Give more media, "
             "a longer prompt or a longer text."
         )
-    with_it, without = (inspection.mean_errors(one.label).divergence for one in PAIRS[_USUAL])
+    with_it, without = (
+        inspection.mean_errors(variant.label).divergence for variant in PAIRS[_USUAL]
+    )
     change = without / max(with_it, 1e-12) - 1
     if change > _MATTERS:
         return (
@@ -48,7 +51,7 @@ def _verdict(inspection: Inspection) -> str:
     )
 
 
-def _about_scaling(inspection: Inspection) -> list[str]:
+def _on_scaling(inspection: Inspection) -> list[str]:
     if not inspection.has_pages:
         return []
     parts = []
@@ -63,42 +66,44 @@ def _about_scaling(inspection: Inspection) -> list[str]:
     ]
 
 
-def _about_norms(inspection: Inspection) -> list[str]:
+def _on_norms(inspection: Inspection) -> list[str]:
     layers = inspection.layers
-    said = []
+    sentences = []
     widest = max(layers, key=lambda layer: layer.norms.ratio)
     if widest.norms.ratio > _DIFFERS:
         medians = ", ".join(
             f"{name} {spread.median:.2f}" for name, spread in widest.norms.tokens.items()
         )
-        said.append(
+        sentences.append(
             f"Between modalities, keys differ most in layer {widest.index}: median norms {medians}"
             f" ({widest.norms.ratio:.2f} times). The cache quantizes each modality by itself, so "
             "this alone costs nothing; only differences within one do."
         )
     elif len(widest.norms.tokens) > 1:
-        said.append(
+        sentences.append(
             f"Between modalities, the median norms of keys differ by {widest.norms.ratio - 1:.1%} "
             "at most."
         )
     longest = max(layers, key=lambda layer: layer.norms.long)
     if longest.norms.long > 0:
         name, spread = max(longest.norms.tokens.items(), key=lambda item: item[1].long)
-        said.append(
-            f"Within a modality, keys over 3 times its median are most frequent in layer "
+        sentences.append(
+            f"Within a modality, keys over {LONG:g} times its median are most frequent in layer "
             f"{longest.index}: {spread.long:.1%} of {name}."
         )
     else:
-        said.append("Within a modality, no key is over 3 times its median in any layer.")
+        sentences.append(
+            f"Within a modality, no key is over {LONG:g} times its median in any layer."
+        )
     if inspection.qk_norm:
-        said.append(
+        sentences.append(
             "This model normalizes each head's key before RoPE (QK-norm): norms can differ only by "
             "what its channel weights make of a key's direction."
         )
-    return said
+    return sentences
 
 
-def _about_channels(inspection: Inspection) -> str:
+def _on_channels(inspection: Inspection) -> str:
     worst = max(inspection.layers, key=lambda layer: layer.channels["raw"])
     return (
         f"The largest key channel is {worst.channels['raw']:.1f} times the median channel (layer "
@@ -108,18 +113,18 @@ def _about_channels(inspection: Inspection) -> str:
     )
 
 
-def _about_the_sample(inspection: Inspection) -> list[str]:
-    said = []
+def _on_sample(inspection: Inspection) -> list[str]:
+    sentences = []
     if inspection.is_sample:
-        said.append(
-            f"Errors are those of a sample of {inspection.quantized:,} of "
+        sentences.append(
+            f"Errors are measured on a sample of {inspection.quantized:,} of "
             f"{sum(inspection.tokens.values()):,} tokens, whole pages at even distances, and "
-            "attention is to these."
+            "attention reads these only."
         )
     if inspection.has_pages:
-        said.append(
-            f"Errors of attention are those of the last {QUERY_TOKENS} tokens, and only full pages "
-            "of 128 tokens are quantized. They compare formats in this prompt; what an answer "
-            "loses is told by tasks only."
+        sentences.append(
+            f"Errors of attention are measured at the last {QUERY_TOKENS} tokens, and only full "
+            "pages of 128 tokens are quantized. They compare formats on this prompt; only tasks "
+            "tell what an answer loses."
         )
-    return said
+    return sentences

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from oscar_mm.compare.forced import sigma_of_weights
 from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.inspect.norms import Norms, channel_outliers, measure_norms
 from oscar_mm.inspect.probe import LayerStates, Probe
 from oscar_mm.inspect.quantization_errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.modality import Modality
-from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
+from oscar_mm.quant.balance import sigma_from_prompt
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,11 @@ class Layer:
     """Figures of one layer.
 
     Attributes:
-        index: of the layer.
-        norms: of its keys by modality.
-        channels: largest over median rms of key channels, by what was done to them.
-        errors: of quantization, by variant, then by modality and "all" (none without a page).
+        index: number of the layer.
+        norms: norms of its keys by modality.
+        channels: largest over median rms of key channels, by transform ("raw", "rotated", ...).
+        errors: quantization errors by variant's label, then by modality and "all"; a modality
+            without a full page has none.
     """
 
     index: int
@@ -39,10 +41,10 @@ class Inspection:
     """Figures of a prompt.
 
     Attributes:
-        tokens: of the prompt by modality.
-        quantized: tokens of each layer that the errors were measured on.
+        tokens: tokens of the prompt by modality.
+        quantized: tokens of each layer on which the errors were measured.
         qk_norm: whether the model normalizes its keys, head by head.
-        layers: in order.
+        layers: figures of all layers, in order.
     """
 
     tokens: dict[str, int]
@@ -61,13 +63,13 @@ class Inspection:
         return bool(self.parts)
 
     def mean_errors(self, variant: str, part: str = ALL) -> Errors:
-        """Errors of a variant and a modality or "all", mean over layers."""
-        found = [astuple(layer.errors[variant][part]) for layer in self.layers]
-        return Errors(*(sum(column) / len(found) for column in zip(*found, strict=True)))
+        """Errors of a variant for a modality or "all", mean over layers."""
+        rows = [astuple(layer.errors[variant][part]) for layer in self.layers]
+        return Errors(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
 
     @property
     def parts(self) -> list[str]:
-        """Modalities that errors are known of, and "all"."""
+        """Modalities that have errors, and "all"; empty without a full page."""
         return list(next(iter(self.layers[0].errors.values()), {}))
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,12 +87,12 @@ class Inspection:
 def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
     """Read a prompt once and measure the keys, values and attention of every layer on the way.
 
-    No more than one layer's keys and values are held; of a long prompt a sample of whole pages is
-    quantized (``oscar_mm.inspect.quantization_errors``).
+    The keys and values of at most one layer are in memory. For a long prompt a sample of whole
+    pages is quantized (``oscar_mm.inspect.quantization_errors.sampled``).
 
     Args:
-        model: with attention "oscar" in its decoder, as pipelines load it.
-        prompt: of a single row.
+        model: model with attention "oscar" in its decoder, as pipelines load it.
+        prompt: prompt of a single row.
 
     Raises:
         InputError: keys or values are NaN, infinite or beyond float16.
@@ -101,27 +103,20 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
     normed: list[bool] = []
 
     def look(states: LayerStates) -> None:
-        normed.append(_sigma_of_weights(states) is not None)
+        normed.append(sigma_of_weights(states.module, states.keys.shape[-1]) is not None)
         try:
             layers.append(_measured(states, ids, sample))
         except InputError as error:
             raise InputError(f"layer {states.index}: {error}") from None
 
     forward(model, prompt, Probe(look))
-    counts = Counter(Modality(one).label for one in ids.tolist())
+    counts = Counter(Modality(number).label for number in ids.tolist())
     return Inspection(dict(counts), len(sample), all(normed), layers)
 
 
-def _sigma_of_weights(states: LayerStates) -> torch.Tensor | None:
-    module: Any = states.module
-    if not (hasattr(module, "q_norm") and hasattr(module, "k_norm")):
-        return None
-    return sigma_from_norms(module.q_norm, module.k_norm, states.keys.shape[-1])
-
-
 def _measured(states: LayerStates, ids: torch.Tensor, sample: torch.Tensor) -> Layer:
-    # As the cache balances by default.
-    sigma = _sigma_of_weights(states)
+    # Balancing "auto", the default of the cache.
+    sigma = sigma_of_weights(states.module, states.keys.shape[-1])
     if sigma is None:
         sigma = sigma_from_prompt(states.queries[None], states.keys[None])
     sigma = sigma.to(states.keys.device)

@@ -1,4 +1,4 @@
-"""How long keys are by modality, and how unequal their channels."""
+"""Norms of keys by modality, and outliers among their channels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from oscar_mm.modality import Modality
 from oscar_mm.quant.basis import Basis
 
 LONG = 3.0
-"""A token this many times longer than the median token of its modality is counted as long."""
+"""A key is long if its norm is over this many times the median of its modality."""
 _CHUNK_TOKENS = 4096
-"""Tokens at a time: a long prompt's keys are not copied to float32 as a whole."""
+"""Tokens that are copied to float32 at a time."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Spread:
     """Norms of the tokens of one modality.
 
     Attributes:
-        mean, p5, median, p95: mean, percentiles 5, 50 and 95.
-        long: share of norms over 3 times the median.
+        mean, p5, median, p95: mean, and percentiles 5, 50 and 95.
+        long: share of norms over ``LONG`` times the median.
     """
 
     mean: float
@@ -32,7 +32,7 @@ class Spread:
 
     @classmethod
     def of(cls, norms: torch.Tensor) -> Spread:
-        """Of a tensor of any shape."""
+        """Spread of a tensor of norms, of any shape."""
         ordered = norms.flatten().sort().values
         p5, median, p95 = (ordered[round(q * (len(ordered) - 1))] for q in (0.05, 0.5, 0.95))
         long = (ordered > LONG * median).float().mean()
@@ -44,9 +44,9 @@ class Norms:
     """Norms of a layer's keys by modality, in the balanced coordinates in which they are stored.
 
     Attributes:
-        tokens: of the key of all KV heads together, divided by the square root of their number.
-        heads: of the key of a head, 1 being the median of that head's tokens.
-        scaled: the same after token scaling "shared", which makes ``tokens`` equal. After
+        tokens: norm of a token's keys in all KV heads, divided by the square root of their number.
+        heads: norm of a token's key in one head, divided by the median of that head.
+        scaled: ``heads`` after token scaling "shared", which makes ``tokens`` equal. After
             "per_head" every norm is 1.
     """
 
@@ -92,14 +92,14 @@ def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Ten
 
 
 def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str, float]:
-    """Largest over median rms of a head's key channels, of the worst head.
+    """Largest over median rms of a head's key channels, in the worst head.
 
     Args:
         keys: (KV heads, tokens, head_dim) after RoPE.
         sigma: (KV heads or 1, head_dim), balancing.
 
     Returns:
-        of keys that are "raw", "rotated", "balanced", and "balanced, rotated".
+        the ratio for keys that are "raw", "rotated", "balanced", and "balanced, rotated".
     """
     head_dim = keys.shape[-1]
     bases = {
@@ -108,13 +108,13 @@ def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str
         "balanced": Basis(head_dim, False, sigma),
         "balanced, rotated": Basis(head_dim, True, sigma),
     }
-    found = {}
+    ratios = {}
     for name, basis in bases.items():
         parts = [basis.keys_in(part).square().sum(1) for part in keys.split(_CHUNK_TOKENS, dim=1)]
         rms = (torch.stack(parts).sum(0) / keys.shape[1]).sqrt()
         ratio = rms.amax(-1) / rms.median(-1).values.clamp(min=1e-12)
-        found[name] = float(ratio.max())
-    return found
+        ratios[name] = float(ratio.max())
+    return ratios
 
 
 def _ratio(spreads: dict[str, Spread]) -> float:

@@ -1,4 +1,4 @@
-"""What quantization does to keys, values and attention of a layer, by modality."""
+"""Errors that quantization causes in a layer's keys, values and attention, by modality."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.round_trip import roundtrip
 
 SAMPLE_TOKENS = 8192
-"""Most tokens of a layer that are quantized; of a longer prompt, pages at even distances."""
+"""Most tokens of a layer that are quantized; a longer prompt gives pages at even distances."""
 QUERY_TOKENS = 64
-"""The last tokens of the prompt, whose attention is compared."""
+"""Number of last tokens of the prompt, whose attention is compared."""
 ALL = "all"
 _PRESETS = ("compact", "oscar", "kivi")
 
@@ -25,7 +25,7 @@ class Variant:
     """A policy that is tried: a preset with token scaling or without.
 
     Attributes:
-        preset: its name.
+        preset: name of the preset.
         token_scaling: "shared", "per_head" or None.
     """
 
@@ -34,7 +34,7 @@ class Variant:
 
     @property
     def policy(self) -> KVPolicy:
-        """The preset with this token scaling; the balancing is done outside."""
+        """The preset with this token scaling; ``measure_errors`` does the balancing."""
         return KVPolicy.preset(self.preset, token_scaling=self.token_scaling, balance=None)
 
     @property
@@ -44,12 +44,12 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return f"{self.preset}, {self.token_scaling or 'no'} token scaling"
 
 
 def _variants(preset: str) -> tuple[Variant, Variant]:
-    # KIVI has none of its own: it gets that of the published recipe.
+    # KIVI has no token scaling: it gets the published recipe's.
     own = KVPolicy.preset(preset).token_scaling or "shared"
     return Variant(preset, own), Variant(preset, None)
 
@@ -57,21 +57,22 @@ def _variants(preset: str) -> tuple[Variant, Variant]:
 PAIRS = {preset: _variants(preset) for preset in _PRESETS}
 """Each preset with token scaling and without."""
 VARIANTS = (Variant(DEFAULT, None), *(variant for pair in PAIRS.values() for variant in pair))
-"""All that are tried. The default scales each token by itself."""
+"""All variants that are tried. The default scales each token by itself."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """What quantizing one modality's tokens, or all, does.
+    """Errors from quantizing the tokens of one modality, or of all.
 
     Attributes:
-        bits: of a page per key or value element, everything counted.
-        keys: |found - exact| / |exact| of those tokens that are in pages.
-        values: likewise.
-        output: likewise, of attention, where these tokens are quantized and all others are exact.
-        divergence: of the attention weights, exact against found (Kullback-Leibler), in nats, mean
-            over queries and heads. It tells more about answers than ``output``, which favours
-            fits that shrink keys.
+        bits: bits of a page per key or value element, scales and the like included.
+        keys: |quantized - exact| / |exact| of the keys of tokens in pages.
+        values: |quantized - exact| / |exact| of their values.
+        output: |quantized - exact| / |exact| of attention's output, where these tokens are
+            quantized and all others are exact.
+        divergence: Kullback-Leibler divergence of the attention weights, exact against quantized,
+            in nats, mean over queries and heads. It tells more about answers than ``output``,
+            which favours fits that shrink keys.
     """
 
     bits: float
@@ -84,12 +85,12 @@ class Errors:
 def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
     """Indices of tokens to quantize, ascending: all, or whole pages of a long prompt.
 
-    Pages hold tokens of one modality that follow each other; of each modality so many are taken
-    as is its share of the prompt, one at least.
+    A page has tokens of one modality in the order of the prompt. Each modality gives pages in
+    proportion to its share of the prompt, at least one.
 
     Args:
         ids: (tokens,) modality ids on the CPU.
-        limit: about how many tokens.
+        limit: approximate number of tokens.
     """
     if len(ids) <= limit:
         return torch.arange(len(ids))
@@ -107,13 +108,13 @@ def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
 def measure_errors(
     states: LayerStates, sigma: torch.Tensor | None, ids: torch.Tensor, sample: torch.Tensor
 ) -> dict[str, dict[str, Errors]]:
-    """Errors by variant's label, then by modality and "all"; none of modalities without a page.
+    """Errors by variant's label, then by modality and "all"; a modality without a page has none.
 
     Args:
-        states: of the layer.
+        states: states of the layer.
         sigma: (KV heads or 1, head_dim), balancing.
         ids: (tokens,) modality ids on the CPU.
-        sample: indices of the tokens that are looked at, as ``sampled`` gives them.
+        sample: indices of the tokens to quantize, from ``sampled``.
 
     Raises:
         InputError: keys or values are NaN, infinite or beyond float16.
@@ -130,18 +131,18 @@ def measure_errors(
     )
     exact, weights = attention(keys[0], values[0])
     parts = _paged(ids[sample], device)
-    found: dict[str, dict[str, Errors]] = {}
+    by_variant: dict[str, dict[str, Errors]] = {}
     for variant in VARIANTS:
         factor = sigma[:, None] if variant.balances and sigma is not None else 1.0
         back = roundtrip(keys / factor, values, variant.policy, ids[sample])
-        errors = found[variant.label] = {}
+        errors = by_variant[variant.label] = {}
         for label, part in parts.items():
             mixed = [
                 torch.where(part[:, None], new, old)
                 for new, old in ((back.k * factor, keys), (back.v, values))
             ]
-            output, found_weights = attention(mixed[0][0], mixed[1][0])
-            divergence = (weights.exp() * (weights - found_weights)).sum(-1).mean()
+            output, quantized_weights = attention(mixed[0][0], mixed[1][0])
+            divergence = (weights.exp() * (weights - quantized_weights)).sum(-1).mean()
             errors[label] = Errors(
                 bits=back.bits_per_value,
                 keys=_relative(mixed[0][:, :, part], keys[:, :, part]),
@@ -149,12 +150,18 @@ def measure_errors(
                 output=_relative(output, exact),
                 divergence=float(divergence),
             )
-    return found
+    return by_variant
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """Queries (KV heads, group, queries, head_dim), and which keys they do not see."""
+    """Attention of some queries.
+
+    Attributes:
+        queries: (KV heads, group, queries, head_dim).
+        hidden: (queries, keys) bool, keys that a query does not see.
+        scaling: factor of the scores.
+    """
 
     queries: torch.Tensor
     hidden: torch.Tensor
@@ -165,25 +172,25 @@ class _Attention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and logarithms of the weights; keys and values are (KV heads, keys, head_dim)."""
         scores = self.queries @ keys[:, None].mT * self.scaling
-        # A finite number: the divergence of what is hidden from both is 0.
+        # A finite number, so that hidden keys add 0 to a divergence.
         weights = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
         return weights.exp() @ values[:, None], weights
 
 
 def _paged(ids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-    """By modality and for all, (tokens,) bool: which are in full pages."""
+    """(tokens,) bool by modality and for "all": whether a token is in a full page."""
     parts = {}
     for modality in Modality:
         places = (ids == int(modality)).nonzero()[:, 0]
-        whole = len(places) // PAGE_TOKENS * PAGE_TOKENS
-        if whole:
+        packed = len(places) // PAGE_TOKENS * PAGE_TOKENS
+        if packed:
             part = torch.zeros(len(ids), dtype=torch.bool)
-            part[places[:whole]] = True
+            part[places[:packed]] = True
             parts[modality.label] = part.to(device)
     if parts:
         parts[ALL] = torch.stack(list(parts.values())).any(0)
     return parts
 
 
-def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
+def _relative(quantized: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((quantized - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -1,4 +1,4 @@
-"""An inspection as rows of text, and as one HTML file that needs nothing else."""
+"""An inspection as tables of text, and as one HTML file that needs no other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from oscar_mm.inspect.inspection import Inspection
+from oscar_mm.inspect.norms import LONG
 from oscar_mm.inspect.quantization_errors import ALL, PAIRS, VARIANTS
 
 
@@ -20,17 +21,16 @@ class Table:
 
 
 def tables(inspection: Inspection) -> list[Table]:
-    """One row for each layer; and, where there are pages, one for each format."""
-    found = [_by_layer(inspection)]
-    if inspection.has_pages:
-        found.append(_by_format(inspection))
-    return found
+    """A table with a row for each layer and, where there are pages, one with a row per format."""
+    if not inspection.has_pages:
+        return [_by_layer(inspection)]
+    return [_by_layer(inspection), _by_format(inspection)]
 
 
 def _by_layer(inspection: Inspection) -> Table:
     modalities = list(inspection.layers[0].norms.tokens)
-    with_it, without = PAIRS["compact"]
-    heads = ["layer", *modalities, "ratio", "over 3x", "raw", "stored"]
+    pair = PAIRS["compact"]
+    heads = ["layer", *modalities, "ratio", f"over {LONG:g}x", "raw", "stored"]
     if inspection.has_pages:
         heads += ["scaled", "plain"]
     rows = []
@@ -44,11 +44,11 @@ def _by_layer(inspection: Inspection) -> Table:
             f"{layer.channels['balanced, rotated']:.1f}",
         ]
         if inspection.has_pages:
-            row += [f"{layer.errors[one.label][ALL].divergence:.4f}" for one in (with_it, without)]
+            row += [f"{layer.errors[variant.label][ALL].divergence:.4f}" for variant in pair]
         rows.append(row)
     title = (
-        "By layer: median norm of keys by modality, their largest ratio, share of keys over 3 "
-        "times their modality's median; largest channel over median, raw and as stored"
+        "By layer: median norm of keys by modality, their largest ratio, share of keys over "
+        f"{LONG:g} times their modality's median; largest channel over median, raw and as stored"
     )
     if inspection.has_pages:
         title += "; KL of attention weights with compact, tokens scaled and plain"
@@ -59,11 +59,11 @@ def _by_format(inspection: Inspection) -> Table:
     parts = inspection.parts
     rows = []
     for variant in VARIANTS:
-        whole = inspection.mean_errors(variant.label)
+        mean = inspection.mean_errors(variant.label)
         row = [variant.preset, variant.token_scaling or "none"]
-        row += [f"{whole.bits:.2f}", f"{whole.keys:.3f}", f"{whole.values:.3f}"]
-        row += [f"{inspection.mean_errors(variant.label, one).output:.3f}" for one in parts]
-        rows.append([*row, f"{whole.divergence:.4f}"])
+        row += [f"{mean.bits:.2f}", f"{mean.keys:.3f}", f"{mean.values:.3f}"]
+        row += [f"{inspection.mean_errors(variant.label, part).output:.3f}" for part in parts]
+        rows.append([*row, f"{mean.divergence:.4f}"])
     return Table(
         "Relative errors by format (bits per value), means over layers: of keys, of values, and of "
         "attention with this modality, or all, quantized; KL of attention weights",
@@ -73,7 +73,7 @@ def _by_format(inspection: Inspection) -> Table:
 
 
 def details(inspection: Inspection) -> list[Table]:
-    """Errors of each preset by layer and modality, where there are pages."""
+    """A table of each preset's errors by layer and modality; none without pages."""
     if not inspection.has_pages:
         return []
     fields = ("keys", "values", "output", "divergence")
@@ -111,18 +111,20 @@ th:first-child, td:first-child { text-align: left; }
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def page(title: str, what: str, said: list[str], figure: bytes, tables: list[Table]) -> str:
-    """The page.
+def page(
+    title: str, subtitle: str, sentences: list[str], figure: bytes, tables: list[Table]
+) -> str:
+    """HTML of an inspection's page.
 
     Args:
-        title: its heading.
-        what: a line below it.
-        said: sentences, the verdict first.
-        figure: PNG.
-        tables: below the figure.
+        title: heading of the page.
+        subtitle: line below the heading.
+        sentences: findings, the verdict first.
+        figure: bytes of a PNG.
+        tables: tables below the figure.
     """
     image = base64.b64encode(figure).decode()
-    verdict, *others = map(escape, said)
+    verdict, *others = map(escape, sentences)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -134,10 +136,10 @@ def page(title: str, what: str, said: list[str], figure: bytes, tables: list[Tab
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p class="what">{escape(what)}</p>
+<p class="what">{escape(subtitle)}</p>
 <p class="verdict">{verdict}</p>
 <ul>
-{"".join(f"<li>{one}</li>" for one in others)}
+{"".join(f"<li>{sentence}</li>" for sentence in others)}
 </ul>
 <img alt="Norms of keys, errors of attention and channel outliers by layer; the tables below have
 the same figures" src="data:image/png;base64,{image}">

@@ -1,7 +1,7 @@
-"""Media in: pictures, clips and recordings, from files or memory, bounded and checked.
+"""Media: pictures, clips and recordings from files or memory, bounded and checked.
 
-Names load on first use (PEP 562): decoders of sound and video are not needed to look at pictures,
-nor any of them for a command's help.
+Names load on first use (PEP 562): pictures need no decoders of sound and video, and a command's
+help needs none at all.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A recording to mono samples at 16 kHz, decoded in pieces, in bounded memory."""
+"""Recordings as mono samples at 16 kHz, decoded in pieces, in bounded memory."""
 
 import io
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ from oscar_mm.media.mono import Audio, Mono
 from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
 from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
 
-# What FFmpeg may take a recording for. Playlists (hls, concat, dash) are left out: they open other
-# files.
+# Formats of recordings that FFmpeg may read. Playlists (hls, concat, dash) are left out: they open
+# other files.
 CONTAINERS = (
     "aac,ac3,aiff,amr,ape,asf,au,avi,caf,flac,flv,matroska,mov,mp3,mpeg,mpegts,mxf,nistsphere,"
     "ogg,opus,wav,webm,wv"
 )
 
 _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
-"""How files begin that libsndfile reads: it is faster, and knows their exact length."""
+"""First bytes of files that libsndfile reads: it is faster than FFmpeg, and counts exactly."""
 
 _GUESSED = ("aac", "ac3")
 """Formats without a header: FFmpeg guesses their length from their first bit rate."""
 
 _EXACT_PCM = ("aiff", "au", "nistsphere", "wav")
-"""Formats that count samples exactly, if these are not compressed."""
+"""Formats whose headers count samples exactly, if these are not compressed."""
 
 _PIECE_S = 10
 """Seconds that are decoded at a time."""
@@ -41,10 +41,11 @@ _PIECE_VALUES = 1 << 24
 """Most samples of all channels that are decoded at a time."""
 
 _UNKNOWN = 1 << 62
-"""libsndfile's count of samples from here on says that none is known: FLAC from a pipe."""
+"""libsndfile counts so many samples or more where the number is unknown: FLAC from a pipe."""
 
-# Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
-_LENIENT: dict[str, Any] = (
+# Options of av.open. Tags such as a title need not be UTF-8; PyAV 19 is lenient by itself and lacks
+# the argument.
+LENIENT: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 )
 
@@ -75,8 +76,8 @@ def load_audio(
         Mono at 16 kHz; about 64 KB a second, whatever the source's rate and channels.
 
     Raises:
-        InputError: nothing there, not a recording, no sound in it, damaged or cut off, NaN, too
-            long or too short, or packages for audio missing.
+        InputError: there is nothing to read, or no recording, or no sound; the recording is
+            damaged, cut off, NaN, too long or too short; or packages for audio are missing.
     """
     name = label or describe(source, "audio")
     _require_packages(name)
@@ -122,8 +123,8 @@ def _require_packages(label: str) -> None:
 def _pair(source: tuple, label: str) -> tuple[np.ndarray, int]:
     if len(source) == 2:
         samples, rate = source if isinstance(source[0], np.ndarray) else source[::-1]
-        whole = isinstance(rate, (int, np.integer)) and not isinstance(rate, bool)
-        if isinstance(samples, np.ndarray) and whole:
+        has_rate = isinstance(rate, (int, np.integer)) and not isinstance(rate, bool)
+        if isinstance(samples, np.ndarray) and has_rate:
             return samples, int(rate)
     raise InputError(f"{label}: a pair must be an array of samples and their rate, a whole number")
 
@@ -167,7 +168,7 @@ def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
         frames = min(_PIECE_S * file.samplerate, max(1, _PIECE_VALUES // file.channels))
         buffer = np.zeros((frames, file.channels), np.float32)
         try:
-            # What is returned is the part of the buffer that was written to.
+            # The part of the buffer that was written to is returned.
             while len(piece := file.read(out=buffer)):
                 mono.push(piece)
         except (soundfile.LibsndfileError, RuntimeError) as error:
@@ -176,7 +177,7 @@ def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
 
 
 def sound_file(source: Path | bytes, label: str) -> Any | None:
-    """A ``SoundFile`` of a WAV, FLAC or Ogg file of known length; None for FFmpeg to read it.
+    """A ``SoundFile`` of a WAV, FLAC or Ogg file of known length; None if FFmpeg must read it.
 
     Raises:
         InputError: the file cannot be opened.
@@ -186,7 +187,7 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
     with opened_bytes(source, label) as raw:
         if raw.read(4) not in _LIBSNDFILE:
             return None
-    # Of joined Ogg streams libsndfile reads the first alone, FFmpeg all.
+    # libsndfile reads only the first of joined Ogg streams, FFmpeg all.
     if is_joined_ogg(source, label):
         return None
     try:
@@ -201,16 +202,16 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
 
 @contextmanager
 def opened(source: Path | bytes, label: str) -> Iterator[Any]:
-    """A PyAV container of a recording, or of a video for its sound.
+    """A PyAV container of a recording, or of a video with sound.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the source cannot be read, also inside the block.
     """
     # "file:" keeps a colon in the name from being read as a protocol.
     where = io.BytesIO(source) if isinstance(source, bytes) else f"file:{source.absolute()}"
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
-        with av.open(where, options=options, **_LENIENT) as container:
+        with av.open(where, options=options, **LENIENT) as container:
             yield container
     except FFmpegError as error:
         raise InputError(
@@ -242,12 +243,12 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
             for part in planar.resample(frame):
                 mono.push(part.to_ndarray().T)
         if mono is None:
-            raise InputError(f"{label}: no sound of it can be decoded; convert it to WAV or FLAC")
+            raise InputError(f"{label}: its sound cannot be decoded; convert it to WAV or FLAC")
         return mono.finish(promised, estimated=not _is_exact(container, stream))
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """The decoded sound; of an MP3 without what is none, such as tags between joined files."""
+    """Decoded frames of sound; an MP3's other packets, such as tags, are left out."""
     for packet in container.demux(stream):
         try:
             yield from packet.decode()
@@ -257,13 +258,13 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
-    """Length of the sound in an ``opened`` source by its header; 0 if that says nothing."""
+    """Seconds of sound in an ``opened`` source by its header; 0 if the header does not say."""
     if container.format.name == "mp3":
         return mp3_seconds(source, label)
     if container.format.name in _GUESSED:
         return 0.0
     if container.format.name == "ogg" and is_joined_ogg(source, label):
-        return 0.0  # FFmpeg takes the length of the last stream for that of all
+        return 0.0  # FFmpeg reports the length of the last stream alone
     seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
     if not seconds and not container.streams.video:
         seconds = (container.duration or 0) / 1e6
@@ -271,7 +272,7 @@ def promised_seconds(container: Any, stream: Any, source: Path | bytes, label: s
 
 
 def _is_exact(container: Any, stream: Any) -> bool:
-    """Whether ``promised_seconds`` are exact. Those of a film are not: its sound may have gaps."""
+    """Whether ``promised_seconds`` are exact. A film's are not: its sound may have gaps."""
     formats = container.format.name.split(",")
     if "mov" in formats:
         return bool(stream.duration) and not container.streams.video

@@ -1,4 +1,4 @@
-"""SHA-256 of what a medium decodes to, whatever file it came from."""
+"""SHA-256 of the decoded content of media, whatever files they come from."""
 
 import hashlib
 
@@ -12,8 +12,8 @@ from oscar_mm.media.video import Video
 def media_digest(medium: Image.Image | Video | Audio) -> str:
     """Digest of an image's pixels, a video's frames, times and sound, or a recording's samples.
 
-    Sizes, modes and rates are hashed along with them, so that no two media of different shape can
-    share their bytes.
+    The digest covers sizes, modes and rates too, so that media of different shapes never hash the
+    same bytes.
 
     Returns:
         64 hexadecimal digits.

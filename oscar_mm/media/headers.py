@@ -1,7 +1,7 @@
-"""Headers: sizes of media, told before anything is decoded.
+"""Headers: sizes of media, read before anything is decoded.
 
-Where a header tells nothing, or something is wrong, there is None: whoever decodes the medium says
-what it is. Nothing is fetched from other machines.
+Functions return None where a header does not say or something is wrong: decoding the medium reports
+the error. Nothing is fetched from other machines.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from oscar_mm.media.video import Video, clip_seconds, kept_frames, kept_size, op
 T = TypeVar("T")
 
 _SOURCE_FPS = 30.0
-"""Of a video of which nothing else is known."""
+"""Assumed frames per second of a source whose frames are not read."""
 
 
 class PictureSize(NamedTuple):
-    """Width and height in pixels, where only these count of an image."""
+    """Width and height in pixels; stands for an image where only these count."""
 
     width: int
     height: int
@@ -43,7 +43,7 @@ def _or_none(read: Callable[..., T]) -> Callable[..., T | None]:
     def guarded(*args: Any, **kwargs: Any) -> T | None:
         try:
             return read(*args, **kwargs)
-        except Exception:  # any error of any parser: the bytes are a stranger's
+        except Exception:  # any error of any parser: the bytes are not trusted
             return None
 
     return guarded
@@ -53,7 +53,7 @@ def _or_none(read: Callable[..., T]) -> Callable[..., T | None]:
 def image_size(
     source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: PixelCount | None = None
 ) -> PictureSize | None:
-    """Of an image as ``load_image`` takes it, upright and scaled down; ``count`` gets all of it."""
+    """Size of the image that ``load_image`` would return; ``count`` counts all its pixels."""
     if isinstance(source, np.ndarray | Image.Image):
         is_array = isinstance(source, np.ndarray)
         size = PictureSize(*source.shape[1::-1]) if is_array else _upright(source)
@@ -75,7 +75,7 @@ def _count(size: PictureSize, count: PixelCount | None) -> None:
 
 @_or_none
 def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
-    """A recording of the length of one that ``load_audio`` takes; nobody should listen to it."""
+    """Silence as long as the recording that ``load_audio`` would read."""
     seconds = _seconds(source)
     limits.check_audio(seconds, "")
     return silence(seconds)
@@ -88,7 +88,7 @@ def _seconds(source: Any) -> float:
     local = _local(source)
     local = local if isinstance(local, Path) else local.getvalue()
     if (file := sound_file(local, "")) is None:
-        return _seconds_of(local)
+        return _container_seconds(local)
     with file:
         return file.frames / file.samplerate
 
@@ -97,16 +97,16 @@ def _seconds(source: Any) -> float:
 def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) -> Video | None:
     """The video that ``load_video`` would make of a source, without its pixels.
 
-    Of a file it may have a frame less.
+    The outline of a file may have one frame less.
     """
     if isinstance(source, str | Path):
         path = _local(source)
         with opened_video(path, "") as (container, stream):
             seconds, size = clip_seconds(container, stream), (stream.width, stream.height)
-            heard = silence(_seconds_of(path)) if sound and container.streams.audio else None
+            audio = silence(_container_seconds(path)) if sound and container.streams.audio else None
         limits.check_video(*size, seconds, "")
-        video = sampled(seconds, size, fps, limits, heard)
-        # Whether the last one is kept depends on the times of the frames.
+        video = sampled(seconds, size, fps, limits, audio)
+        # Whether the last frame is kept depends on the times of the frames.
         count = max(2, len(video.frames) - 1)
         return replace(
             video, frames=video.frames[:count], frame_indices=video.frame_indices[:count]
@@ -120,14 +120,14 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
 def sampled(
     seconds: float, size: tuple[int, int], fps: float, limits: MediaLimits, sound: Audio | None
 ) -> Video:
-    """What ``load_video`` keeps of a file: as many frames of that size, on the device meta.
+    """The video that ``load_video`` keeps of a file, with frames on the device meta.
 
     Args:
-        seconds: its length, above 0.
-        size: width and height of its frames, in pixels.
+        seconds: length of the file, above 0.
+        size: width and height of the file's frames, in pixels.
         fps: frames per second to keep, if the limits allow it.
         limits: bounds on frames and pixels.
-        sound: what is heard, if that counts.
+        sound: sound of the video, if that counts.
     """
     step, most = kept_frames(seconds, fps, limits)
     # Frames are kept at 0, step, 2 step, ... as long as the clip lasts.
@@ -136,7 +136,7 @@ def sampled(
 
 
 def silence(seconds: float) -> Audio:
-    """A recording of so many seconds: one sample, seen as many."""
+    """A silent recording of ``seconds``: a single sample, broadcast."""
     return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
 
 
@@ -157,21 +157,21 @@ def _frames(
 
 
 def _local(source: Any) -> Any:
-    """What a parser can open, a path or bytes; None for what would have to be fetched or decoded
-    first, which none of them takes."""
+    """A path or bytes that a parser can open; None, which no parser takes, for an address or a
+    data URI."""
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     return None if is_address(source) else existing_file(source, "")
 
 
 def _upright(image: Image.Image) -> PictureSize:
-    # Of a PNG whose header has no EXIF data, Pillow would decode the pixels to look for them; the
+    # Where a PNG's header has no EXIF data, Pillow would decode the pixels to look for them; the
     # size of a TIFF is upright already.
-    known = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-    return PictureSize(*(image.size[::-1] if known and lies(image) else image.size))
+    has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
+    return PictureSize(*(image.size[::-1] if has_exif and lies(image) else image.size))
 
 
-def _seconds_of(source: Path | bytes) -> float:
-    """Of the sound in a container that only FFmpeg knows; 0 where that is not said."""
+def _container_seconds(source: Path | bytes) -> float:
+    """Length of the sound in a container that FFmpeg reads; 0 where the header does not say."""
     with opened(source, "") as container:
         return promised_seconds(container, container.streams.audio[0], source, "")

@@ -1,4 +1,4 @@
-"""Any picture to an upright RGB image."""
+"""Pictures of any kind as upright RGB images."""
 
 import io
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits, PixelCount
 from oscar_mm.media.source import describe, read_bytes
 
-# Decoders for untrusted bytes. Others which Pillow knows start programs (EPS) or read further
-# files, and no camera, browser or scanner writes them.
+# Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
+# read further files, and no camera, browser or scanner writes their formats.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 
 Fit = Callable[[int, int], tuple[int, int]]
-"""Width and height that a model uses of an upright picture, told from its own."""
+"""Function from the width and height of an upright picture to the size that a model uses."""
 
 _SMALL = 1 << 22
 """Pixels up to which a picture stays as it is, for the model's own processor to scale it down."""
@@ -51,17 +51,17 @@ def load_image(
         allow_remote: fetch http(s) addresses; nothing is fetched without it.
         limits: bounds, checked on the header before any pixel is decoded.
         label: name of the picture in error messages; by default the path or address.
-        fit: how large a picture is worth keeping. A larger one is scaled down to that at once, a
-            JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
-            others. Pictures of up to 4 megapixels stay as they are.
-        count: counts its pixels, by the header.
+        fit: computes the size that the model uses. A larger picture is scaled down to it at once,
+            a JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
+            others. Pictures of up to 4 megapixels keep their size.
+        count: counts the picture's pixels, by its header.
 
     Returns:
-        A new image; ``source`` is left as it was.
+        A new image; ``source`` stays unchanged.
 
     Raises:
-        InputError: nothing there, not an image, damaged, over a limit, or of a type or shape
-            that cannot be read. The message names the picture and what would be right.
+        InputError: there is nothing to read, or no image; the image is damaged, over a limit, or
+            of a wrong type or shape. The message names the picture and what would be right.
     """
     name = label or describe(source, "image")
     if isinstance(source, np.ndarray):
@@ -87,7 +87,7 @@ def load_image(
         opened = opened_image(io.BytesIO(data))
     except Image.DecompressionBombError as error:
         raise InputError(f"{name}: more pixels than Pillow opens; scale it down") from error
-    except Exception as error:  # any parser error of any plugin: the bytes are a stranger's
+    except Exception as error:  # any error of any parser: the bytes are not trusted
         raise InputError(
             f"{name}: is not an image that can be read; save it as PNG, JPEG or WebP"
         ) from error
@@ -98,12 +98,12 @@ def load_image(
 
 
 def opened_image(source: Path | BinaryIO) -> Image.Image:
-    """A picture of which no more than the header is read; whatever the parsers raise."""
+    """A picture whose header alone is read; errors of the parsers are not caught."""
     with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
         is_jpeg = file.read(3) == _JPEG
         file.seek(0)
     if is_jpeg:
-        # Not by Image.open, which refuses what is too large to be decoded in full.
+        # Image.open would refuse a JPEG that is too large to be decoded in full.
         return JpegImagePlugin.JpegImageFile(source)
     Image.init()
     return Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
@@ -112,15 +112,15 @@ def opened_image(source: Path | BinaryIO) -> Image.Image:
 def drafted(
     image: Image.Image, fit: Fit | None, limits: MediaLimits, label: str
 ) -> tuple[int, int] | None:
-    """Let an opened JPEG be decoded at a half, a quarter or an eighth, if more is not used of it.
+    """Let an opened JPEG be decoded at a half, a quarter or an eighth if ``fit`` uses no more.
 
     Returns:
-        the width and height that are used of it, upright; None if it is decoded as it is.
+        the width and height that are used, upright; None if the image is decoded in full.
 
     Raises:
-        InputError: it is too large even so.
+        InputError: the JPEG is too large even so.
     """
-    # All coefficients of a progressive one are in memory at once, at whatever size it is decoded.
+    # A progressive JPEG has all coefficients in memory at once, at whatever size it is decoded.
     if fit is None or image.format != "JPEG" or "progressive" in image.info:
         return None
     limits.check_photo(*image.size, label)
@@ -134,15 +134,15 @@ def drafted(
 
 
 def lies(image: Image.Image) -> bool:
-    """Whether an opened picture is to be turned by a quarter, as its EXIF data say."""
+    """Whether the EXIF data of an opened picture turn it by a quarter."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1) >= _LYING
-    except Exception:  # data of a stranger; Pillow tells on decoding what is wrong with them
+    except Exception:  # the data are not trusted; decoding reports what is wrong
         return False
 
 
 def fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
-    """The size to which an upright picture is scaled down; its own if it stays as it is."""
+    """The size to which an upright picture is scaled down; its own if it is not."""
     if fit is None or width * height <= _SMALL:
         return width, height
     used = fit(width, height)
@@ -150,7 +150,7 @@ def fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
 
 
 def eighth(width: int, height: int) -> tuple[int, int]:
-    """A ``Fit`` for those who only look whether a picture can be read, or show it small."""
+    """A ``Fit`` for checking whether a picture can be read, or for showing it small."""
     return max(1, width // 8), max(1, height // 8)
 
 
@@ -168,10 +168,10 @@ def _decode(
     *,
     in_place: bool = False,
 ) -> Image.Image:
-    """A new image, scaled down to what is ``used`` of it, if that is known, else by ``fit``."""
+    """A new image, scaled down to ``used`` if that is given, else by ``fit``."""
     limits.check_frame(*image.size, label)
     try:
-        # In place it takes no copy of the pixels.
+        # In place, the pixels are not copied.
         turned = ImageOps.exif_transpose(image, in_place=in_place)
         return _finished(turned or image, fit, used)
     except Exception as error:  # decoders raise what they like on damaged data
@@ -199,10 +199,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _deep_gray(values: np.ndarray, mode: str) -> np.ndarray:
-    """Greyscale (H, W) of PIL's modes I;16, I or F to uint8 over the range that it is written in.
+    """Greyscale (H, W) of PIL's modes I;16, I or F as uint8 over the range of its values.
 
-    I;16 has a known range. I and F have none: the smallest usual one that holds all values is
-    taken (floats 0..1, then 8 bits, for integers 16 bits), else the picture's own range.
+    I;16 has a fixed range. I and F have none: the smallest usual one that contains all values
+    applies (floats: 0..1, 0..255; integers: 0..255, 0..65535), else the picture's own.
     """
     if mode.startswith("I;16"):
         return _scale(values, 0, 65535)

@@ -1,26 +1,26 @@
-"""What a piece of media may cost before it is refused."""
+"""Limits: how large media may be before they are refused."""
 
 import math
 from dataclasses import dataclass, fields
 
 from oscar_mm.errors import InputError
 
-# The least side of a video frame. Below five pixels transformers can no longer tell a side from
-# the colour channels of an array.
+# Least side of a video frame in pixels. Below five, transformers cannot tell a side from the colour
+# channels of an array.
 MIN_VIDEO_SIDE = 8
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Bounds on untrusted media; each is checked on the header, before anything is decoded.
+    """Bounds on untrusted media, checked on their headers before anything is decoded.
 
     Attributes:
         max_image_pixels: width x height of an image, or of a video frame, as it is decoded.
         max_photo_pixels: width x height of a JPEG that is scaled down while it is decoded, for a
-            model that uses less of it.
-        max_request_pixels: sum over all images of a request, and of the frames that are kept of
-            its videos.
-        max_request_media: images, videos and recordings of a request.
+            model that uses fewer pixels.
+        max_request_pixels: pixels of a request, summed over its images and the kept frames of its
+            videos.
+        max_request_media: number of images, videos and recordings in a request.
         max_image_side_ratio: long side / short side. Qwen's processors refuse more than 200.
         max_file_bytes: encoded bytes that are read into memory: image files, ``bytes``, data
             URIs, answers of servers. Video and sound files are read as a stream and do not count.
@@ -30,7 +30,7 @@ class MediaLimits:
         max_video_pixels: pixels kept of a whole video file (3 bytes each). Frames of a file
             with more are scaled down as they are decoded.
         max_audio_seconds: length of a recording; decoded, a second takes 64 KB.
-        remote_timeout_s: seconds for one download, both for silence and in all.
+        remote_timeout_s: seconds for one download, both for a pause and in all.
 
     Raises:
         InputError: a limit is not a positive, finite number of the right type.
@@ -84,7 +84,7 @@ class MediaLimits:
         self._check_pixels("max_photo_pixels", width, height, label)
 
     def check_count(self, count: int) -> None:
-        """Refuse so many media in one request.
+        """Refuse ``count`` media in one request if they are too many.
 
         Raises:
             InputError: names the count and the limit.
@@ -156,33 +156,33 @@ class MediaLimits:
 
 
 class PixelCount:
-    """The pixels of the images and videos of one request, counted before they are decoded.
+    """Counts the pixels of one request's images and videos before they are decoded.
 
     Args:
-        limits: ``max_request_pixels`` bounds them.
+        limits: bound the count by ``max_request_pixels``.
     """
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits, self.pixels = limits, 0
 
     def add(self, pixels: int, label: str) -> None:
-        """Count those of one more medium.
+        """Count the pixels of one more medium.
 
         Raises:
-            InputError: with it they are too many; names ``label``, the sum and the limit.
+            InputError: the sum is too large; names ``label``, the sum and the limit.
         """
         self.pixels += pixels
         self.check(label)
 
     def check(self, label: str) -> None:
-        """Refuse those that were counted, if they are too many.
+        """Refuse the request if it has too many pixels so far.
 
         Raises:
             InputError: names ``label``, the sum and the limit.
         """
         if self.pixels > self.limits.max_request_pixels:
             raise InputError(
-                f"{label}: the request comes to {self.pixels:,} pixels, more than the limit of "
+                f"{label}: the request has {self.pixels:,} pixels, more than the limit of "
                 f"{self.limits.max_request_pixels:,}; show fewer or smaller pictures, or raise "
                 "MediaLimits.max_request_pixels"
             )

@@ -1,4 +1,4 @@
-"""Mono: pieces of sound at any rate in, one checked mono recording at 16 kHz out."""
+"""Mono: joins pieces of sound at any rate into one checked mono recording at 16 kHz."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ RATE = 16_000
 LEAST_SECONDS = 0.1
 """Below this an audio tower has next to nothing to read."""
 
-# A file that holds a smaller share of what its header estimates was cut off.
+# A file with a smaller share of the length that its header estimates is cut off.
 LEAST_SHARE = 0.9
 
-# Of an exact promise may lack this many seconds, for delay and padding of encoders, and this share
-# of it, for damaged frames.
+# A recording may be shorter than an exact header says by this many seconds, for encoders' delay and
+# padding, and by this share, for damaged frames.
 _SLACK_S = 0.5
 _SLACK_SHARE = 0.001
 
@@ -30,7 +30,7 @@ _LOUDEST = 4.0
 
 @dataclass(frozen=True, eq=False)
 class Audio:
-    """A recording as an audio tower takes it.
+    """A recording in the form that audio towers take.
 
     Attributes:
         samples: (N,) float32, mono, 16 kHz, nominally -1..1.
@@ -44,7 +44,7 @@ class Audio:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the recording."""
         return len(self.samples) / RATE
 
 
@@ -53,19 +53,21 @@ class Mono:
 
     Args:
         rate: samples per second of the pieces.
-        channels: of the pieces.
+        channels: channels of the pieces.
         limits: ``max_audio_seconds`` is checked with every piece.
         label: name of the recording in messages.
 
     Raises:
-        InputError: a rate that cannot be.
+        InputError: the rate is impossible.
     """
 
     def __init__(self, rate: int, channels: int, limits: MediaLimits, label: str) -> None:
         import soxr
 
         if not 1000 <= rate <= 1_000_000:
-            raise InputError(f"{label}: {rate} samples per second cannot be; 8000 to 192000 are")
+            raise InputError(
+                f"{label}: {rate} samples per second is not a usable rate; use 8000 to 192000"
+            )
         self._limits, self._label = limits, label
         self._rate, self._channels = rate, channels
         self._resampler = soxr.ResampleStream(rate, RATE, 1, dtype="float32")
@@ -76,7 +78,8 @@ class Mono:
         """Add (n, channels) float32 samples.
 
         Raises:
-            InputError: NaN, far beyond full scale, or too long by now.
+            InputError: samples are NaN, infinite or far beyond full scale, or the recording is
+                too long by now.
         """
         if not np.isfinite(piece).all():
             raise InputError(
@@ -97,14 +100,14 @@ class Mono:
         self._parts.append(self._resampler.resample_chunk(mono))
 
     def finish(self, promised: float, *, estimated: bool = False) -> Audio:
-        """The recording.
+        """End the recording; warn if it is silent or clipped.
 
         Args:
-            promised: its length in seconds by the header, 0 if unknown.
-            estimated: whether that may be some percent off.
+            promised: length in seconds by the header, 0 if unknown.
+            estimated: whether ``promised`` may be off by some percent.
 
         Raises:
-            InputError: no samples, too few, or fewer than promised.
+            InputError: there are no samples, too few, or fewer than promised.
         """
         seconds = self._count / self._rate
         if not self._count:

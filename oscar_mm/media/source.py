@@ -1,4 +1,4 @@
-"""From what a user names (a path, a data URI, an address) to bytes, with bounds."""
+"""Sources of media that a user names (a path, a data URI, an address), read within bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUFFIXES = {
     "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"),
 }
 KIND = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-
+"""Kind of medium by file suffix."""
 
 _CHUNK = 64 * 1024
 # Two letters or more before "://", so that a Windows drive is a path.
@@ -30,19 +30,19 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 class NamedBytes(bytes):
-    """Encoded bytes that are named in messages.
+    """Encoded bytes with a name for messages.
 
     Attributes:
-        name: what their sender calls them.
+        name: the sender's name for them.
     """
 
     name: str
 
     def __new__(cls, data: bytes, name: str) -> NamedBytes:
-        """A copy of ``data``."""
-        made = super().__new__(cls, data)
-        made.name = name
-        return made
+        """A copy of ``data`` with a name."""
+        named = super().__new__(cls, data)
+        named.name = name
+        return named
 
 
 def describe(source: object, argument: str) -> str:
@@ -52,7 +52,7 @@ def describe(source: object, argument: str) -> str:
     if isinstance(source, Path):
         return str(source)
     if isinstance(source, str):
-        if source[:5].lower() == "data:":
+        if _is_data_uri(source):
             return f"{argument} (data URI)"
         return source if len(source) <= 200 else f"{source[:197]}..."
     return argument
@@ -63,14 +63,18 @@ def is_address(source: object) -> TypeGuard[str]:
     if not isinstance(source, str):
         return False
     scheme = _SCHEME.match(source)
-    return source[:5].lower() == "data:" or bool(scheme and scheme[1].lower() in ("http", "https"))
+    return _is_data_uri(source) or bool(scheme and scheme[1].lower() in ("http", "https"))
+
+
+def _is_data_uri(source: str) -> bool:
+    return source[:5].lower() == "data:"
 
 
 def existing_file(source: str | Path, label: str) -> Path:
-    """The path of a file which is there and not empty.
+    """The path of a file that exists and is not empty.
 
     Raises:
-        InputError: an address instead of a path, a missing file, a folder, an empty file.
+        InputError: an address instead of a path, a missing file, a folder or an empty file.
     """
     if isinstance(source, str) and (scheme := _SCHEME.match(source)):
         if scheme[1].lower() == "file":
@@ -95,23 +99,22 @@ def existing_file(source: str | Path, label: str) -> Path:
 def read_bytes(source: str | Path, *, allow_remote: bool, limits: MediaLimits, label: str) -> bytes:
     """Encoded bytes of a path, a ``data:`` URI or, with ``allow_remote``, an http(s) address.
 
-    No address is filtered by where it points: a server that takes addresses from strangers must
+    Addresses are fetched wherever they point: a server that takes addresses from strangers must
     keep them off its own network itself.
 
     Raises:
-        InputError: nothing there, not allowed, or more than ``limits.max_file_bytes``.
+        InputError: there is nothing to read, remote media are off, or there are more than
+            ``limits.max_file_bytes``.
     """
-    if isinstance(source, str):
-        if source[:5].lower() == "data:":
+    if is_address(source):
+        if _is_data_uri(source):
             return _data_uri(source, limits, label)
-        scheme = _SCHEME.match(source)
-        if scheme and scheme[1].lower() in ("http", "https"):
-            if not allow_remote:
-                raise InputError(
-                    f"{label}: remote media are off; pass allow_remote=True (--allow-remote) or "
-                    "download the file"
-                )
-            return _fetch(source, limits, label)
+        if not allow_remote:
+            raise InputError(
+                f"{label}: remote media are off; pass allow_remote=True (--allow-remote) or "
+                "download the file"
+            )
+        return _fetch(source, limits, label)
     path = existing_file(source, label)
     limits.check_bytes(path.stat().st_size, label)
     try:

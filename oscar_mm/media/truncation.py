@@ -1,4 +1,4 @@
-"""Truncation: files that end before they say so, which decoders take for whole ones."""
+"""Truncation: files that end too early, which decoders would take for complete ones."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.mono import LEAST_SHARE
 
 _OGG_PAGE = 27 + 255 + 255 * 255
-"""Most bytes of a page of Ogg: its header, its table of segments, its segments."""
+"""Most bytes of an Ogg page: its header, its table of segments, its segments."""
 _OGG_END = 4
 """Flag of the last page of a stream."""
 _OGG_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]")
 _OGG_LATER_PAGE = re.compile(rb"OggS\0[\0\1\4\5]")
 _PIECE_BYTES = 1 << 20
 _SLACK_BYTES = 4096
-"""A file may lack this many of its bytes, for headers that count a little too many."""
+"""Bytes that a file may lack, because some headers count a little too many."""
 _SLACK_SHARE = 0.001
-"""And this share of them."""
+"""Share of its bytes that a file may lack in addition."""
 _PIPED_BYTES = 0x7FFFF000
-"""Sizes from here on are what programs write to a pipe, where they do not know the size."""
+"""Programs that write to a pipe do not know the size; they put this or a larger one."""
 _RIFF_CHUNKS = 64
-"""Of which one is looked for that holds the sound."""
+"""Most chunks of a WAV file that are searched for its sound."""
 _CAF_CHUNKS = 64
-"""Of which the sizes are looked at."""
+"""Most chunks of a CAF file whose sizes are read."""
 _MPEG_DELAY = 3
 """Frames of an MP3 that may be delay and padding of its encoder, which decoders leave out."""
 
 
 def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
-    """The bytes of a file or of memory, for reading.
+    """Open a file, or bytes in memory, for reading.
 
     Raises:
         InputError: the file cannot be opened.
@@ -47,11 +47,11 @@ def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
 
 
 def check_whole(source: Path | bytes, label: str) -> None:
-    """Refuse a WAV, AVI, CAF, Matroska, WebM or Ogg file of which the end is missing.
+    """Refuse a WAV, AVI, CAF, Matroska, WebM or Ogg file whose end is missing.
 
-    The first ones tell their size in their header. An Ogg file has no size, but its last page is
-    marked. A live recording that was broken off lacks that mark as well, and nothing tells it from
-    half a file, so it is refused too.
+    The header of an Ogg file has no size, but its last page is marked; the other headers have one.
+    A live recording that was broken off lacks the mark too. Nothing tells it from half a file, so
+    it is refused as well.
 
     Raises:
         InputError: the file is cut off, or cannot be opened.
@@ -78,10 +78,10 @@ def check_whole(source: Path | bytes, label: str) -> None:
 
 
 def mp3_seconds(source: Path | bytes, label: str) -> float:
-    """Length of an MP3 by the count of frames in its first one, less what decoders may leave out.
+    """Length of an MP3 by the count in its first frame, less frames that decoders may leave out.
 
     Returns:
-        seconds, 0 where no count is given, as encoders of constant bit rates do.
+        seconds; 0 where there is no count, as with a constant bit rate.
 
     Raises:
         InputError: the file cannot be opened.
@@ -126,7 +126,7 @@ def is_joined_ogg(source: Path | bytes, label: str) -> bool:
 
 
 def _riff_bytes(file: BinaryIO, head: bytes) -> int:
-    """Bytes of a WAV up to the end of its sound, or of an AVI; 0 if it is none or none is known."""
+    """Bytes of a WAV up to the end of its sound, or of an AVI; 0 for others or if unknown."""
     if len(head) < 12 or head[:4] != b"RIFF" or head[8:12] not in (b"WAVE", b"AVI "):
         return 0
     end = 12
@@ -147,7 +147,7 @@ def _riff_bytes(file: BinaryIO, head: bytes) -> int:
 
 
 def _matroska_bytes(head: bytes) -> int:
-    """Bytes of a Matroska or WebM file, 0 if it is none or was written live."""
+    """Bytes of a Matroska or WebM file; 0 for others or if it was written live."""
     if head[:4] != b"\x1a\x45\xdf\xa3":
         return 0
     about, start = _vint(head, 4)
@@ -159,7 +159,7 @@ def _matroska_bytes(head: bytes) -> int:
 
 
 def _vint(head: bytes, place: int) -> tuple[int, int]:
-    """A size as Matroska writes it, 0 if it is not known, and where it ends."""
+    """A size in Matroska's notation, 0 if unknown, and the place after it."""
     if place >= len(head) or not head[place]:
         return 0, place
     length = 9 - head[place].bit_length()
@@ -169,7 +169,7 @@ def _vint(head: bytes, place: int) -> tuple[int, int]:
 
 
 def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
-    """Bytes of a CAF file up to the end of the last chunk that begins in it, 0 if it is none."""
+    """Bytes of a CAF file up to the end of the last chunk that begins in it; 0 for others."""
     end = 8
     if head[:4] != b"caff":
         return 0
@@ -186,7 +186,7 @@ def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
 
 
 def _ends_ogg(tail: bytes) -> bool:
-    """Whether the last page is there as a whole, and ends its stream."""
+    """Whether the last page is complete and ends its stream."""
     page = tail[tail.rfind(b"OggS") :]
     if len(page) < 27 or not page[5] & _OGG_END:
         return False

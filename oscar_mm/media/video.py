@@ -1,4 +1,4 @@
-"""A clip to sampled RGB frames with their times, in bounded memory."""
+"""Clips as sampled RGB frames with their times, in bounded memory."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,27 +14,22 @@ from av.stream import Disposition
 from PIL import Image
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.audio import has_sound, load_audio
+from oscar_mm.media.audio import LENIENT, has_sound, load_audio
 from oscar_mm.media.image import load_image
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaLimits
 from oscar_mm.media.mono import LEAST_SHARE, Audio
 from oscar_mm.media.source import describe, existing_file
 from oscar_mm.media.truncation import check_whole
 
-# What FFmpeg may take a file for. Playlists (hls, concat, dash) are left out: they open others.
+# Formats of videos that FFmpeg may read, without playlists (hls, concat, dash): they open others.
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
-
-# Tags such as a title need not be UTF-8. PyAV 19 is lenient by itself and lacks the argument.
-_LENIENT: dict[str, Any] = (
-    {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-)
 
 _DEFAULTS = MediaLimits()
 
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """Frames of a clip, already sampled.
+    """Sampled frames of a clip.
 
     Attributes:
         frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a lone frame is given twice, because
@@ -43,7 +38,7 @@ class Video:
         source_fps: frames per second of the source, in which ``frame_indices`` count.
         source_frames: number of frames of the source.
         frame_indices: T positions of ``frames`` in the source, ascending.
-        sound: what is heard, if that was asked for and the file has an audio track.
+        sound: the sound, if it was requested and the file has an audio track.
     """
 
     frames: np.ndarray
@@ -92,9 +87,9 @@ def load_video(
         source: path of a video file, an array (T, H, W, C) or a list of PIL images or arrays as
             in :func:`load_image`, all of one size.
         limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
-        fps: of a file, the frames per second to keep, lower if that gave more than
-            ``limits.max_video_frames`` and higher if it gave only one. Of frames, the rate at
-            which they were taken; all are kept.
+        fps: frames per second to keep of a file; fewer where these would exceed
+            ``limits.max_video_frames``, more where only one would remain. For a list or an array,
+            the rate at which its frames were taken; all of them are kept.
         sound: read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
 
@@ -102,8 +97,8 @@ def load_video(
         The sampled frames with their times, and the sound.
 
     Raises:
-        InputError: nothing there, not a video, no video stream, damaged or cut off, over a
-            limit, frames of different size, or an unusable ``fps``.
+        InputError: there is nothing to read, or no video, or no video stream; the video is
+            damaged, cut off or over a limit; frames differ in size; or ``fps`` is unusable.
     """
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise InputError(f"fps: {fps!r} is not a rate; use frames per second above 0, such as 2.0")
@@ -173,13 +168,13 @@ def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
     """A PyAV container and its stream of pictures.
 
     Raises:
-        InputError: it cannot be read, also later on, or has no such stream.
+        InputError: the file has no such stream, or cannot be read, also inside the block.
     """
     check_whole(path, label)
     # "file:" keeps a colon in the name from being read as a protocol.
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
-        with av.open(f"file:{path.absolute()}", options=options, **_LENIENT) as container:
+        with av.open(f"file:{path.absolute()}", options=options, **LENIENT) as container:
             streams = [
                 stream
                 for stream in container.streams.video
@@ -196,7 +191,7 @@ def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
 
 
 def clip_seconds(container: Any, stream: Any) -> float:
-    """Length by the header; 0 if that says nothing."""
+    """Length of an opened video by its header; 0 if the header does not say."""
     seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
     return seconds or (container.duration or 0) / 1e6
 
@@ -204,7 +199,7 @@ def clip_seconds(container: Any, stream: Any) -> float:
 def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label: str) -> Video:
     """Decode a stream frame by frame and keep those nearest to multiples of 1 / fps seconds.
 
-    Only kept frames are held. If the header's length was too short and the buffer fills up,
+    Only kept frames are in memory. If the header's length is too short and the buffer fills up,
     every second kept frame is dropped and the rate is halved, so memory is bounded in any case.
     """
     stream.thread_type = "AUTO"
@@ -213,7 +208,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     limits.check_video(stream.width, stream.height, seconds, label)
 
     step, capacity = kept_frames(seconds, fps, limits)
-    kept: np.ndarray | None = None
+    buffer: np.ndarray | None = None
     indices: list[int] = []
     count, start, time, due = 0, 0.0, 0.0, 0.0
     for frame in container.decode(stream):
@@ -224,21 +219,21 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
         limits.check_seconds(time, label)
         if time < due - 0.5 / rate:
             continue
-        if kept is None:
+        if buffer is None:
             limits.check_video(frame.width, frame.height, 0.0, label)
             size = kept_size(frame.width, frame.height, capacity, limits)
             quarter_turns = round(frame.rotation / 90)
             shape = size if quarter_turns % 2 else size[::-1]
-            kept = np.empty((capacity, *shape, 3), np.uint8)
+            buffer = np.empty((capacity, *shape, 3), np.uint8)
         elif len(indices) == capacity:
             indices = indices[::2]
-            kept[: len(indices)] = kept[::2]
+            buffer[: len(indices)] = buffer[::2]
             step *= 2
         scaled = frame.reformat(*size, format="rgb24", interpolation="AREA").to_ndarray()
-        kept[len(indices)] = np.rot90(scaled, quarter_turns)
+        buffer[len(indices)] = np.rot90(scaled, quarter_turns)
         indices.append(round(time * rate))
         due = (math.floor(time / step + 0.5 / (rate * step)) + 1) * step
-    if kept is None:
+    if buffer is None:
         raise InputError(f"{label}: no frame of the video can be decoded; convert it to MP4")
     end = time + 1 / rate
     # Both must fall short: AVI counts dropped frames too, and a last slide may be held for long.
@@ -248,14 +243,14 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
             "download it again"
         )
     total = max(count, indices[-1] + 1)
-    return _video(kept[: len(indices)], indices, end, rate, total)
+    return _video(buffer[: len(indices)], indices, end, rate, total)
 
 
 def kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float, int]:
-    """Seconds from one kept frame to the next, and how many there are at most.
+    """Seconds from one kept frame to the next, and the largest number of kept frames.
 
     Args:
-        seconds: length of a file by its header; 0 if that says nothing.
+        seconds: length of a file by its header; 0 if the header does not say.
         fps: frames per second to keep, if the limits allow it.
     """
     most = limits.max_video_frames
@@ -266,7 +261,7 @@ def kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float,
 
 
 def kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
-    """(width, height) in pixels of kept frames, such that so many of them fit the limit."""
+    """Width and height of kept frames in pixels, so that ``frames`` of them fit the limit."""
     scale = min(1.0, math.sqrt(limits.max_video_pixels / (width * height * frames)))
     width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (width, height))
     return width, height
