@@ -56,8 +56,8 @@ def plan(
     sizes["video_size"] = _pixels("--video-size", video_size)
     model = options.chosen_model(model, hears=audio_minutes > 0)
     progress.on_loading()
-    from oscar_mm.pipelines.planning import Session
-    from oscar_mm.pipelines.planning import plan as planned
+    from oscar_mm.pipelines.plan import Session
+    from oscar_mm.pipelines.plan import plan as planned
 
     session = Session(
         images=images,

@@ -18,7 +18,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
-from oscar_mm.pipelines.batch import Prepared, answers
+from oscar_mm.pipelines.batch import BatchRequest, answers
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 
@@ -32,7 +32,7 @@ class _Asked:
 
     row: Row
     reading: SharedMedia
-    prepared: Prepared
+    prepared: BatchRequest
     choices: list[list[int]]
     needed: int
     seconds: float
@@ -135,7 +135,7 @@ class Engine:
         start = time.perf_counter()
         question, texts = self.settings.prompt(row.question, row.choices)
         correct(row, "", 0 if row.choices else None)  # An answer that is no choice is told now.
-        prepared = reading.asked(0, question, self._how)
+        prepared = reading.request(0, question, self._how)
         choices = reading.continuations(question, texts) if texts else []
         new = sum(map(len, choices)) or self.settings.max_new_tokens
         needed = self._needed(prepared.prompt, new, prepared.past)

@@ -41,7 +41,7 @@ class Handlers:
     def __init__(self, hall: Hall, folder: Path) -> None:
         self.hall, self.folder = hall, folder
         pipe = hall.pipe
-        whole = getattr(pipe.family, "whole", pipe.model)
+        whole = pipe.family.outer_model
         self.shape = ModelShape.of(pipe.model.config, whole.num_parameters())
 
     def fresh(self, gpu: str, model: str, length: str) -> dict[str, Any]:

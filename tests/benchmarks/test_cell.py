@@ -9,7 +9,7 @@ import torch
 from benchmarks import cell
 from benchmarks.decoder import Decoder
 from benchmarks.ways import WAYS, Dynamic, Run
-from oscar_mm.generation.sampling import Choice
+from oscar_mm.generation.sampling import NextTokens
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -74,8 +74,8 @@ def test_the_next_step_is_launched_before_its_tokens_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    listed = Choice.listed
-    monkeypatch.setattr(Choice, "listed", lambda choice: (log.append("wait"), listed(choice))[1])
+    listed = NextTokens.listed
+    monkeypatch.setattr(NextTokens, "listed", lambda one: (log.append("wait"), listed(one))[1])
     fed: list[torch.Tensor] = []
 
     def step(tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
