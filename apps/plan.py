@@ -56,8 +56,8 @@ def plan(
     sizes["video_size"] = _pixels("--video-size", video_size)
     model = options.model_or_bundled(model, hears=audio_minutes > 0)
     terminal.quiet_transformers()
-    from oscar_mm.pipelines.planning import Session
-    from oscar_mm.pipelines.planning import plan as plan_session
+    from oscar_mm.pipelines.plan import Session
+    from oscar_mm.pipelines.plan import plan as plan_session
 
     session = Session(
         images=images,

@@ -12,12 +12,12 @@ _KINDS = {kind.name: kind for kind in (OscarOmniPipeline, OscarVLPipeline)}
 
 
 def pipeline_for(model: str | Path) -> type[OscarOmniPipeline] | type[OscarVLPipeline]:
-    """Which pipeline reads a checkpoint; nothing but its configuration is loaded.
+    """The pipeline that reads a checkpoint, by its configuration alone.
 
     Args:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: no such model, or one that none reads.
+        InputError: no such model, or no pipeline reads it.
     """
     return _KINDS[reader(model)]

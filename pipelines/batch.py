@@ -36,13 +36,13 @@ _AHEAD_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What became of one request: an answer, or the error that kept it from one.
+    """The answer to one request, or the error in its place.
 
     Attributes:
         index: place of the request, from 0.
-        answer: as the pipeline would give it alone, or None. ``memory`` is of this request only;
-            ``timings.prefill_s`` are reading it and the prefill of its batch.
-        error: why there is none: InputError for a request that cannot be used.
+        answer: as the pipeline would give it alone, or None. ``memory`` covers this request only;
+            ``timings.prefill_s`` covers reading it and the prefill of its batch.
+        error: why there is no answer: InputError for a request that cannot be used.
     """
 
     index: int
@@ -51,17 +51,17 @@ class BatchResult:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A request that was read.
+class BatchRequest:
+    """A request whose prompt is ready for a batch.
 
     Attributes:
         index: place of the request.
         prompt: what the model is to read.
         sampling: how to answer.
-        seconds: that this took.
-        past: a cache that holds what comes before the prompt, shared with others: it is not
+        seconds: that reading the request took.
+        past: a cache that holds what comes before the prompt; others share it, so it is not
             changed. None for nothing.
-        past_ids: (tokens,) ids of what it holds.
+        past_ids: (tokens,) ids of what ``past`` holds.
     """
 
     index: int
@@ -73,18 +73,18 @@ class Prepared:
 
     @property
     def tokens(self) -> int:
-        """Of the whole prompt."""
+        """Tokens of the prompt and its past."""
         return self.prompt.tokens + (0 if self.past is None else self.past.get_seq_length())
 
     @property
     def nbytes(self) -> int:
-        """Of the prompt's tensors, processed media included."""
+        """Bytes of the prompt's tensors, processed media included."""
         return sum(tensor.nbytes for tensor in self.prompt.inputs.values())
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How requests are put together.
+    """How requests are grouped into batches.
 
     Attributes:
         batch_size: most requests that run at once.
@@ -109,9 +109,9 @@ class Batching:
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise InputError(f"max_padding={share!r}: must be a share from 0 to 1")
 
-    def batches(self, requests: Iterable[Prepared]) -> list[list[Prepared]]:
-        """Requests in batches, longest first, each with those of nearly its length."""
-        batches: list[list[Prepared]] = []
+    def batches(self, requests: Iterable[BatchRequest]) -> list[list[BatchRequest]]:
+        """Requests in batches, the longest first, each with requests of nearly its length."""
+        batches: list[list[BatchRequest]] = []
         for request in sorted(requests, key=lambda one: -one.tokens):
             if batches and self._fits([*batches[-1], request]):
                 batches[-1].append(request)
@@ -119,7 +119,7 @@ class Batching:
                 batches.append([request])
         return batches
 
-    def _fits(self, batch: list[Prepared]) -> bool:
+    def _fits(self, batch: list[BatchRequest]) -> bool:
         longest, shortest = batch[0].tokens, batch[-1].tokens
         answer = max(one.sampling.max_new_tokens for one in batch)
         return (
@@ -135,7 +135,7 @@ def left_padded(prompts: Sequence[Prompt], family: Family) -> Prompt:
 
     Args:
         prompts: of one row each, as ``family`` made them.
-        family: joins what the rows show (``Family.join_media``).
+        family: joins the media of the rows (``Family.join_media``).
 
     Returns:
         ``inputs`` has an attention_mask if the rows are of unequal length; there are no ``media``.
@@ -185,107 +185,111 @@ def batch_results(
 def _results(
     pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batching: Batching
 ) -> Iterator[BatchResult]:
-    admission, ahead = pipe.admission, list[Prepared]()
+    admission, ahead = pipe.admission, list[BatchRequest]()
     # Beginnings that are read ahead stay in the budget until their batch has run.
     room = math.inf if pipe.budget is None or pipe.prefixes is None else pipe.budget.limit
     taken = 0
-    for index, request in enumerate(requests):
-        one = _prepared(pipe, index, request)
-        if isinstance(one, BatchResult):
-            yield one
+    for index, arguments in enumerate(requests):
+        request = _read(pipe, index, arguments)
+        if isinstance(request, BatchResult):
+            yield request
             continue
-        takes = admission.growth_bytes(admission.growth(one.prompt, one.sampling.max_new_tokens))
-        if taken + takes > room:
+        growth = admission.growth(request.prompt, request.sampling.max_new_tokens)
+        needed = admission.growth_bytes(growth)
+        if taken + needed > room:
             yield from _in_batches(pipe, batching, ahead)
             taken = 0
-        one = _begun(pipe, one)
-        if isinstance(one, BatchResult):
-            yield one
+        request = _after_prefix(pipe, request)
+        if isinstance(request, BatchResult):
+            yield request
             continue
-        ahead.append(one)
-        taken += takes
-        full = sum(other.nbytes for other in ahead) >= _AHEAD_BYTES
+        ahead.append(request)
+        taken += needed
+        full = sum(request.nbytes for request in ahead) >= _AHEAD_BYTES
         if full or len(ahead) == _AHEAD * batching.batch_size:
             yield from _in_batches(pipe, batching, ahead)
             taken = 0
     yield from _in_batches(pipe, batching, ahead)
 
 
-def _in_batches(pipe: Pipeline, batching: Batching, ahead: list[Prepared]) -> Iterator[BatchResult]:
-    """Answer all requests of a list, which is empty then."""
+def _in_batches(
+    pipe: Pipeline, batching: Batching, ahead: list[BatchRequest]
+) -> Iterator[BatchResult]:
+    """Answer all requests of a list, and empty it."""
     batches = batching.batches(ahead)
     ahead.clear()
     while batches:
         yield from answers(pipe, batches.pop(0))
 
 
-def _prepared(pipe: Pipeline, index: int, request: Any) -> Prepared | BatchResult:
-    """Read a request; its media are decoded here, and given up as soon as they are processed."""
+def _read(pipe: Pipeline, index: int, arguments: Any) -> BatchRequest | BatchResult:
+    """Read a request; its media are given up as soon as they are processed."""
     start = time.perf_counter()
     try:
-        prompt, sampling = _read(pipe, request)
+        prompt, sampling = _prompt(pipe, arguments)
     except Exception as error:  # Whatever a file makes a library raise is this request's own.
         return BatchResult(index, error=error.with_traceback(None))
-    return Prepared(index, prompt, sampling, time.perf_counter() - start)
+    return BatchRequest(index, prompt, sampling, time.perf_counter() - start)
 
 
-def _begun(pipe: Pipeline, request: Prepared) -> Prepared | BatchResult:
-    """A request that goes on from a beginning which others may share, if there is one."""
+def _prompt(pipe: Pipeline, arguments: Any) -> tuple[Prompt, Sampling]:
+    """The prompt of a request, checked, and how to answer it."""
+    if not isinstance(arguments, Mapping):
+        raise InputError(f"a request must be a dict, not {type(arguments).__name__}")
+    if "prompt" not in arguments:
+        raise InputError("a request needs a prompt")
+    media = ["images", "videos"]
+    if Modality.AUDIO in pipe.family.reads:
+        media += ["audio", "use_audio_in_video"]
+    names = [*media, "prompt", "system"]
+    options = {name: value for name, value in arguments.items() if name not in names}
+    sampling = pipe.sampling(options, names)
+    shown = {name: arguments[name] for name in media if name in arguments}
+    shown["sound"] = bool(shown.pop("use_audio_in_video", False))
+    most = sampling.max_new_tokens
+    return pipe.read_request(arguments["prompt"], shown, arguments.get("system"), most), sampling
+
+
+def _after_prefix(pipe: Pipeline, request: BatchRequest) -> BatchRequest | BatchResult:
+    """The request after the beginning that it may share with others, if there is one."""
     start = time.perf_counter()
     try:
-        past = _known_past(pipe, request.prompt)
+        past = _prefix(pipe, request.prompt)
     except Exception as error:
         return BatchResult(request.index, error=error.with_traceback(None))
     if past is None:
         return request
-    known = past.get_seq_length()
+    tokens = past.get_seq_length()
     return replace(
         request,
-        prompt=remaining(request.prompt, known),
+        prompt=remaining(request.prompt, tokens),
         seconds=request.seconds + time.perf_counter() - start,
         past=past,
-        past_ids=request.prompt.inputs["input_ids"][0, :known],
+        past_ids=request.prompt.inputs["input_ids"][0, :tokens],
     )
 
 
-def _known_past(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
-    """A cache with a beginning that other prompts may share: it is read now if it is not known."""
+def _prefix(pipe: Pipeline, prompt: Prompt) -> OscarCache | None:
+    """A cache with a beginning that other prompts may share, which is read now where it is new."""
     if pipe.prefixes is None:
         return None
     stop = prompt.media[-1].stop if prompt.media else 0
     with pipe.lock:
         settings = processor_settings(pipe.processor)
         past = pipe.prefixes.find(prompt, settings)
-        known = 0 if past is None else past.get_seq_length()
-        if known < stop and stop >= LEAST_TOKENS:
+        tokens = 0 if past is None else past.get_seq_length()
+        if tokens < stop and stop >= LEAST_TOKENS:
             first = beginning(prompt, stop)
             past = pipe.new_cache() if past is None else past
-            new = remaining(first, known) if known else first
+            new = remaining(first, tokens) if tokens else first
             pipe.admission.reserve(pipe.admission.growth(new, 0, past), new, past)
             read_prompt(pipe.model, new, past, pipe.prefill_chunk)
             pipe.prefixes.keep(first, settings, past)
         return past
 
 
-def _read(pipe: Pipeline, request: Any) -> tuple[Prompt, Sampling]:
-    if not isinstance(request, Mapping):
-        raise InputError(f"a request must be a dict, not {type(request).__name__}")
-    if "prompt" not in request:
-        raise InputError("a request needs a prompt")
-    media = ["images", "videos"]
-    if Modality.AUDIO in pipe.family.reads:
-        media += ["audio", "use_audio_in_video"]
-    names = [*media, "prompt", "system"]
-    options = {name: value for name, value in request.items() if name not in names}
-    sampling = pipe.sampling(options, names)
-    shown = {name: request[name] for name in media if name in request}
-    shown["sound"] = bool(shown.pop("use_audio_in_video", False))
-    most = sampling.max_new_tokens
-    return pipe.read_request(request["prompt"], shown, request.get("system"), most), sampling
-
-
-def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
-    """Results of a batch; where it fails as a whole, of its halves."""
+def answers(pipe: Pipeline, batch: list[BatchRequest]) -> Iterator[BatchResult]:
+    """Results of a batch; where the whole batch fails, its halves are answered."""
     finished: set[int] = set()
     failure: Exception | None = None
     try:
@@ -293,11 +297,11 @@ def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
             finished.add(result.index)
             yield result
     except (FloatingPointError, torch.OutOfMemoryError, InputError) as error:
-        # No room for all at once, or none was left; without frames, which hold that memory.
+        # No room for all rows at once. The frames of the traceback would hold their memory.
         failure = error.with_traceback(None)
     if failure is None:
         return
-    left = [one for one in batch if one.index not in finished]
+    left = [request for request in batch if request.index not in finished]
     if len(batch) == 1:
         yield BatchResult(batch[0].index, error=failure)
         return
@@ -307,14 +311,16 @@ def answers(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
             yield from answers(pipe, part)
 
 
-def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
-    """Answer the rows of one batch, each result as soon as its row has ended."""
+def _run(pipe: Pipeline, batch: list[BatchRequest]) -> Iterator[BatchResult]:
+    """Answer the rows of a batch; each result comes as soon as its row has ended."""
     start = time.perf_counter()
-    writers = [_writer(pipe, one, start) for one in batch]
-    prompt = left_padded([one.prompt for one in batch], pipe.family)
+    writers = [_writer(pipe, request, start) for request in batch]
+    prompt = left_padded([request.prompt for request in batch], pipe.family)
     with pipe.lock:
         grow = pipe.admission.growth
-        rows = [grow(one.prompt, one.sampling.max_new_tokens, one.past) for one in batch]
+        rows = [
+            grow(request.prompt, request.sampling.max_new_tokens, request.past) for request in batch
+        ]
         cache = batch_cache(pipe, batch)
         room = pipe.admission.reserve(Growth.together(rows), prompt, cache)
     ended = torch.zeros(len(batch), dtype=torch.bool)
@@ -322,10 +328,10 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
         pipe.model,
         prompt,
         cache,
-        [one.sampling for one in batch],
+        [request.sampling for request in batch],
         end_tokens=pipe.family.end_tokens(),
         prefill_chunk=pipe.prefill_chunk,
-        history=[_seen(one) for one in batch],
+        history=[_seen(request) for request in batch],
         ended=ended,
     )
     waiting = set(range(len(batch)))
@@ -346,18 +352,20 @@ def _run(pipe: Pipeline, batch: list[Prepared]) -> Iterator[BatchResult]:
     del room
 
 
-def batch_cache(pipe: Pipeline, batch: list[Prepared]) -> OscarCache:
-    """What the rows of a batch go on from; under the pipeline's lock."""
-    if all(one.past is None for one in batch):
+def batch_cache(pipe: Pipeline, batch: list[BatchRequest]) -> OscarCache:
+    """The cache that the rows of a batch go on from; used under the pipeline's lock."""
+    if all(request.past is None for request in batch):
         return pipe.new_cache()
-    return join([pipe.new_cache() if one.past is None else one.past for one in batch])
+    return join([pipe.new_cache() if request.past is None else request.past for request in batch])
 
 
 def row_memory(cache: OscarCache, row: int, past: OscarCache | None = None) -> MemoryReport:
-    """What one row of a batch holds, its padding not counted.
+    """Memory of one row of a batch without its padding.
 
     Args:
-        past: what the row began with; its part is reported as shared.
+        cache: of the batch.
+        row: of the batch.
+        past: what the row began with; it is reported as shared.
     """
     alone = cache.fork()
     alone.batch_select_indices(torch.tensor([row]))
@@ -369,7 +377,7 @@ def row_memory(cache: OscarCache, row: int, past: OscarCache | None = None) -> M
     return report
 
 
-def _writer(pipe: Pipeline, request: Prepared, start: float) -> AnswerWriter:
+def _writer(pipe: Pipeline, request: BatchRequest, start: float) -> AnswerWriter:
     ids = torch.cat([_seen(request).cpu(), request.prompt.inputs["input_ids"][0].cpu()])
     return AnswerWriter(
         pipe.processor.tokenizer,
@@ -380,11 +388,13 @@ def _writer(pipe: Pipeline, request: Prepared, start: float) -> AnswerWriter:
     )
 
 
-def _seen(request: Prepared) -> torch.Tensor:
+def _seen(request: BatchRequest) -> torch.Tensor:
     return torch.empty(0, dtype=torch.long) if request.past_ids is None else request.past_ids
 
 
-def _result(request: Prepared, writer: AnswerWriter, cache: OscarCache, row: int) -> BatchResult:
+def _result(
+    request: BatchRequest, writer: AnswerWriter, cache: OscarCache, row: int
+) -> BatchResult:
     writer.finish()
     answer = writer.answer(row_memory(cache, row, request.past), request.tokens)
     return BatchResult(request.index, answer)

@@ -10,19 +10,19 @@ import torch
 from torch.nn.functional import pad
 from transformers.image_processing_utils import select_best_resolution
 
-from oscar_mm.generation.family import Encoded, Family
+from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality
 
 _NEARBY = 64
-"""Widths that are looked through for one of the same shape as an image's own."""
+"""How many widths are tried for one of the image's shape."""
 
 
 class LlavaNext(Family):
     """llava-v1.6-vicuna-7b and -13b, -mistral-7b, -34b, llama3-llava-next-8b.
 
-    What older processors lack is taken from the model's configuration and set on the processor:
-    the size of a patch and which features of the tower are kept.
+    Older processors lack the size of a patch and the choice of the tower's features; these are set
+    from the model's configuration.
     """
 
     model_types = ("llava_next",)
@@ -40,14 +40,14 @@ class LlavaNext(Family):
             strategy = model.config.vision_feature_select_strategy
             processor.vision_feature_select_strategy = strategy
 
-    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
         images = {"images": [medium.content for medium in media]} if media else {}
         inputs = self.processor(
             text=[text], **images, **self.text_options(text), return_tensors="pt"
         )
         ids = inputs["input_ids"]
-        return Encoded(
+        return Encoding(
             input_ids=ids,
             tensors={name: inputs[name] for name in ("pixel_values", "image_sizes") if media},
             positions=torch.arange(ids.shape[1])[None],
@@ -64,8 +64,8 @@ class LlavaNext(Family):
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """See ``Family.largest_image``: about twice as wide and high as its tiles.
 
-        The processor divides by what it is given, and rounds: of the sizes from there on it is the
-        first that comes to as many tokens.
+        The processor divides by the given size and rounds, so the result is the first size from
+        there on that has as many tokens.
         """
         tiles = self.processor.image_processor.image_grid_pinpoints
         best_height, best_width = select_best_resolution((height, width), tiles)

@@ -1,4 +1,4 @@
-"""Load a checkpoint for a pipeline: which family, which dtype; ``placement`` says where to."""
+"""Loading of checkpoints: their family, processor and dtype; ``placement`` says where they go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES: dict[str, tuple[type[Family], ...]] = {
     "OscarVLPipeline": (LlavaNext, Qwen3VL),
     "OscarOmniPipeline": (Qwen3Omni,),
 }
-"""Which pipeline reads which families."""
+"""The families that each pipeline reads."""
 
 _CONFIG_KEYS = (
     "revision",
@@ -32,7 +32,7 @@ _CONFIG_KEYS = (
     "trust_remote_code",
     "subfolder",
 )
-"""Of model_kwargs, those that configuration and processor need too."""
+"""Names of model_kwargs that configuration and processor need too."""
 
 _OWN_ARGUMENTS = {
     "attn_implementation": "attn_implementation",
@@ -43,7 +43,7 @@ _OWN_ARGUMENTS = {
     "tp_plan": "tp_plan",
     "tp_size": "tp_plan",
 }
-"""What model_kwargs may not hold, and the argument of the pipeline that it is."""
+"""Names that model_kwargs may not hold, and the pipeline's arguments in their place."""
 
 
 def load(
@@ -98,7 +98,7 @@ def load(
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantized and target is not None:
-        # Weights in few bits cannot be moved once they are made (bitsandbytes).
+        # Weights in few bits cannot be moved after loading (bitsandbytes).
         options["device_map"], target = {"": target}, None
     if processor is None:
         processor = _processor(source, shared)
@@ -114,7 +114,7 @@ def load(
 
 
 def outline(model: str | Path) -> Family:
-    """A family whose model has shapes but no weights: from configuration and processor alone.
+    """A family made from configuration and processor alone; its model has shapes but no weights.
 
     Args:
         model: name of a bundled model, hub id or folder.
@@ -137,7 +137,7 @@ def reader(model: str | Path) -> str:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: no such model, or one that none reads.
+        InputError: no such model, or no pipeline reads it.
     """
     model_type = config_of(source_of(model), {}).model_type
     for name, families in FAMILIES.items():
@@ -247,7 +247,7 @@ def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str
     """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16 bit.
 
     Raises:
-        InputError: a dtype that is asked for and not known.
+        InputError: an unknown dtype.
     """
     if dtype is None:
         return torch.float32 if on_cpu else "auto"
@@ -258,6 +258,6 @@ def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says first."""
+    """The first line of a library's error."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Choosing: which of the given answers of a question a model finds likeliest."""
+"""Multiple choice: the given answer of a question that a model finds likeliest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.scoring import log_likelihoods
-from oscar_mm.pipelines.batch import Prepared, batch_cache, left_padded, row_memory
+from oscar_mm.pipelines.batch import BatchRequest, batch_cache, left_padded, row_memory
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a model made of the choices of one question.
+    """How likely a model finds the choices of one question.
 
     Attributes:
         index: place of the request.
-        best: which choice is likeliest; the first of equals.
+        best: index of the likeliest choice; the first of equals.
         scores: log-probability of each choice as the whole answer; see
             ``oscar_mm.generation.scoring``.
-        memory: what the request held when its choices were scored.
+        memory: bytes of the request when its choices were scored.
         prompt_tokens: tokens of the prompt, media included.
     """
 
@@ -36,7 +36,7 @@ class Choice:
 
 
 def choose(
-    pipe: Pipeline, batch: list[Prepared], choices: Sequence[Sequence[Sequence[int]]]
+    pipe: Pipeline, batch: list[BatchRequest], choices: Sequence[Sequence[Sequence[int]]]
 ) -> list[Choice]:
     """Read several questions at once, then score the choices of each over its pages.
 
@@ -52,7 +52,7 @@ def choose(
     with pipe.lock:
         cache = batch_cache(pipe, batch)
         try:
-            prompt = left_padded([one.prompt for one in batch], pipe.family)
+            prompt = left_padded([request.prompt for request in batch], pipe.family)
             logits = read_prompt(pipe.model, prompt, cache, pipe.prefill_chunk)
             rows = prompt.positions.shape[:-2]
             following = prompt.next_position.view(*[1] * len(rows), -1, 1).expand(*rows, -1, 1)
@@ -61,13 +61,13 @@ def choose(
             )
             return [
                 Choice(
-                    index=one.index,
-                    best=max(range(len(found)), key=found.__getitem__),
-                    scores=found,
-                    memory=row_memory(cache, row, one.past),
-                    prompt_tokens=one.tokens,
+                    index=request.index,
+                    best=max(range(len(row_scores)), key=row_scores.__getitem__),
+                    scores=row_scores,
+                    memory=row_memory(cache, row, request.past),
+                    prompt_tokens=request.tokens,
                 )
-                for row, (one, found) in enumerate(zip(batch, scores, strict=True))
+                for row, (request, row_scores) in enumerate(zip(batch, scores, strict=True))
             ]
         finally:
             cache.close()

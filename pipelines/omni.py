@@ -112,7 +112,7 @@ class OscarOmniPipeline(Pipeline):
                 raise InputError("stop cannot be used with speak: the speech would go on after it")
             if self.store.ranks.count > 1:
                 raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
-            voice = speaker_of(self.family.whole, speaker)
+            voice = speaker_of(self.family.outer_model, speaker)
         elif speaker is not None:
             raise InputError("speaker is for a spoken answer: pass speak=True too")
         shown = {"images": images, "videos": videos, "audio": audio, "sound": use_audio_in_video}

@@ -60,22 +60,21 @@ class Pipeline:
         allow_remote: let images and recordings be http(s) addresses.
         limits: bounds on media.
         video_fps: frames per second that are sampled from videos.
-        prefix_cache: bytes ("2GB") in which the beginnings of prompts are kept, so that the same
-            media under the same system prompt are read once. None: none are kept. Off by default:
-            it takes memory beyond the request, and what follows a shared beginning reads it from
-            packed pages.
+        prefix_cache: bytes ("2GB") for the beginnings of prompts, so that the same media under the
+            same system prompt are read once. None, the default, keeps none: they take memory
+            beyond the request, and tokens after a shared beginning read it from packed pages.
         kv_budget: bytes ("8GB") that all chats and requests together may hold: chats that wait
-            are written to disk, and what cannot fit even so is refused before it is read. None: no
-            bound.
-        spill: folder for them; True for a temporary one; False to refuse turns instead.
-        model_kwargs: handed to ``from_pretrained``: quantization_config, revision, ...
+            are written to disk, and a request that still does not fit is refused before it is
+            read. None: no bound.
+        spill: folder for such chats; True for a temporary one; False to refuse turns instead.
+        model_kwargs: for ``from_pretrained``: quantization_config, revision, ...
 
     Raises:
         InputError: arguments that cannot be used; the message says what would be right.
     """
 
     name: ClassVar[str]
-    """Its key in ``oscar_mm.pipelines.loading.FAMILIES``."""
+    """Key of the pipeline in ``oscar_mm.pipelines.loading.FAMILIES``."""
 
     def __init__(
         self,
@@ -107,8 +106,7 @@ class Pipeline:
         placement = Placement(device, device_map, tp_plan)
         self.store = PageStore(self.policy)
         self.lock = self.store.lock
-        self.prefixes: PrefixCache | None = None
-        budget = None
+        self.prefixes = budget = None
         if prefix_cache is not None:
             self.prefixes = PrefixCache(parse_bytes("prefix_cache", prefix_cache))
         if kv_budget is not None:
@@ -132,7 +130,7 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Which checkpoint it is, see ``oscar_mm.fingerprint``; chats are saved with it."""
+        """Digest of the checkpoint, see ``oscar_mm.fingerprint``; saved chats have it."""
         return self.family.fingerprint
 
     def chat(self, system: str | None = None) -> Chat:
@@ -151,13 +149,13 @@ class Pipeline:
     def load_chat(self, path: str | Path) -> Chat:
         """A chat that ``Chat.save`` wrote, of this model and policy.
 
-        With ``tp_plan`` each rank reads what it wrote itself, and as many are needed again.
+        With ``tp_plan`` each rank reads its own file, and as many ranks are needed as wrote it.
 
         Raises:
             InputError: the file cannot be read, is no chat, was altered or is another model's; or
                 it has no room in ``kv_budget``.
         """
-        # Reading may take long and is done while others answer.
+        # Reading may take long, so others answer meanwhile.
         conversation, system, saved = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
@@ -169,7 +167,7 @@ class Pipeline:
             if self.budget is not None:
                 self.budget.make_room(saved.bytes)
             cache = saved.placed(self.store, self.family.layer_devices)
-            return Chat(self, system, replace(conversation, kept=cache))
+            return Chat(self, system, replace(conversation, kv=cache))
 
     def batch(
         self,
@@ -248,8 +246,8 @@ class Pipeline:
         return twin
 
     def new_cache(self) -> OscarCache:
-        """A cache for one request, used under the pipeline's lock, with pages of its own unless
-        prefixes are kept."""
+        """A cache for one request, used under the pipeline's lock; it has pages of its own unless
+        the pipeline keeps prefixes."""
         if self.prefixes is not None:
             return OscarCache(self.policy, store=self.store)
         store = PageStore(self.policy, self.lock, self.store.ranks)
@@ -265,7 +263,7 @@ class Pipeline:
 
     @property
     def processor(self) -> Any:
-        """Its processor."""
+        """The processor of the model."""
         return self.family.processor
 
     @property
@@ -299,16 +297,6 @@ class Pipeline:
         """Decode media within the pipeline's limits; see ``MediaReader.read``."""
         return self.media_reader.read(images, videos, audio, sound=sound)
 
-    def check_texts(self, prompt: Any, system: Any) -> None:
-        """Refuse a prompt, or a system prompt that is not None, which is no text or is empty.
-
-        Raises:
-            InputError: names the argument.
-        """
-        self.check_text("prompt", prompt)
-        if system is not None:
-            self.check_text("system", system)
-
     def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
         """Refuse what is no text of a user, is empty, or is over the context by itself.
 
@@ -324,7 +312,7 @@ class Pipeline:
             InputError: media that the model does not read, or too many.
         """
         messages = self.family.messages(prompt, system, media)
-        # What it puts on the device must not come between the steps of others as they are captured.
+        # Copies to the device must not come between the steps of others while these are captured.
         with self.lock:
             return self.family.prompt(messages, media)
 
@@ -356,19 +344,23 @@ class Pipeline:
         return read
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
-        """``options`` as a ``Sampling``; ``arguments`` are the other names that a user may give.
+        """``options`` as a ``Sampling``; None and missing options are the checkpoint's own.
 
-        What is None or not given is the checkpoint's own: without a temperature, all by which its
-        generation_config has tokens chosen; without max_new_tokens, ``longest_answer``.
+        Without a temperature the rules of its generation_config hold, and without max_new_tokens
+        ``longest_answer``.
+
+        Args:
+            options: as of ``SamplingOptions``.
+            arguments: other names that a user may give, for the message.
 
         Raises:
             InputError: an unknown name, or a value that is not allowed.
         """
-        known = [field.name for field in fields(Sampling)]
-        if unknown := options.keys() - known:
+        names = [field.name for field in fields(Sampling)]
+        if unknown := options.keys() - names:
             raise InputError(
                 f"unknown argument {', '.join(sorted(unknown))}: choose from "
-                f"{', '.join([*arguments, *known])}"
+                f"{', '.join([*arguments, *names])}"
             )
         given = {name: value for name, value in options.items() if value is not None}
         rules = {} if "temperature" in given else self.family.sampling_rules()
@@ -376,7 +368,7 @@ class Pipeline:
         return Sampling(**chosen)
 
     def longest_answer(self, text: int = 256) -> int:
-        """Default of max_new_tokens: tokens of text, and of a thinking model's reasoning.
+        """The default of max_new_tokens: tokens of text, and more for a model that reasons.
 
         Together they take no more than half of the context, unless the text alone does.
         """

@@ -1,4 +1,4 @@
-"""Placement: where weights go: to one device, layers to several, or parts of each to processes."""
+"""Placement: where weights go: to one device, by layers to several, or in parts to processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
 
     Args:
         model: may be without weights.
-        count: of processes.
+        count: number of processes.
     """
     writer: Any = getattr(model, "thinker", model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -120,7 +120,7 @@ def on_meta(auto_class: Any, config: Any) -> PreTrainedModel:
 
 
 def device_of(device: str | torch.device | None) -> torch.device:
-    """A device that was asked for, or a GPU if there is one.
+    """The device of a name, or by default a GPU if there is one.
 
     Raises:
         InputError: it cannot be used.
@@ -137,7 +137,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
 
 
 def _processes() -> int:
-    """How many torchrun started."""
+    """How many processes torchrun started."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
     if "WORLD_SIZE" not in os.environ:

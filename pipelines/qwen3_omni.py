@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.generation.family import Encoded, Family
+from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Audio, Video
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
@@ -30,7 +30,7 @@ _BY_FRAME = ("input_features", "feature_attention_mask")
 class Qwen3Omni(Family):
     """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
 
-    ``model`` is the thinker, which writes the text; ``whole`` also has the talker, where the
+    ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
     checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``.
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
@@ -46,7 +46,7 @@ class Qwen3Omni(Family):
 
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(model.thinker, processor)
-        self.whole = model
+        self.outer_model = model
         _teach_logits_to_keep(self.model)
         _read_each_as_alone(self.model.get_encoder(modality="audio"))
 
@@ -56,7 +56,7 @@ class Qwen3Omni(Family):
         chosen = {"vision_config": towers, "audio_config": towers} if towers else {}
         model.thinker.set_attn_implementation({"text_config": IMPLEMENTATION} | chosen)
 
-    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
         left = list(media)
         ids, positions, counts = [], [], []
@@ -76,7 +76,7 @@ class Qwen3Omni(Family):
             ids.append(part)
             positions.append(spatial + place)
             place = positions[-1].max() + 1
-        return Encoded(
+        return Encoding(
             input_ids=torch.cat(ids, dim=1),
             tensors={name: self.join_media(name, parts) for name, parts in gathered.items()},
             positions=torch.cat(positions, dim=-1),
@@ -105,13 +105,15 @@ class Qwen3Omni(Family):
     def thinks(self) -> bool:
         """See ``Family.thinks``; a checkpoint whose template leaves reasoning out of earlier turns
         may open it by itself, but one that speaks does not reason."""
-        knows = self.think_tokens is not None and "</think>" in str(self.processor.chat_template)
-        return super().thinks or (knows and not self.whole.has_talker)
+        may_think = self.think_tokens is not None and "</think>" in str(
+            self.processor.chat_template
+        )
+        return super().thinks or (may_think and not self.outer_model.has_talker)
 
     def generation_setting(self, name: str) -> Any:
-        """See ``Family.generation_setting``; checkpoints say it of the outer model, if at all."""
-        found = super().generation_setting(name)
-        return getattr(self.whole.generation_config, name) if found is None else found
+        """See ``Family.generation_setting``; checkpoints have the settings of the outer model."""
+        setting = super().generation_setting(name)
+        return getattr(self.outer_model.generation_config, name) if setting is None else setting
 
     def _pieces(self, text: str) -> list[tuple[str, bool]]:
         """The text in pieces: media with the tokens that open and close them, and the rest."""
@@ -143,7 +145,7 @@ class Qwen3Omni(Family):
         return {name: torch.as_tensor(x) for name, x in inputs.items() if name not in unused}
 
     def _interleaved(self) -> dict[str, Any]:
-        """How the processor is told that the recording belongs to the video."""
+        """Arguments of the processor for a recording that belongs to the video."""
         if hasattr(self.processor, "load_audio_from_video"):
             return {"load_audio_from_video": True, "audio_from_video_indices": [0]}
         return {"use_audio_in_video": True}  # older versions of transformers
@@ -166,23 +168,24 @@ class Qwen3Omni(Family):
 def audio_tokens(samples: int) -> int:
     """Tokens of a recording: 13 for each second, and an eighth of the frames of the rest."""
     seconds, rest = divmod(samples // _FRAME, 100)
-    # Three convolutions halve it, each rounding up.
+    # Each of three convolutions halves the frames and rounds up.
     return 13 * seconds + -(-rest // 8)
 
 
-# Of the forward pass that is running, and of those where it is not given; 0 keeps all.
-_kept: ContextVar[int] = ContextVar("kept", default=0)
-_kept_by_default: ContextVar[int] = ContextVar("kept_by_default", default=0)
+_logits_to_keep: ContextVar[int] = ContextVar("logits_to_keep", default=0)
+"""How many of the last logits the running forward pass keeps; 0 for all."""
+_default_logits: ContextVar[int] = ContextVar("default_logits", default=0)
+"""How many of the last logits a forward pass keeps that is not told; 0 for all."""
 
 
 @contextmanager
 def last_logits_only() -> Iterator[None]:
-    """Inside, thinkers keep the last token's logits where ``generate`` does not say it itself."""
-    token = _kept_by_default.set(1)
+    """Inside, thinkers keep the last token's logits where ``generate`` names no number."""
+    token = _default_logits.set(1)
     try:
         yield
     finally:
-        _kept_by_default.reset(token)
+        _default_logits.reset(token)
 
 
 def _teach_logits_to_keep(thinker: Any) -> None:
@@ -195,32 +198,32 @@ def _teach_logits_to_keep(thinker: Any) -> None:
     thinker._oscar_keeps_logits = True
 
     def note(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        _kept.set(kwargs.pop("logits_to_keep", _kept_by_default.get()))
+        _logits_to_keep.set(kwargs.pop("logits_to_keep", _default_logits.get()))
         return args, kwargs
 
     def cut(_: Any, args: tuple) -> tuple:
-        # From -0 on is all of them.
-        return (args[0][:, -_kept.get() :],)
+        # A slice from -0 has all of them.
+        return (args[0][:, -_logits_to_keep.get() :],)
 
     def forget(*_: Any) -> None:
-        _kept.set(0)
+        _logits_to_keep.set(0)
 
     thinker.register_forward_pre_hook(note, with_kwargs=True)
     thinker.lm_head.register_forward_pre_hook(cut)
     thinker.register_forward_hook(forget, always_call=True)
 
 
-# What the audio tower has made of the later recordings of the call that is running.
 _later: ContextVar[tuple[Any, ...]] = ContextVar("later", default=())
+"""The audio tower's output for the later recordings of the running call."""
 
 
 def _read_each_as_alone(tower: Any) -> None:
-    """Let the audio tower make the same of a recording whatever is read with it.
+    """Let the audio tower give a recording the same features whatever is read with it.
 
-    It cuts recordings into pieces of a second and pads the pieces of a call to the longest. To its
-    convolutions padding is not the same as the end of a piece, so that a recording of less than a
-    second would depend on what else is read. Here only those share a call that would be padded
-    alike each by itself.
+    The tower cuts recordings into pieces of a second and pads the pieces of a call to the longest.
+    Its convolutions read padding otherwise than the end of a piece, so that a recording of less
+    than a second would depend on the others. Here recordings share a call only if each by itself
+    would be padded alike.
     """
     if getattr(tower, "_oscar_reads_each_as_alone", False):
         return

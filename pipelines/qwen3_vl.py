@@ -9,28 +9,28 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from oscar_mm.generation.family import Encoded, Family
+from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Video
 from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality, token_modalities
 
 
 def image_tokens(image_processor: Any, image: Image.Image) -> int:
-    """Tokens of an image in a prompt, told from its size alone."""
+    """Tokens of an image in a prompt, by its size alone."""
     width, height = _resized(image_processor, image.width, image.height)
     side = image_processor.patch_size * image_processor.merge_size
     return (height // side) * (width // side)
 
 
 def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """See ``Family.largest_image``: what the processor resizes it to, if that is smaller."""
+    """See ``Family.largest_image``: the size to which the processor resizes, if that is smaller."""
     if width * height <= image_processor.size["longest_edge"]:
         return width, height
     try:
         resized = _resized(image_processor, width, height)
-        # A strip is left wider than the limit allows, and would be resized once more.
+        # The processor leaves a strip wider than its limit, and would resize it once more.
         return resized if _resized(image_processor, *resized) == resized else (width, height)
-    except ValueError:  # too long a strip for the processor, which says so when its turn comes
+    except ValueError:  # a strip that is too long for the processor, which refuses it later
         return width, height
 
 
@@ -48,12 +48,12 @@ def _resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
 
 
 def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
-    """Arguments of a processor for videos that are sampled already; it keeps their times."""
+    """Arguments of a processor for sampled videos, whose times it keeps."""
     return {
         "videos": [video.frames for video in videos],
         "video_metadata": [video.metadata for video in videos],
         "do_sample_frames": False,
-        # What None means today; transformers warns that it will mean something else.
+        # The present meaning of None, which transformers says will change.
         "cap_pixels_per_frame": bool(video_processor.cap_pixels_per_frame),
     }
 
@@ -68,7 +68,7 @@ class Qwen3VL(Family):
     name = "Qwen3-VL"
     reads = frozenset({Modality.IMAGE, Modality.VIDEO})
 
-    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
         images = [medium.content for medium in media if medium.modality is Modality.IMAGE]
         videos = [medium.content for medium in media if medium.modality is Modality.VIDEO]
@@ -98,7 +98,7 @@ class Qwen3VL(Family):
             for name, value in inputs.items()
             if name.startswith("pixel_values") or name in grids
         }
-        return Encoded(
+        return Encoding(
             input_ids=ids,
             tensors=tensors,
             positions=self._positions(ids, grids),

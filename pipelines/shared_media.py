@@ -1,4 +1,4 @@
-"""Reading: media that a model has read once, for many questions about them."""
+"""SharedMedia: media that a model reads once, for many questions about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.batch import Prepared
+from oscar_mm.pipelines.batch import BatchRequest
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -30,18 +30,15 @@ _QUESTION = "oscar-question"
 class SharedMedia:
     """The beginning of a first turn up to its last medium, in a cache that questions go on from.
 
-    The media are processed and read once, and their pages are held once, however many questions
-    are asked about them, one after the other or as rows of one batch. A question reads the media
-    from their packed pages, so its answer may differ a little from one that read everything at
-    once, whose attention over the prompt is exact; with policy "bf16" it does not.
+    The media are processed and read once, and all questions share their pages, one after the other
+    or as rows of one batch. A question reads the media from packed pages, so its answer may differ
+    a little from one that read everything at once, whose attention over the prompt is exact; with
+    policy "bf16" it does not.
 
     Args:
         pipe: whose model reads; the pages are in its store.
         media: decoded, see ``Pipeline.read_media``; may be empty, then nothing is shared.
         system: system prompt.
-
-    Attributes:
-        tokens: of the beginning.
 
     Raises:
         InputError: media that the model does not read, or too many of them, or a system prompt
@@ -62,26 +59,26 @@ class SharedMedia:
             tokens = len(ids) - len(rest)
             if tokens < whole.media[-1].stop or not torch.equal(ids[tokens:], rest):
                 raise InputError(
-                    "the chat template or the tokenizer of this checkpoint does not keep what "
-                    "comes after the media apart, so that questions cannot share them"
+                    "the chat template or the tokenizer of this checkpoint joins the question with "
+                    "the media before it, so that questions cannot share them"
                 )
             self._prompt = beginning(whole, tokens)
 
     @property
     def tokens(self) -> int:
-        """See the class."""
+        """How many tokens the beginning has; 0 without media."""
         return 0 if self._prompt is None else self._prompt.tokens
 
     @property
     def prompt(self) -> Prompt | None:
-        """The beginning; None without media."""
+        """The prompt of the beginning; None without media."""
         return self._prompt
 
     def read(self) -> None:
-        """Have the model read the media, the first time; then only their pages are kept.
+        """Have the model read the media, once; after that only their pages are kept.
 
         Raises:
-            InputError: they leave no room in the context.
+            NoRoom: they leave no room for an answer.
         """
         if self._prompt is None or self._cache.get_seq_length():
             return
@@ -95,8 +92,8 @@ class SharedMedia:
         ids = self._prompt.inputs["input_ids"]
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
-    def asked(self, index: int, question: str, sampling: Sampling) -> Prepared:
-        """A question about the media as a row of a batch; the media are read if need be.
+    def request(self, index: int, question: str, sampling: Sampling) -> BatchRequest:
+        """A question about the media as a row of a batch; reads the media the first time.
 
         Args:
             index: of the row.
@@ -104,7 +101,7 @@ class SharedMedia:
             sampling: how to answer.
 
         Raises:
-            InputError: no text, or no room in the context.
+            InputError: text that cannot be used; as ``NoRoom`` a question that is too long.
         """
         self.pipe.admission.check_texts(question, None)
         self.read()
@@ -112,36 +109,36 @@ class SharedMedia:
         if self._prompt is None:
             prompt = self.pipe.prepare(question, Media(), self.system)
             self.pipe.admission.check_prompt(prompt, sampling.max_new_tokens)
-            return Prepared(index, prompt, sampling, time.perf_counter() - start, self._cache)
+            return BatchRequest(index, prompt, sampling, time.perf_counter() - start, self._cache)
         prompt = self._question(question, self._prompt)
         past = Past(self._cache, self._cache.get_seq_length())
         self.pipe.admission.check_prompt(prompt, sampling.max_new_tokens, past)
         ids = self._prompt.inputs["input_ids"][0]
         spent = time.perf_counter() - start
-        return Prepared(index, prompt, sampling, spent, self._cache, ids)
+        return BatchRequest(index, prompt, sampling, spent, self._cache, ids)
 
     def continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:
-        """Token ids of answers, as they would follow the question.
+        """Token ids of answers as they follow the question.
 
         Raises:
             InputError: an answer that is no text, is empty, or holds control tokens.
         """
-        self.pipe.check_text("prompt", question)
+        self.pipe.admission.check_text("prompt", question)
         for index, answer in enumerate(answers):
-            self.pipe.check_text(f"choices[{index}]", answer)
+            self.pipe.admission.check_text(f"choices[{index}]", answer)
         _, last, rest = self._split(question)
         tokenize = self.pipe.family.tokenize
-        asked = tokenize(last + rest)[0]
-        found = [tokenize(last + rest + answer)[0] for answer in answers]
-        if any(not torch.equal(ids[: len(asked)], asked) for ids in found):
+        start = tokenize(last + rest)[0]
+        rows = [tokenize(last + rest + answer)[0] for answer in answers]
+        if any(not torch.equal(ids[: len(start)], start) for ids in rows):
             raise InputError(
                 "the tokenizer of this checkpoint writes an answer and the end of its question as "
                 "one token, so that answers cannot be scored"
             )
-        return [ids[len(asked) :].tolist() for ids in found]
+        return [ids[len(start) :].tolist() for ids in rows]
 
     def close(self) -> None:
-        """Give up the pages; questions that are being answered keep theirs."""
+        """Give up the pages; questions in progress keep theirs."""
         with self.pipe.lock:
             self._cache.close()
 
@@ -155,26 +152,26 @@ class SharedMedia:
         special = {*family.processor.tokenizer.all_special_tokens, *family.placeholders}
         place = max(text.rfind(placeholder) for placeholder in family.placeholders)
         longest_first = sorted(map(re.escape, special), key=len, reverse=True)
-        found = re.compile(f"(?:{'|'.join(longest_first)})+").match(text, place)
-        stop = place if found is None else found.end()
+        marks = re.compile(f"(?:{'|'.join(longest_first)})+").match(text, place)
+        stop = place if marks is None else marks.end()
         last = max((token for token in special if text.endswith(token, place, stop)), key=len)
         return text[: stop - len(last)], last, text[stop:]
 
     def _rest(self, question: str) -> torch.Tensor:
-        """(1, tokens) ids of what comes after the media."""
+        """(1, tokens) ids of the text after the media."""
         before, last, rest = self._split(question)
         if before != self._before:
             raise InputError(
                 "the chat template of this checkpoint writes the question before the media, so "
                 "that questions cannot share them"
             )
-        # The control token stays in front, as a tokenizer may treat the beginning of a text in a
-        # way of its own, and is cut off after.
+        # The control token stays in front and is cut off after, as a tokenizer may treat the
+        # beginning of a text specially.
         tokenize = self.pipe.family.tokenize
         return tokenize(last + rest)[:, tokenize(last).shape[1] :]
 
     def _question(self, question: str, first: Prompt) -> Prompt:
-        """What a question adds: text, at its place after the media."""
+        """The prompt of a question: text, at its place after the media."""
         ids = self._rest(question)
         return Prompt(
             inputs={"input_ids": ids.to(first.positions.device)},

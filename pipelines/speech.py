@@ -1,4 +1,4 @@
-"""Speech: an answer of Qwen3-Omni with its waveform, from the model's own generate."""
+"""Speech: an answer of Qwen3-Omni with its waveform, by the model's own generate."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def speaker_of(model: Any, speaker: str | None) -> str:
 
 
 class _Listener(BaseStreamer):
-    """Notes the tokens of the text, and when they came."""
+    """Notes the tokens of the text and their times."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.ids: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Called with the prompt, then with every token."""
+        """Takes the prompt, then every token."""
         if self.times:
             self.ids.append(int(value))
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Called at the end."""
+        """Does nothing at the end."""
 
 
 def speak_answer(
@@ -73,22 +73,27 @@ def speak_answer(
     speaker: str,
     start: float,
 ) -> Answer:
-    """Text over an ``OscarCache``, and the same text spoken.
+    """Answer with text, over an ``OscarCache``, and with the same text spoken.
 
-    The talker reads the thinker's hidden states of the whole prompt, so this cannot continue on a
-    kept cache. Its own choices are sampled as the model's authors set it; ``sampling.seed`` makes
-    them repeatable.
+    The talker reads the thinker's hidden states of the whole prompt, so a spoken answer cannot go
+    on from a past. The talker's own tokens are sampled by the checkpoint's settings;
+    ``sampling.seed`` makes them repeatable.
 
     Args:
+        family: whose checkpoint has a talker.
+        prompt: of a single row.
+        policy: how the thinker's keys and values are stored.
+        sampling: how the text is generated.
+        speaker: a voice of the checkpoint.
         start: ``time.perf_counter()`` when the request came.
     """
-    talker = family.whole.talker.config
+    talker = family.outer_model.talker.config
     if not hasattr(talker, "audio_config"):
-        # transformers looks here for the audio tower's window; checkpoints say it of the thinker.
+        # transformers looks here for the audio tower's window, which the thinker's config has.
         talker.audio_config = family.model.config.audio_config
     cache, listener = OscarCache(policy), _Listener()
     cache.expect(prompt.modalities)
-    # All are said, or the checkpoint's own would be taken.
+    # Every option is given, as the checkpoint's own would fill the gaps.
     options: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": float(sampling.repetition_penalty),
@@ -107,7 +112,7 @@ def speak_answer(
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         try:
-            _, wave = family.whole.generate(
+            _, wave = family.outer_model.generate(
                 **prompt.arguments(),
                 return_audio=True,
                 speaker=speaker,
@@ -122,7 +127,7 @@ def speak_answer(
                 **{f"thinker_{name}": value for name, value in options.items()},
             )
         except RuntimeError:
-            # It fails too where the text ended at once, so that there is nothing to say.
+            # It fails too where the text ends at once, so that there is nothing to speak.
             if len(listener.ids) != 1 or listener.ids[0] not in ends:
                 raise
             wave = torch.zeros(0)

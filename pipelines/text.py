@@ -24,9 +24,9 @@ from oscar_mm.pipelines.loading import FAMILIES, config_of, dtype_of, first_line
 from oscar_mm.pipelines.placement import device_of, on_meta
 
 _CHARACTERS = 16
-"""Of a token, more than on average in any text."""
+"""Characters of a token, more than the average of any text."""
 _VOCABULARY = 16
-"""Fewest tokens of a tokenizer that has learnt any."""
+"""Fewest tokens of a tokenizer that is not empty."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 
@@ -35,7 +35,7 @@ class TextModel:
     """A language model that reads plain text.
 
     Attributes:
-        name: as it was asked for.
+        name: as the user gave it.
         model: in eval mode, with attention "oscar".
         tokenizer: of the model.
     """
@@ -75,7 +75,7 @@ class TextModel:
 
 
 def is_text_model(model: str | Path) -> bool:
-    """Whether a checkpoint is a causal language model and none that a pipeline reads.
+    """Whether a checkpoint is a causal language model that no pipeline reads.
 
     Args:
         model: name of a bundled model, hub id or folder; only its configuration is read.

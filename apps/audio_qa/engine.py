@@ -27,7 +27,7 @@ from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines import pipeline_for
-from oscar_mm.pipelines.batch import Prepared, answers
+from oscar_mm.pipelines.batch import BatchRequest, answers
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 from oscar_mm.policy import KVPolicy
@@ -102,7 +102,7 @@ class _BatchRow:
 
     row: Row
     reading: SharedMedia
-    prepared: Prepared
+    prepared: BatchRequest
     choices: list[list[int]]
     needed_bytes: int
     seconds: float
@@ -206,7 +206,7 @@ class Engine:
         question, texts = self.settings.prompt(row.question, row.choices)
         # A right answer that is no choice is an error now.
         is_correct(row, "", 0 if row.choices else None)
-        prepared = reading.asked(0, question, self._sampling)
+        prepared = reading.request(0, question, self._sampling)
         choices = reading.continuations(question, texts) if texts else []
         new = sum(map(len, choices)) or self.settings.max_new_tokens
         needed_bytes = self._needed_bytes(prepared.prompt, new, prepared.past)

@@ -52,7 +52,7 @@ class Handlers:
     def __init__(self, sessions: Sessions, folder: Path) -> None:
         self.sessions, self.folder = sessions, folder
         pipe = sessions.pipe
-        model = getattr(pipe.family, "whole", pipe.model)
+        model = pipe.family.outer_model
         self.shape = ModelShape.of(pipe.model.config, model.num_parameters())
 
     def initial(self, *scenario: str) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class Admission:
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer stores, of which this rank has its part."""
+        """Shapes of keys and values of each layer, for the heads of this rank."""
         shape = ModelShape.of(self.model.config, 0)
         heads = max(1, shape.kv_heads // self.store.ranks.count)
         dtype = self.model.get_input_embeddings().weight.dtype
@@ -299,14 +299,17 @@ class Admission:
     def _check_bytes(
         self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0
     ) -> None:
-        """Refuse what no budget and no device could hold; waits for nobody else to give way.
+        """Refuse what no budget and no device could hold.
 
         Args:
+            size: of the request.
+            new: (tokens,) int8 modalities of the prompt.
+            past: what the request goes on from.
             doubt: tokens that may be packed where ``new`` has them in 16 bit.
 
         Raises:
             Busy: other chats hold the memory of a device.
-            NoRoom: what they hold would not be enough.
+            NoRoom: there is no room, whoever gives way.
         """
         cache = None if past is None else past.cache
         whole = self._growth(new, size.answer, cache)
@@ -343,7 +346,7 @@ class Admission:
     def _short_devices(
         self, growth: Growth, tokens: int
     ) -> Iterator[tuple[torch.device, int, int]]:
-        """GPUs that have too little memory, with the bytes needed and those that are free."""
+        """GPUs that have too little memory, with the bytes that are needed and free."""
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is None:
                 continue
@@ -383,38 +386,39 @@ class Admission:
         return activation_bytes(read, weight.shape[1], weight.element_size())
 
     def _slot_bytes(self) -> dict[Bits, int]:
-        """Of one slot of each kind, in all layers."""
-        found: dict[Bits, int] = {}
+        """Bytes of a slot of each kind, summed over all layers."""
+        sums: dict[Bits, int] = {}
         for sizes in self._slot_bytes_by_device().values():
             for bits, size in sizes.items():
-                found[bits] = found.get(bits, 0) + size
-        return found
+                sums[bits] = sums.get(bits, 0) + size
+        return sums
 
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
+        """Bytes of a slot of each kind, summed over the layers of each device."""
         shape = ModelShape.of(self.model.config, 0)
         own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
-        foretold = own.slot_bytes(self.store.policy, self.layer_shapes[0].dtype.itemsize)
-        found: dict[torch.device, dict[Bits, int]] = {}
+        expected = own.slot_bytes(self.store.policy, self.layer_shapes[0].dtype.itemsize)
+        by_device: dict[torch.device, dict[Bits, int]] = {}
         for index, device in self.family.layer_devices.items():
             pools = self.store.layers.get(index)
-            sums = found.setdefault(device, dict.fromkeys(foretold, 0))
+            sums = by_device.setdefault(device, dict.fromkeys(expected, 0))
             for bits in sums:
                 # A pool knows the size of its slots from its first one on.
                 there = 0 if pools is None else pools.by_bits[bits].slot_bytes
-                sums[bits] += there or foretold[bits]
-        return found
+                sums[bits] += there or expected[bits]
+        return by_device
 
     def _cache_bytes(self, cache: OscarCache) -> int:
         sizes = self._slot_bytes()
         return sum(len(slots) * sizes[bits] for bits, slots in _slots(cache).items())
 
     def _free_bytes(self, device: torch.device) -> int:
-        """Bytes of the store's pools on a device that are used again before they grow."""
+        """Bytes of free slots on a device, which are filled before pools grow."""
         free = {bits: allocator.free for bits, allocator in self.store.allocators.items()}
         return self._slots_on(device, free)
 
     def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
-        """Bytes of the store's pools on a device that only other caches hold."""
+        """Bytes of slots on a device that only other caches hold."""
         used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
         for bits, slots in _slots(cache).items() if cache is not None else ():
             used[bits] -= len(slots)

@@ -16,9 +16,9 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 HIDDEN_STATES = 6
 """Hidden states that are alive at once while a prompt is read, at the least.
 
-Those of LLaVA with grouped queries: what the layer was given and its norm, and queries on their way
-through RoPE with keys and values. Qwen's features and wider queries, towers and experts come on
-top. It is low, so that nothing is refused that would run.
+LLaVA with grouped queries has six: the layer's input and its norm, and queries on their way through
+RoPE with keys and values. Qwen's features and wider queries, towers and experts come on top. The
+number is low, so that no request is refused that would run.
 """
 
 
@@ -32,7 +32,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Bytes that reading so many tokens at once takes at least, beside their keys and values."""
+    """Fewest bytes that reading so many tokens at once takes beside their keys and values."""
     return HIDDEN_STATES * tokens * hidden_size * itemsize
 
 
@@ -42,7 +42,7 @@ RESERVED = 0.1
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model's keys and values, and its weights, take.
+    """Sizes of a model that decide on the bytes of its weights, keys and values.
 
     Attributes:
         layers: of the decoder, without those that keep a state instead of keys and values.
@@ -58,7 +58,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
-        """Of a configuration of transformers."""
+        """The shape of a model by its configuration of transformers."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(
@@ -69,7 +69,7 @@ class ModelShape:
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
-        """Of one layer: bytes of a page by bits, and under ``PLAIN`` those of a token in 16 bit.
+        """Bytes of a page of one layer by bits; under ``PLAIN``, bytes of a token in 16 bit.
 
         Args:
             policy: how keys and values are stored.
@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """In 16 bit."""
+        """Bytes of the weights in 16 bit."""
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:

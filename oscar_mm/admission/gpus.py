@@ -1,4 +1,4 @@
-"""Memory of GPUs by name, for those who ask what would fit."""
+"""Memory of GPUs by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KVBudget: a bound on the bytes of all chats of a pipeline; who waits longest goes to disk."""
+"""KVBudget: a bound on the bytes of all chats; the chat that waits longest goes to disk."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
 
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy, InputError
+from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.policy import PLAIN, Bits
-
-if TYPE_CHECKING:
-    from oscar_mm.cache.cache import OscarCache
-    from oscar_mm.cache.store import PageStore
-    from oscar_mm.generation.prefix_cache import PrefixCache
 
 
 class Spillable(Protocol):
@@ -43,12 +41,12 @@ class Spillable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Room for an answer that is being written, as long as its writer keeps this.
+    """Room for an answer that is being written, as long as its writer references this.
 
     Attributes:
-        cache: that grows.
-        begin: tokens that it holds when the prompt is read.
-        added: bytes that it has taken after 0, 1, 2, ... tokens of the answer.
+        cache: holds prompt and answer.
+        begin: tokens in the cache when the prompt is read.
+        added: (tokens,) bytes that the answer has added after 0, 1, 2, ... of its tokens.
     """
 
     cache: OscarCache
@@ -57,7 +55,7 @@ class Reservation:
 
     @property
     def outstanding(self) -> int:
-        """Bytes that it may still take."""
+        """Bytes that the answer may still take."""
         if self.cache.closed:
             return 0
         written = min(self.cache.get_seq_length() - self.begin, len(self.added) - 1)
@@ -68,18 +66,18 @@ class Reservation:
 class KVBudget:
     """Makes room in stores before and after each turn; used under their lock.
 
-    What counts are pages and tokens in 16 bit, each once, of all chats, kept prefixes and
-    requests without a chat. To make room, prefixes go first, then the chats that were used least
-    recently and are not answering are written to files; they come back with their next use. What
-    a turn takes is counted slot by slot (``oscar_mm.cache.slot_growth``), up to its longest
-    answer, and reserved: others that come meanwhile get what is left.
+    The budget counts pages and tokens in 16 bit, each once, of all chats, prefixes and requests
+    without a chat. To make room, prefixes go first, then chats that do not answer, the least
+    recently used first, are written to files; they come back with their next use. The bytes of a
+    turn are counted slot by slot (``oscar_mm.cache.slot_growth``), up to its longest answer, and
+    reserved: later requests get what is left.
 
     Args:
-        store: of the pipeline; ``stores`` takes those of others that share the budget, as long
-            as they are there.
+        store: of the pipeline; others that share the budget are added to ``stores``, which
+            holds weak references.
         limit: bytes.
-        folder: for the files; made if it is not there. By default a temporary one. None: nothing
-            is written, and a turn that does not fit is refused.
+        folder: for the files, made if it is missing. True: a temporary one. False: nothing is
+            written, and a turn that does not fit is refused.
         prefixes: of the pipeline.
 
     Raises:
@@ -95,7 +93,7 @@ class KVBudget:
         self.folder: Path | None = None
         try:
             if folder is True:
-                # Goes away with this object, at the latest with the process.
+                # It goes with this object, at the latest with the process.
                 self._temporary = tempfile.TemporaryDirectory(
                     prefix="oscar-mm-", ignore_cleanup_errors=True
                 )
@@ -110,56 +108,55 @@ class KVBudget:
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Remove the folder if it is a temporary one; nothing can be written to disk any more."""
+        """Remove a temporary folder; chats go to disk no more."""
         if self._temporary is not None:
             self._temporary.cleanup()
             self.folder = None
 
     @property
     def used_bytes(self) -> int:
-        """Of the limit."""
+        """Bytes that all stores hold."""
         return sum(store.memory().used_bytes for store in self.stores)
 
     @property
     def taken_bytes(self) -> int:
-        """Of the limit, with what answers that are being written may still take."""
-        return self.used_bytes + sum(one.outstanding for one in self._reservations)
+        """Bytes that all stores hold, and those that answers in progress may still take."""
+        return self.used_bytes + sum(room.outstanding for room in self._reservations)
 
     def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
-        """Keep what ``make_room`` has made free for an answer.
+        """Reserve the bytes that ``make_room`` has freed for an answer.
 
         Args:
             cache: that the answer goes on from, before the prompt.
             prompt: tokens that are read before the answer.
-            added: bytes after 0, 1, 2, ... tokens of the answer.
+            added: (tokens,) bytes that are added after 0, 1, 2, ... tokens of the answer.
 
         Returns:
-            holds the room until it is dropped.
+            keeps the room until it is dropped.
         """
         reservation = Reservation(cache, cache.get_seq_length() + prompt, added)
         self._reservations.add(reservation)
         return reservation
 
     def use(self, chat: Spillable) -> None:
-        """A chat is in use now."""
+        """Note that a chat is in use now."""
         self._last_use[chat] = next(self._clock)
 
     def new_file(self) -> Path:
-        """Where the next chat goes."""
+        """Path of the file that the next chat goes to."""
         if self.folder is None:
             raise InputError("kv_budget: spill is False, so that nothing can be written to disk")
         return self.folder / f"chat-{uuid4().hex}.safetensors"
 
     def make_room(self, needed: int, chat: Spillable | None = None) -> None:
-        """Until ``needed`` more bytes are free.
+        """Drop prefixes and spill chats until ``needed`` more bytes are free.
 
         Args:
             needed: bytes.
-            chat: that they are for, which stays; also stays who is answering just now.
+            chat: that needs them; it stays, and so do chats that answer just now.
 
         Raises:
-            Busy: there is no room, whatever else could go, until others have ended; nothing has
-                gone then.
+            Busy: all that could go would not be enough; nothing has gone then.
         """
         used = self.taken_bytes
         short = used + needed - self.limit
@@ -168,11 +165,11 @@ class KVBudget:
         self._give_way(needed, chat)
 
     def settle(self, chat: Spillable) -> None:
-        """After a turn: others go until the budget holds; the chat itself stays, if need be."""
+        """After a turn: spill other chats until the budget holds; the chat itself stays."""
         self._give_way(0, chat)
 
     def _give_way(self, needed: int, chat: Spillable | None) -> None:
-        """Prefixes and other chats go until that much is free, or nothing more can go."""
+        """Drop prefixes and spill other chats until so much is free, or nothing more can go."""
         while self.taken_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
@@ -185,16 +182,16 @@ class KVBudget:
     def _others(self, chat: Spillable | None) -> list[Spillable]:
         if self.folder is None:
             return []
-        return [one for one in self._last_use if one is not chat and one.can_be_spilled]
+        return [other for other in self._last_use if other is not chat and other.can_be_spilled]
 
     def _could_go(self, chat: Spillable | None) -> int:
-        """Bytes of the slots that nobody but prefixes and other chats holds."""
+        """Bytes of slots that only prefixes and other chats hold."""
         others = [other.cache for other in self._others(chat)]
-        kept = [] if self.prefixes is None else self.prefixes.caches
-        return self._freed([*others, *kept])
+        prefixes = [] if self.prefixes is None else self.prefixes.caches
+        return self._freed([*others, *prefixes])
 
     def _freed(self, caches: Sequence[OscarCache]) -> int:
-        """Bytes of the slots that nobody but these caches holds."""
+        """Bytes of slots that only these caches hold."""
         total = 0
         for store in self.stores:
             owners: dict[Bits, Counter[int]] = {bits: Counter() for bits in store.allocators}
@@ -204,8 +201,8 @@ class KVBudget:
                     owners[stream.bits].update(stream.pages)
             for bits, slots in owners.items():
                 size = sum(pools.by_bits[bits].slot_bytes for pools in store.layers.values())
-                held = store.allocators[bits]
-                total += size * sum(count == held.owners(slot) for slot, count in slots.items())
+                owned = store.allocators[bits].owners
+                total += size * sum(count == owned(slot) for slot, count in slots.items())
         return total
 
     def _refusal(self, used: int, needed: int) -> str:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from oscar_mm.generation.prompt import Prompt
 
 _NAMED = 3
-"""Media of a kind that a refusal names."""
+"""Most media of a kind that a refusal names."""
 _TEMPLATE = 32
-"""Tokens of text that are about a chat template's own, so that no shorter prompt saves them."""
+"""About how many tokens a chat template writes itself, which no shorter prompt saves."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class RequestSize:
     Attributes:
         tokens: of the prompt, by modality: "text", "image", "video", "audio".
         answer: max_new_tokens.
-        media: for each modality its media's labels and tokens. A video's include the text of its
-            timestamps and its sound.
+        media: labels and tokens of the media of each modality. Tokens of a video include the text
+            of its timestamps and its sound.
         past: tokens of earlier turns.
         frees: tells what a chat can do to hold fewer of these.
         at_least: the true size may be larger: media were counted by their headers, as far as these
@@ -56,16 +56,16 @@ class RequestSize:
 
     @property
     def total(self) -> int:
-        """Tokens of all parts."""
+        """Tokens of past, prompt and answer."""
         return self.past + sum(self.tokens.values()) + self.answer
 
     def refusal(self, fits: int, bound: str, otherwise: str = "") -> NoRoom:
-        """The error for a request of which so many tokens fit.
+        """The error for a request that is too long.
 
         Args:
-            fits: fewer than ``total``.
-            bound: what the request is over, with the numbers behind it.
-            otherwise: what else would help.
+            fits: tokens that would fit, fewer than ``total``.
+            bound: what the request is over, with its numbers.
+            otherwise: what would help beside fewer tokens.
         """
         parts = [f"{self.past:,} held"] if self.past else []
         for modality in reversed(Modality):
@@ -83,24 +83,24 @@ class RequestSize:
         )
 
     def _names(self, modality: Modality) -> str:
-        media = sorted(self.media.get(modality, ()), key=lambda one: -one[1])
+        media = sorted(self.media.get(modality, ()), key=lambda medium: -medium[1])
         named = [f"{label}: {count:,}" for label, count in media[:_NAMED]]
         more = ["..."] if len(media) > _NAMED else []
         return f" ({', '.join([*named, *more])})" if named else ""
 
     def _remedies(self, excess: int) -> list[str]:
-        """What to lower, the largest first, until that is enough."""
+        """What to lower: the largest parts, until the excess is gone."""
         sizes = {"past": self.past, "answer": self.answer} | dict(self.tokens)
         sizes["text"] = max(0, sizes["text"] - _TEMPLATE)
-        found: dict[str, str] = {}
+        remedies: dict[str, str] = {}
         for name in sorted(filter(sizes.get, sizes), key=sizes.__getitem__, reverse=True):
             left = sizes[name] - excess
-            found[name] = self._remedy(name, left)
+            remedies[name] = self._remedy(name, left)
             excess = -left
             if excess <= 0:
                 break
-        others = [self._remedy("past", 0)] if self.past and "past" not in found else []
-        return [" and ".join(found.values()), *others]
+        others = [self._remedy("past", 0)] if self.past and "past" not in remedies else []
+        return [" and ".join(remedies.values()), *others]
 
     def _remedy(self, name: str, left: int) -> str:
         """How to bring one part down to ``left`` tokens."""
@@ -112,7 +112,7 @@ class RequestSize:
         return f"{what} ({fits} fit)" if left > 0 else what
 
     def _medium_remedy(self, name: str, left: int) -> tuple[str, str]:
-        """What to give less of, and how much of it fits, at least."""
+        """What to give less of, and how much of it fits at least."""
         share = f"{left / max(1, self.tokens[name]):.0%}"
         if name == "text":
             return "give a shorter prompt", f"{left:,} tokens of it"

@@ -1,4 +1,4 @@
-"""Counting: tokens of media by their sizes, without running the model or its towers."""
+"""Token counts of a turn by the sizes of its media, without running the model or its towers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import Modality, token_modalities
 
 _QUESTION = "?"
-"""What stands in a turn that asks next to nothing."""
+"""Stands for the question where only media are counted."""
 
 
 def count_tokens(family: Family, media: Media) -> dict[str, int]:
-    """Tokens by modality of a first turn that shows ``media`` and asks next to nothing.
+    """Tokens by modality of a first turn with ``media`` and the shortest question.
 
     Raises:
         InputError: a medium that the family does not read.
@@ -31,8 +31,8 @@ def count_tokens(family: Family, media: Media) -> dict[str, int]:
 def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     """Tokens by modality that a medium brings into a turn.
 
-    Only sizes count: of images and recordings by the family's own estimate, which is exact, of
-    videos by running the processor on their shapes, the frames on the device meta.
+    Sizes are enough: the family's estimate is exact for images and recordings, and for videos the
+    processor runs on frames of the device meta.
 
     Raises:
         InputError: a medium that the family does not read.
@@ -43,11 +43,11 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     alone = Media(videos=[replace(medium.content, sound=None)])
     text = family.render(family.messages(_QUESTION, None, alone))
     ids = family.encode(text, list(alone)).input_ids
-    found = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
+    counts = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
     return {
-        "video": int(found[Modality.VIDEO]),
+        "video": int(counts[Modality.VIDEO]),
         # Timestamps between frames.
-        "text": int(found[Modality.TEXT]) - text_tokens(family, alone),
+        "text": int(counts[Modality.TEXT]) - text_tokens(family, alone),
         "audio": family.least_tokens(medium),
     }
 
@@ -55,7 +55,7 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
 def text_tokens(
     family: Family, media: Media, prompt: str = _QUESTION, system: str | None = None
 ) -> int:
-    """Tokens of a first turn as the chat template writes it, without its media.
+    """Tokens of text of a first turn as the chat template writes it.
 
     Raises:
         InputError: a medium that the family does not read.

@@ -37,7 +37,7 @@ _ARGUMENTS = ("prompt", "images", "videos", "audio", "use_audio_in_video")
 
 
 class Chat:
-    """Several questions, one after the other, about whatever has been shown so far::
+    """Several questions, one after the other, about all media that were shown so far::
 
         with pipe.chat() as chat:
             chat.ask("Compare these.", images=["a.png", "b.png"])
@@ -47,17 +47,17 @@ class Chat:
     ``pipe.load_chat``; many of one pipeline may be in use at once, from several threads.
 
     A turn counts when it is complete. An error, or Ctrl-C while the model works, leaves the chat
-    as it was before. Who leaves a stream (``break``, ``close``) ends the answer there: what was
-    given out is the answer. A stream that was left but is still kept somewhere ends with the next
-    call on the chat.
+    as it was before. Leaving a stream (``break``, ``close``) ends the answer there: its pieces so
+    far are the answer. A stream that was left but is still referenced ends with the next call on
+    the chat.
 
-    Of a thinking model's turns only the text stays in the cache, as chat templates have it; a turn
-    that is left before any text counts as not asked.
+    The cache keeps the text of a thinking model's turns without the reasoning, as chat templates
+    do; a turn that is left before any text does not count.
 
     Args:
-        pipe: answers.
+        pipe: pipeline that answers.
         system: system prompt.
-        conversation: to go on with; by default a new one.
+        conversation: to go on from; by default a new one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Chat:
             pipe, conversation or Conversation.empty(self._new_cache())
         )
         self._running: weakref.ref[Generator] | None = None
-        # Whoever wants both takes this one first, then the pipeline's: see ``_alone``.
+        # Taken before the pipeline's lock where both are needed, see ``_alone``.
         self._calls = threading.RLock()
 
     def ask(
@@ -165,7 +165,7 @@ class Chat:
             except BaseException:
                 cache.close()
                 raise
-            self._spillable.replace(now.answered(cache, question, prompt, answer, ids, "stop"))
+            self._spillable.replace(now.with_turn(cache, question, prompt, answer, ids, "stop"))
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -180,14 +180,14 @@ class Chat:
 
     @property
     def memory(self) -> MemoryReport:
-        """Bytes that the chat holds; those shared with forks are in the reports of all of them."""
+        """Bytes that the chat holds; bytes that forks share are in the reports of all of them."""
         with self.pipe.lock:
-            cache = self._spillable.drop_reasoning().kept
+            cache = self._spillable.drop_reasoning().kv
             return (cache if cache is not None else self._new_cache()).memory()
 
     @property
     def so_far(self) -> Answer | None:
-        """The answer that is being written, as far as it goes; None before its first token."""
+        """The answer that is being written, so far; None before its first token."""
         with self.pipe.lock:
             running = self._spillable.answering
             return running.answer() if running and running.written.token_ids else None
@@ -195,7 +195,7 @@ class Chat:
     def forget(self, index: int) -> None:
         """Drop an image, video or recording: its pages are free at once, later turns go on.
 
-        What was said about it stays, and so do the positions of what came after. A second time
+        Questions and answers about it stay, and later tokens keep their positions. A second call
         does nothing.
 
         Args:
@@ -226,8 +226,8 @@ class Chat:
     def undo(self) -> None:
         """Take back the last turn, one more with every call.
 
-        What its tokens had pushed out of the 16-bit window stays packed, so with a policy of few
-        bits the next answer may differ a little from one where the turn never was.
+        Tokens that the turn had pushed out of the 16-bit window stay packed, so with a policy of
+        few bits the next answer may differ a little from that of a chat without the turn.
 
         Raises:
             InputError: there is no turn.
@@ -265,13 +265,13 @@ class Chat:
             )
 
     def close(self) -> None:
-        """Give up everything; nothing can be asked any more. A second time does nothing."""
+        """Give up all pages; the chat answers no more. A second call does nothing."""
         with self._calls, self.pipe.lock:
             if self._spillable.closed:
                 return
             self._end_stream()
             self._spillable.close()
-            # To the device, where that is worth moving what others hold.
+            # Free memory goes back to the device where it is worth moving the pages of others.
             left = self.pipe.store.memory()
             if left.free_bytes > left.used_bytes // 4:
                 self.pipe.store.trim()
@@ -286,7 +286,7 @@ class Chat:
 
     @contextmanager
     def _alone(self) -> Iterator[Conversation]:
-        """Nobody else uses the chat or its store; no stream is open any more."""
+        """Inside, nobody else uses the chat or its store, and no stream is open."""
         with self._calls, self.pipe.lock:
             self._end_stream()
             yield self._spillable.load()
@@ -336,10 +336,10 @@ class Chat:
     ) -> Generator[str | Answer, None, None]:
         """Pieces of the answer, then the answer; the turn counts from then on."""
 
-        def after(ended: str) -> Conversation:
+        def after(finish_reason: str) -> Conversation:
             written = generation.written
-            answer = written.text, written.token_ids, ended, written.reasoned
-            return before.answered(generation.cache, prompt, question, *answer)
+            answer = written.text, written.token_ids, finish_reason, written.reasoning_span
+            return before.with_turn(generation.cache, prompt, question, *answer)
 
         with self.pipe.lock:
             before = self._spillable.load()
@@ -359,7 +359,7 @@ class Chat:
                 self._spillable.conversation = after("interrupted")
             raise
         except BaseException:
-            # At once: who keeps the traceback would keep its pages.
+            # At once: a traceback that is kept would keep the pages.
             with self.pipe.lock:
                 generation.cache.close()
             raise

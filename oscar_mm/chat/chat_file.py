@@ -1,4 +1,4 @@
-"""A chat in a file: the cache as ``oscar_mm.cache.persist`` writes it, and what was said."""
+"""A chat in a file: the cache as ``oscar_mm.cache.persist`` writes it, and the turns."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.policy import KVPolicy
 
 FORMAT_VERSION = 1
-"""Of what is said here; the cache has a version of its own."""
+"""Version of the turns in the file; the cache has a version of its own."""
 _MAX_TURNS = _MAX_MEDIA = 1 << 15
 _MAX_POSITION = 1 << 31
 _SHOWN = 200
-"""Characters of what a file says."""
+"""Characters of an error in a file that a message shows."""
 
 
 def save_chat(
@@ -62,10 +62,10 @@ def read_chat(
     layers: Sequence[LayerShape],
     vocabulary: int,
 ) -> tuple[Conversation, str | None, SavedCache]:
-    """A conversation, its system prompt and its cache, which the conversation does not have yet.
+    """Read a conversation, its system prompt and its cache, which is not placed in a store yet.
 
-    The file may be anybody's: nothing of it may reach a kernel, or take long under a lock, that a
-    chat of this pipeline could not have saved. Nothing here needs the pipeline's lock.
+    The file may come from a stranger: nothing of it reaches a kernel, or takes long under a lock,
+    that a chat of this pipeline could not have saved. The pipeline's lock is not needed.
 
     Args:
         fingerprint: of the pipeline's model.
@@ -83,7 +83,7 @@ def read_chat(
     try:
         _check_counts(given["turns"])
         conversation = Conversation(
-            kept=None,
+            kv=None,
             token_ids=given["token_ids"],
             next_position=given["next_position"],
             pending=_ids(given["pending"], vocabulary),
@@ -116,8 +116,8 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
     if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError("token ids out of range")
     place = conversation.next_position
-    known = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
-    if not known or not 0 <= float(place) < _MAX_POSITION:
+    is_position = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
+    if not is_position or not 0 <= float(place) < _MAX_POSITION:
         raise ValueError("its position is out of range")
     start = 0
     for turn in conversation.turns:
@@ -131,11 +131,11 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
     if start != tokens:
         raise ValueError("turns and tokens differ in length")
     if conversation.stored != int((tables.codes != NOWHERE).sum()):
-        raise ValueError("other tokens are forgotten than its turns say")
+        raise ValueError("its turns and its cache disagree on forgotten tokens")
 
 
 def _turn(saved: dict[str, Any], vocabulary: int) -> Turn:
-    """Of a file's texts and numbers, each of its type."""
+    """A turn made of the texts and numbers of a file; ValueError where their types are wrong."""
     media = tuple(
         MediumSpan(
             modality=Modality(_number(span["modality"])),
@@ -171,17 +171,17 @@ def _ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
 
 def _number(saved: Any) -> int:
     if type(saved) is not int:
-        raise ValueError("a number is no number")
+        raise ValueError("an integer is expected")
     return saved
 
 
 def _flag(saved: Any) -> bool:
     if type(saved) is not bool:
-        raise ValueError("a flag is no flag")
+        raise ValueError("true or false is expected")
     return saved
 
 
 def _text(saved: Any) -> str:
     if not isinstance(saved, str):
-        raise ValueError("what was said is no text")
+        raise ValueError("a text is expected")
     return saved

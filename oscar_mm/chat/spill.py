@@ -37,7 +37,7 @@ class SpillableConversation:
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation, without its cache (``kept`` is None) while that is on disk.
+        """The conversation, without its cache (``kv`` is None) while that is on disk.
 
         Raises:
             RuntimeError: the chat is closed.
@@ -72,7 +72,7 @@ class SpillableConversation:
         if (file := self._file) is not None:
             if budget is not None:
                 budget.make_room(file.bytes, self)
-            self.conversation = replace(conversation, kept=file.load(self.engine))
+            self.conversation = replace(conversation, kv=file.load(self.engine))
             file.remove()
             self._file = None
         return self.drop_reasoning()
@@ -81,13 +81,13 @@ class SpillableConversation:
         """The conversation, after the reasoning of its last answer has left the cache, if that is
         in the store."""
         conversation = self.conversation
-        if conversation.kept is None:
+        if conversation.kv is None:
             return conversation
         old = conversation.cache
         if surplus := old.get_seq_length() - conversation.tokens:
             cache = old.fork()
             cache.crop(-surplus)
-            self.conversation = replace(conversation, kept=cache)
+            self.conversation = replace(conversation, kv=cache)
             old.close()
         return self.conversation
 
@@ -114,7 +114,7 @@ class SpillableConversation:
     def can_be_spilled(self) -> bool:
         """Whether there is anything to spill, and no turn is going on."""
         now = self._conversation
-        return bool(now and now.kept is not None and now.turns and not self.answering)
+        return bool(now and now.kv is not None and now.turns and not self.answering)
 
     def spill(self, path: Path) -> None:
         """Write keys and values to a file and give up their pages; ``load`` gets them back.
@@ -124,14 +124,14 @@ class SpillableConversation:
         """
         conversation = self.conversation
         self._file = _SpillFile(path, conversation.cache, self.engine.family.fingerprint)
-        self.conversation = replace(conversation, kept=None)
+        self.conversation = replace(conversation, kv=None)
         conversation.cache.close()
 
     def close(self) -> None:
         """Give up pages and file; a second time does nothing."""
         conversation, self._conversation = self._conversation, None
-        if conversation is not None and conversation.kept is not None:
-            conversation.kept.close()
+        if conversation is not None and conversation.kv is not None:
+            conversation.kv.close()
         if self._file is not None:
             self._file.remove()
 

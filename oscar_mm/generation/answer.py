@@ -11,7 +11,7 @@ import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.detokenize import Detokenizer
-from oscar_mm.generation.reasoning import Reasoned, Reasoning
+from oscar_mm.generation.reasoning import Reasoning, ReasoningSpan
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class Timings:
     Attributes:
         prefill_s: seconds from the request to its first token: media, towers and prompt.
         decode_s: seconds from the first token to the last.
-        tokens_per_s: tokens after the first per second of ``decode_s``; 0.0 if there is only one.
+        tokens_per_s: tokens after the first per second of ``decode_s``; 0.0 for a single token.
     """
 
     prefill_s: float
@@ -44,11 +44,11 @@ class Answer:
     Attributes:
         text: the answer; empty where the reasoning was not complete.
         token_ids: its tokens, those of the reasoning included, without the end token.
-        memory: what the KV cache held at the end.
-        timings: seconds.
+        memory: bytes of the KV cache at the end.
+        timings: seconds of its parts.
         finish_reason: "stop" (end token or stop text) or "length" (max_new_tokens).
         prompt_tokens: tokens of the prompt, media included.
-        speech: (samples,) float32, mono, the answer spoken; None where that was not asked for.
+        speech: (samples,) float32, mono, the spoken answer; None without ``speak``.
         sample_rate: samples per second of ``speech``.
         reasoning: what a thinking model wrote before the answer; None where it did not think.
     """
@@ -90,7 +90,7 @@ class AnswerStream:
         raise StopIteration
 
     def with_reasoning(self) -> Iterator[str]:
-        """The pieces that are left, not empty; those of the reasoning are ``Reasoning``."""
+        """The pieces that are left, none empty; pieces of the reasoning are ``Reasoning``."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece
@@ -105,7 +105,7 @@ class AnswerStream:
         return self.result
 
     def close(self) -> None:
-        """End the answer here; a second time, or after its end, does nothing."""
+        """End the answer here; does nothing where it has ended."""
         self._pieces.close()
 
     @property
@@ -117,11 +117,11 @@ class AnswerStream:
 
 
 class AnswerWriter:
-    """Makes an ``Answer`` of tokens as they come, and of when they came.
+    """Makes an ``Answer`` from tokens as they come, and from their times.
 
     Args:
         tokenizer: of the model.
-        sampling: for its ``stop``, which is looked for in the text alone, and ``max_new_tokens``.
+        sampling: says ``max_new_tokens`` and ``stop``, which is looked for in the text alone.
         start: ``time.perf_counter()`` when the request came.
         thinks: the tokens between which the model reasons; None if it has none.
         prompt: (tokens,) ids of the prompt, which may begin the reasoning.
@@ -140,11 +140,11 @@ class AnswerWriter:
     ) -> None:
         self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
         self._thinks, self._breaks = thinks, ""
-        self._stop = cast(tuple[str, ...], sampling.stop)  # which it has made of what it was given
+        self._stop = cast(tuple[str, ...], sampling.stop)  # Sampling makes a tuple of it
         self._text = Detokenizer(tokenizer, self._stop)
         self._reasoning: Detokenizer | None = None
         self._reasons: Detokenizer | None = None
-        """As long as the model reasons."""
+        """Set as long as the model reasons."""
         self._opened = 0 if thinks is None or prompt is None else thinks.opened(prompt)
         if self._opened:
             self._begin_reasoning()
@@ -163,12 +163,12 @@ class AnswerWriter:
         return self._text.stopped
 
     @property
-    def reasoned(self) -> Reasoned | None:
+    def reasoning_span(self) -> ReasoningSpan | None:
         """The reasoning so far; None for a model that does not think."""
         if self._reasoning is None:
             return None
         tokens = len(self.token_ids) - len(self._text.token_ids)
-        return Reasoned(self._reasoning.text.rstrip("\n"), self._opened, tokens)
+        return ReasoningSpan(self._reasoning.text.rstrip("\n"), self._opened, tokens)
 
     def push(self, token: int) -> str:
         """Take a token; the text that is now certain, perhaps empty, as ``Reasoning`` if it is."""
@@ -186,18 +186,18 @@ class AnswerWriter:
         return self._text.push(token)
 
     def finish(self) -> str:
-        """The end of the text: what was held back."""
+        """The end of the text, which waited for more tokens."""
         if self._reasons is not None:
             return self._without_last_breaks(self._reasons.finish())
         return self._text.finish()
 
     def answer(self, memory: MemoryReport, prompt_tokens: int) -> Answer:
-        """The whole answer, once finished."""
+        """The answer, after ``finish``."""
         count = len(self.token_ids)
         first = self._first or time.perf_counter()
         decode_s = (self._last or first) - first
         ended = self.stopped or count < self._sampling.max_new_tokens
-        reasoned = self.reasoned
+        span = self.reasoning_span
         return Answer(
             text=self._text.text,
             token_ids=self.token_ids,
@@ -209,7 +209,7 @@ class AnswerWriter:
             ),
             finish_reason="stop" if ended else "length",
             prompt_tokens=prompt_tokens,
-            reasoning=None if reasoned is None else reasoned.text,
+            reasoning=None if span is None else span.text,
         )
 
     def _begin_reasoning(self) -> None:

@@ -1,7 +1,7 @@
 """Long inputs in pieces: temporaries of vision towers, MLPs and norms do not grow with the prompt.
 
-What is cut is exact: patches of a tower see those of their own image or pair of frames only, and
-tokens of an MLP or a norm nobody else.
+The cuts are exact: a patch in a tower sees its own image or pair of frames only, and a token in an
+MLP or a norm sees no other.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 MOST_TOKENS = 1 << 13
-"""That an MLP or a norm of the decoder sees at a time, and the media of which are read at once."""
+"""Most tokens that an MLP or a norm of the decoder sees, and whose media are read, at a time."""
 MOST_PATCHES = 4 * MOST_TOKENS
-"""That a tower sees at a time; Qwen's make a token of four."""
+"""Most patches that a tower sees at a time; Qwen's make a token of four."""
 
 
 _reader: ContextVar[object] = ContextVar("reader", default=None)
-"""Who reads: hooks leave the forward passes of other threads alone."""
+"""Marks the thread that reads: hooks leave the forward passes of others alone."""
 
 
 @contextmanager
 def in_pieces(model: Any, tokens: int) -> Iterator[None]:
-    """Inside, what is long is cut; results differ by rounding at most.
+    """Inside, long inputs of modules are cut; results differ by rounding at most.
 
     Args:
         model: a model of transformers that generates.
-        tokens: that it is about to read, in all rows; nothing is done for a few.
+        tokens: that it is about to read, in all rows; few are not cut.
     """
     if tokens <= MOST_TOKENS:
         yield
@@ -51,7 +51,7 @@ def in_pieces(model: Any, tokens: int) -> Iterator[None]:
 
 
 def _norms(decoder: Any) -> list[Any]:
-    """They compute in float32: what they leave takes half of what they need."""
+    """Norms of a decoder, which compute in float32 and so need twice the memory of their output."""
     return [module for name, module in decoder.named_modules() if name.endswith("norm")]
 
 
@@ -91,7 +91,7 @@ def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
         grid = kwargs.get("grid_thw")
         if _reader.get() is not reader or len(args) != 1 or grid is None:
             return None
-        # Whatever was computed beforehand for the whole cannot be taken apart.
+        # Tensors that were computed for all patches cannot be taken apart.
         if any(isinstance(one, torch.Tensor) for name, one in kwargs.items() if name != "grid_thw"):
             return None
         grids = list(_grids(grid))
@@ -137,7 +137,7 @@ def _grids(grid: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Tensors one after the other; of lists of tensors, place by place. Empties the list."""
+    """Tensors one after the other; lists of tensors place by place. Empties the list."""
     if isinstance(parts[0], torch.Tensor):
         whole = torch.cat(parts)
         parts.clear()

@@ -1,4 +1,4 @@
-"""The decode loop: a prompt in one pass (or in chunks), then token by token."""
+"""The decode loop: reads a prompt in one pass or in chunks, then decodes token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def read_prompt(
 
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
-        cache: where the past is; it may hold earlier turns.
+        prompt: of one row or several.
+        cache: holds the past, such as earlier turns.
         prefill_chunk: tokens that are read at a time; None for all at once.
     """
     cache.expect(prompt.modalities)
@@ -50,17 +51,18 @@ def decode(
 ) -> Iterator[list[int | None]]:
     """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
 
-    The token that ends a row is not given. The cache ends up with the prompt and all tokens given,
-    where max_new_tokens or the caller ends the answer without the last.
+    The token that ends a row is left out. The cache ends up with prompt and answer, without the
+    last token where max_new_tokens or the caller ends the answer.
 
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
-        cache: where the past is; it may hold earlier turns.
-        sampling: of all rows, or of each.
+        prompt: of one row or several.
+        cache: holds the past, such as earlier turns.
+        sampling: for all rows, or for each row one.
         end_tokens: ids that end a row.
         prefill_chunk: tokens that are read at a time; None for all at once.
-        history: for each row the (tokens,) ids of what the cache holds, for the repetition penalty.
-        ended: (batch,) bool on the CPU, which rows have ended. A caller may keep it and end a row
+        history: for each row the (tokens,) ids that the cache holds, for the repetition penalty.
+        ended: (batch,) bool on the CPU, which rows have ended. The caller may set it for a row
             between two steps.
 
     Raises:

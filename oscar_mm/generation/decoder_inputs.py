@@ -1,4 +1,4 @@
-"""Embedded prompts: what a model gives its decoder once its towers have read the media."""
+"""Decoder inputs: what a model gives its decoder once its towers have read the media."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEATURES = "deepstack_visual_embeds"
 order of ``visual_pos_masks``, row after row."""
 
 
-class _Embedded(Exception):
+class _DecoderCall(Exception):
     """The decoder has been called with these arguments."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ class _Embedded(Exception):
 
 
 class _ReadOnce(list):
-    """A list that gives up what is read from it: features live until their layer is done."""
+    """A list that drops an item once it is read: features live until their layer is done."""
 
     def __getitem__(self, index: int) -> Any:
         item = super().__getitem__(index)
@@ -41,7 +41,7 @@ def embedded_parts(
     """Arguments of the decoder for one part of a prompt after the other; nothing is decoded.
 
     Towers and embedding run part by part, and media go to the model's device as they are read.
-    Parts are those of ``segments``, between the frames of a video too.
+    ``segments`` makes the parts, and cuts between the frames of a video too.
 
     Args:
         model: a model of transformers that generates.
@@ -55,26 +55,26 @@ def embedded_parts(
 
 def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
     # The model itself embeds the prompt, media included, whatever its family: it is stopped where
-    # it calls its decoder. Calls with another cache are other threads' and none of ours.
+    # it calls its decoder. Calls with another cache belong to other threads.
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is not cache:
             return
         if args:
             raise NotImplementedError(f"{type(module).__name__} takes positional arguments")
-        raise _Embedded(kwargs)
+        raise _DecoderCall(kwargs)
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
     try:
         forward(model, prompt, cache)
-    except _Embedded as found:
-        return found.arguments
+    except _DecoderCall as call:
+        return call.arguments
     finally:
         hook.remove()
     raise NotImplementedError(f"{type(model).__name__} does not call its decoder")
 
 
 def length(arguments: dict[str, Any]) -> int:
-    """Tokens of a row."""
+    """How many tokens a row has."""
     return arguments["inputs_embeds"].shape[1]
 
 
@@ -93,11 +93,11 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for name, dim in _PER_TOKEN.items() if rest else ():
         if isinstance(whole.get(name), torch.Tensor):
             whole[name] = torch.cat([part.pop(name) for part in parts], dim=dim)
-    features = [list(found) for part in parts if (found := part.pop(_FEATURES, None))]
+    features = [list(tensors) for part in parts if (tensors := part.pop(_FEATURES, None))]
     parts.clear()
     if features:
         levels = range(len(features[0]))
-        whole[_FEATURES] = _ReadOnce(_cat([one.pop(0) for one in features]) for _ in levels)
+        whole[_FEATURES] = _ReadOnce(_cat([tensors.pop(0) for tensors in features]) for _ in levels)
     return whole
 
 
@@ -107,34 +107,34 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     """A decoder's arguments for some of the tokens; views, where there is one row."""
-    found = dict(arguments)
+    part = dict(arguments)
     for name, dim in _PER_TOKEN.items():
         if isinstance(value := arguments.get(name), torch.Tensor):
-            found[name] = value.narrow(dim, start, stop - start)
+            part[name] = value.narrow(dim, start, stop - start)
     mask = arguments.get("attention_mask")
     if mask is not None:
         past = mask.shape[1] - length(arguments)
-        # Their own alone: what is padding before them is not in the cache.
-        found["attention_mask"] = mask[:, past + start : past + stop]
+        # Of the new tokens alone: padding before them is not in the cache.
+        part["attention_mask"] = mask[:, past + start : past + stop]
     visual, features = arguments.get("visual_pos_masks"), arguments.get(_FEATURES)
     if visual is None or features is None:
-        return found
+        return part
     if len(visual) == 1:
         before, count = int(visual[:, :start].sum()), int(visual[:, start:stop].sum())
-        found[_FEATURES] = [level[before : before + count] for level in features]
+        part[_FEATURES] = [level[before : before + count] for level in features]
     else:
         order = (visual.flatten().cumsum(0) - 1).view_as(visual)
         chosen = order[:, start:stop][visual[:, start:stop]]
-        found[_FEATURES] = [level[chosen.to(level.device)] for level in features]
-    return found
+        part[_FEATURES] = [level[chosen.to(level.device)] for level in features]
+    return part
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same in memory of its own."""
-    found = dict(arguments)
+    """A copy of a decoder's arguments in memory of its own."""
+    part = dict(arguments)
     for name in _PER_TOKEN:
         if isinstance(value := arguments.get(name), torch.Tensor):
-            found[name] = value.clone()
+            part[name] = value.clone()
     if (features := arguments.get(_FEATURES)) is not None:
-        found[_FEATURES] = [level.clone() for level in features]
-    return found
+        part[_FEATURES] = [level.clone() for level in features]
+    return part

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: whole characters only, and nothing of a stop text."""
+"""Detokenizer: tokens to text in pieces of whole characters, without stop texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop, self._lead = stop, lead
-        self._held = ""
+        self._pending = ""
         # Text of tokens [0, _decoded) is known. Those from _context on are decoded once more with
         # every new token, because the first token of a text may lose its leading space.
         self._context = self._decoded = 0
@@ -39,23 +39,23 @@ class Detokenizer:
         """Take a token; the text that is now certain, perhaps empty."""
         self.token_ids.append(token)
         self._take(self._new_text(whole_characters=True))
-        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
+        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        if places:
             self.stopped = True
-            return self._give(min(found), drop_rest=True)
-        return self._give(len(self._held) - self._possible_stop())
+            return self._give(min(places), drop_rest=True)
+        return self._give(len(self._pending) - self._possible_stop())
 
     def finish(self) -> str:
-        """The end of the answer: text held back, and characters that were never completed."""
+        """The end of the answer: text that waited, and characters that stay incomplete."""
         if self.stopped:
             return ""
         self._take(self._new_text(whole_characters=False))
-        return self._give(len(self._held))
+        return self._give(len(self._pending))
 
     def _take(self, text: str) -> None:
-        self._held += text
+        self._pending += text
         if not self.text:
-            self._held = self._held.lstrip(self._lead)
+            self._pending = self._pending.lstrip(self._lead)
 
     def _new_text(self, whole_characters: bool) -> str:
         """Text of the tokens since the last text; none if it may end within a character."""
@@ -80,13 +80,13 @@ class Detokenizer:
             (
                 size
                 for stop in self._stop
-                for size in range(1, min(len(stop), len(self._held) + 1))
-                if self._held.endswith(stop[:size])
+                for size in range(1, min(len(stop), len(self._pending) + 1))
+                if self._pending.endswith(stop[:size])
             ),
             default=0,
         )
 
     def _give(self, size: int, drop_rest: bool = False) -> str:
-        piece, self._held = self._held[:size], "" if drop_rest else self._held[size:]
+        piece, self._pending = self._pending[:size], "" if drop_rest else self._pending[size:]
         self.text += piece
         return piece

@@ -1,4 +1,4 @@
-"""Family: what differs between families of models: prompt, processor call and positions."""
+"""Family: the differences between families of models: prompt, processor call and positions."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
-    """What a family makes of a rendered text with its media; tensors on the CPU.
+class Encoding:
+    """A rendered text with its media as the processor encodes them; tensors on the CPU.
 
     Attributes:
         input_ids: (1, tokens).
         tensors: further arguments of the model's forward: pixel values, grids, features, ...
         positions: (1, tokens), or (3, 1, tokens) of time, height and width, from 0.
-        media_tokens: for each medium, in the order of the text, its tokens that are no text.
+        media_tokens: for each medium, in the order of the text, its tokens other than text.
     """
 
     input_ids: torch.Tensor
@@ -63,11 +63,14 @@ class Encoded:
 
 
 class Family(ABC):
-    """One family of models. No cache logic here: a ``Prompt`` is all that decoding needs.
+    """One family of models; makes the ``Prompt`` that decoding needs, and knows no cache.
 
     Args:
         model: a loaded model of the family.
         processor: its processor.
+
+    Attributes:
+        outer_model: the checkpoint's model, of which ``model`` writes the text.
 
     Raises:
         InputError: the processor has no chat template.
@@ -87,25 +90,26 @@ class Family(ABC):
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
+        self.outer_model = model
         if not getattr(processor, "chat_template", None):
             raise InputError(
                 "the processor has no chat template, so it is not known how this checkpoint was "
                 "taught to converse: pass processor=... with its chat_template set"
             )
         choose_experts(model)
-        # Whatever a saved tokenizer pads or cuts, its first call switches off. From then on calls
+        # The first call switches off the padding and truncation of a saved tokenizer. Later calls
         # change nothing, so that several threads may count tokens at once.
         self.tokenize(_QUESTION)
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
-        """Attention "oscar" in the decoder; ``towers`` in the towers, if it is given."""
+        """Set attention "oscar" in the decoder, and ``towers`` in the towers if it is given."""
         vision = {"vision_config": towers} if towers else {}
         model.set_attn_implementation({"text_config": IMPLEMENTATION} | vision)
 
     @property
     def device(self) -> torch.device:
-        """Where the prompt goes."""
+        """The device that the prompt goes to."""
         return self.model.get_input_embeddings().weight.device
 
     @cached_property
@@ -115,7 +119,7 @@ class Family(ABC):
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:
-        """Where the keys and values of each layer are."""
+        """The device of each layer's keys and values."""
         layers = self.model.get_decoder().layers
         places = [next(layer.parameters()).device for layer in layers]
         return {
@@ -216,8 +220,8 @@ class Family(ABC):
                 max_new_tokens or the reader ended it.
 
         Returns:
-            As ``prompt``. Its ``media`` count from the first new token: in the cache they are
-            ``past_tokens`` further on.
+            A prompt as of ``prompt``. Its ``media`` count from the first new token: in the cache
+            they are ``past_tokens`` further on.
         """
         # The answer's stand-in stays in front while tokens are made, as a tokenizer may treat the
         # beginning of a text in a way of its own, and is cut off after.
@@ -230,19 +234,19 @@ class Family(ABC):
         return torch.cat(list(parts))
 
     @abstractmethod
-    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """Run the processor on a rendered text; ``media`` are in the order of the text."""
 
     @abstractmethod
     def least_tokens(self, medium: Medium) -> int:
-        """Tokens that a medium takes at least, told before anything is processed."""
+        """Fewest tokens that a medium takes, before anything is processed."""
 
     @abstractmethod
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height that are worth keeping of an upright image of this size.
+        """Width and height to which an upright image of this size may be scaled down.
 
-        The processor makes of an image that was scaled down to them what it makes of the whole
-        one, up to rounding, in as many tokens.
+        The processor gives the same features for the scaled image, up to rounding, in as many
+        tokens.
         """
 
     def tokenize(self, text: str) -> torch.Tensor:
@@ -252,33 +256,33 @@ class Family(ABC):
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token stands for: fewer tokens hold no text of so many more."""
+        """Most characters that one token stands for."""
         return max(map(len, self.processor.tokenizer.get_vocab()))
 
     def text_options(self, text: str) -> dict[str, Any]:
-        """Options of the tokenizer: a template that writes the first token gets no second one."""
+        """Options of the tokenizer: a text that begins with the first token gets no second one."""
         begin = self.processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin and text.startswith(begin) else {}
 
     @cached_property
     def think_tokens(self) -> ThinkTokens | None:
-        """Between which the model may reason before it answers; None if it has none."""
+        """The tokens between which the model reasons before it answers; None if it has none."""
         return ThinkTokens.of(self.processor.tokenizer)
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether answers begin with reasoning, as far as the chat template tells."""
+        """Whether answers begin with reasoning by the chat template."""
         if self.think_tokens is None:
             return False
         question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
         return self.think_tokens.opened(self.tokenize(self.render([question]))[0]) > 0
 
     def generation_setting(self, name: str) -> Any:
-        """What the checkpoint's generation_config says of something; None for nothing."""
+        """A setting of the checkpoint's generation_config; None if it has none."""
         return getattr(self.model.generation_config, name)
 
     def sampling_rules(self) -> dict[str, Any]:
-        """How the checkpoint says that tokens are chosen: fields of ``Sampling``."""
+        """The checkpoint's own sampling: fields of ``Sampling``."""
         rules = {"repetition_penalty": self.generation_setting("repetition_penalty")}
         if self.generation_setting("do_sample"):
             temperature = self.generation_setting("temperature")
@@ -298,7 +302,7 @@ class Family(ABC):
         """Special tokens, and added ones that the chat template gives a meaning: <think>, ..."""
         tokenizer, template = self.processor.tokenizer, str(self.processor.chat_template)
         added = tokenizer.added_tokens_decoder.values()
-        # Some tokenizers add runs of spaces and line breaks, which are nobody's control.
+        # Some tokenizers add runs of spaces and line breaks, which control nothing.
         meant = [
             one.content
             for one in added
@@ -307,7 +311,7 @@ class Family(ABC):
         return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant]))
 
     def refuse_control_tokens(self, name: str, text: str) -> None:
-        """Text from a user must not end its own turn or thoughts, or claim to be an image."""
+        """Refuse text by which a user would end a turn or thoughts, or claim to be an image."""
         for token in self.control_tokens:
             if token in text:
                 raise InputError(
@@ -328,7 +332,7 @@ class Family(ABC):
                 continue
             if _ANSWER in text:
                 return text[text.index(_ANSWER) :]
-        raise InputError("the chat template of this checkpoint leaves out what was answered")
+        raise InputError("the chat template of this checkpoint leaves out answers")
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """The conversation as the chat template writes it, up to where an answer begins."""

@@ -56,10 +56,10 @@ class Generation:
             shared = None if self.cache.get_seq_length() else engine.prefixes
             settings = processor_settings(family.processor) if shared is not None else ""
             prompt, history = self.prompt, self._history
-            if shared is not None and (found := shared.find(prompt, settings)) is not None:
-                self.cache, known = found, found.get_seq_length()
-                history = prompt.inputs["input_ids"][:, :known]
-                prompt = remaining(prompt, known)
+            if shared is not None and (prefix := shared.find(prompt, settings)) is not None:
+                self.cache, tokens = prefix, prefix.get_seq_length()
+                history = prompt.inputs["input_ids"][:, :tokens]
+                prompt = remaining(prompt, tokens)
             admission = engine.admission
             growth = admission.growth(prompt, self.sampling.max_new_tokens, self.cache)
             room = admission.reserve(growth, prompt, self.cache)

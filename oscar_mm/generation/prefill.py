@@ -1,7 +1,7 @@
-"""Prefill of long prompts: towers a part of the prompt at a time, the decoder at once or in chunks.
+"""Prefill of long prompts: towers read a part at a time, the decoder reads at once or in chunks.
 
-What a model would hold of all media at once, features and what its towers leave, is thus that of a
-part. In chunks the decoder's activations are those of a chunk too.
+So features and temporaries of the towers exist for one part of the media at a time. In chunks, the
+activations of the decoder exist for one chunk at a time too.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ def prefill(
 ) -> torch.Tensor:
     """Read a prompt; the towers read its media some at a time.
 
-    In one go, attention over the prompt is exact. In chunks, activations are those of a chunk
-    instead of those of the whole prompt. The price: a later chunk reads the packed history of
-    earlier ones, so attention over the prompt is no longer exact (with policy "bf16" it is), and it
-    is slower. Towers read a medium whole, but a video without sound some frames at a time; of a
-    batch of several rows they read all media at once.
+    In one go, attention over the prompt is exact. In chunks, activations take the room of a chunk
+    instead of the prompt's. The price: a later chunk reads the packed history of earlier ones, so
+    attention over the prompt is no longer exact (with policy "bf16" it is), and it is slower.
+    Towers read a medium whole, but a video without sound some frames at a time; they read all
+    media of a batch of several rows at once.
 
     Args:
         model: a model of transformers that generates.
         prompt: what to read.
-        cache: told of the prompt's modalities before.
+        cache: expects the prompt's modalities, see ``OscarCache.expect``.
         chunk: tokens, at least 1; None for one go.
 
     Returns:
         (batch, vocabulary) logits of the last token.
     """
     decoder = model.get_decoder()
-    # Half a chunk: what waits for its chunk to be whole takes room as well.
+    # Half a chunk: parts that wait for their chunk to fill take room as well.
     most = (
         chunked_modules.MOST_TOKENS
         if chunk is None
@@ -55,9 +55,9 @@ def prefill(
 
 @contextmanager
 def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Inside, the outputs of layers are put where the embeddings were, which nobody reads again.
+    """Inside, layers write their outputs over the embeddings, which nobody reads again.
 
-    The decoder holds its embeddings until it is done, whatever becomes of them.
+    The decoder would keep the memory of its embeddings to its end anyway.
     """
     cache, place = arguments["past_key_values"], arguments["inputs_embeds"]
 
@@ -83,7 +83,7 @@ def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str
         while (tokens := sum(map(length, waiting))) >= chunk:
             whole = joined(waiting)
             if tokens > chunk:
-                # A copy lets go of the whole, but is too much of a long medium.
+                # A copy frees the whole, but would be too large for a long medium.
                 rest = sliced(whole, chunk, tokens)
                 waiting.append(copied(rest) if tokens < 2 * chunk else rest)
                 whole = sliced(whole, 0, chunk)

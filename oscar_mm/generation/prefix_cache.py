@@ -1,4 +1,4 @@
-"""Prefixes: what earlier prompts began with, kept so that later ones need not be read again."""
+"""PrefixCache: beginnings of earlier prompts, which later prompts go on from."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from oscar_mm.modality import MediumSpan
 LEAST_TOKENS = 32
 """Shorter prefixes are not worth a copy of the tables."""
 _OF_TEXT = ("tokenizer", "chat_template")
-"""Of a processor, what decides on token ids alone, and these are compared themselves."""
+"""Parts of a processor that decide on token ids alone; the ids themselves are compared."""
 
 
 def processor_settings(processor: Any) -> str:
-    """SHA-256 of all by which a processor turns media into features: settings, filters, tables."""
+    """SHA-256 of a processor's settings, filters and tables, which turn media into features."""
     parts = {name: part for name, part in vars(processor).items() if name not in _OF_TEXT}
     return attributes_digest(parts)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A frozen cache, and all that decides whether a prompt begins with the same."""
+    """A frozen cache, and what decides whether a prompt begins with the same tokens and media."""
 
     settings: str
     ids: np.ndarray
@@ -36,7 +36,7 @@ class _Entry:
     bytes: int
 
     def common(self, settings: str, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
-        """Tokens at the beginning that are the same, media as a whole."""
+        """How many tokens at the beginning are the same; a medium counts as a whole."""
         if settings != self.settings:
             return 0
         length = min(len(ids), len(self.ids))
@@ -45,33 +45,32 @@ class _Entry:
         for index, span in enumerate(media):
             if span.start >= length:
                 break
-            same = index < len(self.media) and _of_one_content(span, self.media[index])
+            same = index < len(self.media) and _same_content(span, self.media[index])
             if not same or span.stop > length:
                 return span.start
         return length
 
 
 class PrefixCache:
-    """Frozen forks of caches, by what was read; used under the pipeline's lock.
+    """Frozen forks of caches by the prompts that they read; used under the pipeline's lock.
 
-    A later prompt goes on from the longest beginning that it has in common with one of them. That
-    is decided by comparing every token id, the SHA-256 of every medium's decoded content and the
-    SHA-256 of the processor's settings: a wrong hit would need two media with one SHA-256. One
-    registry belongs to one pipeline, so to one model and one policy; who changes the model's
-    weights must ``clear`` it.
+    A later prompt goes on from the longest beginning that it shares with an entry. The comparison
+    covers every token id, the SHA-256 of every medium's decoded content and the SHA-256 of the
+    processor's settings: a wrong hit would need two media with one SHA-256. A prefix cache belongs
+    to one pipeline, so to one model and one policy; call ``clear`` after changing the weights.
 
-    What comes after a shared prefix reads it from its pages. With policy "bf16" that changes
-    nothing; with packed pages the answer may differ a little from one that read the whole prompt
-    at once, whose attention over the prompt is exact. Balancing by the prompt is that of the
-    prompt which was read first.
+    Tokens after a shared prefix read it from its pages. With policy "bf16" that changes nothing;
+    with packed pages the answer may differ a little from one that read the whole prompt at once,
+    whose attention over the prompt is exact. Balancing by the prompt follows the prompt that was
+    read first.
 
     Args:
-        limit: most bytes of pages and blocks kept; the least recently used go first. Pages that
+        limit: most bytes of pages and blocks; the least recently used entries go first. Pages that
             entries share count for each.
 
     Attributes:
         hits: prompts that found a prefix.
-        misses: prompts that did not.
+        misses: prompts that found none.
         tokens_saved: tokens that were not read again.
     """
 
@@ -83,16 +82,16 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes kept."""
+        """Bytes of all entries."""
         return sum(entry.bytes for entry in self._entries)
 
     @property
     def caches(self) -> list[OscarCache]:
-        """Those kept, the least recently used first; not to be changed."""
+        """The caches of all entries, the least recently used first; not to be changed."""
         return [entry.cache for entry in self._entries]
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """How many entries there are."""
         return len(self._entries)
 
     def __str__(self) -> str:
@@ -103,7 +102,7 @@ class PrefixCache:
         )
 
     def find(self, prompt: Prompt, settings: str) -> OscarCache | None:
-        """A cache with the longest known beginning of a prompt, to go on with; None if unknown.
+        """A fork that holds the longest known beginning of a prompt; None if none is known.
 
         At least the prompt's last token is left to be read.
         """
@@ -145,11 +144,11 @@ class PrefixCache:
         self._entries.append(_Entry(settings, ids, prompt.media, frozen, size))
 
     def drop_oldest(self) -> None:
-        """Forget the least recently used one."""
+        """Drop the least recently used entry."""
         self._drop(self._entries[0])
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all entries."""
         while self._entries:
             self.drop_oldest()
 
@@ -162,7 +161,7 @@ def _ids(prompt: Prompt) -> np.ndarray:
     return prompt.inputs["input_ids"][0].cpu().numpy()
 
 
-def _of_one_content(one: MediumSpan, other: MediumSpan) -> bool:
-    """Whatever their names are."""
+def _same_content(one: MediumSpan, other: MediumSpan) -> bool:
+    """Whether two media are the same at the same place, whatever their names."""
     fields = ("modality", "start", "stop", "digest")
     return all(getattr(one, name) == getattr(other, name) for name in fields)

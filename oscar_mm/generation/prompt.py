@@ -18,8 +18,8 @@ class Prompt:
 
     Attributes:
         inputs: arguments of the model's forward: input_ids (batch, tokens), pixel values, grids,
-            attention_mask if there is padding (on the left), ...; no positions. What shows media
-            may wait on the CPU until it is read, see ``arguments``.
+            attention_mask if there is padding (on the left), ...; no positions. Pixels and
+            features may wait on the CPU until they are read, see ``arguments``.
         positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt, on the
             device where the model reads.
         next_position: (batch,) RoPE position of the first new token.
@@ -94,8 +94,8 @@ def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
     """A prompt in parts that follow each other, with whole media each.
 
     Args:
-        prompt: as a family made it; of several rows, or where it is not told which tokens are a
-            medium's, it stays whole.
+        prompt: as a family made it; a prompt of several rows, or one whose media are not listed,
+            stays whole.
         most: tokens of a part; a medium that is longer is a part by itself.
     """
     shows = bool((prompt.modalities > Modality.TEXT).any())
@@ -113,10 +113,10 @@ def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
 
 
 def by_frames(prompt: Prompt, most: int) -> Prompt:
-    """The same, with each video of more than ``most`` tokens as several shorter ones.
+    """A prompt with each video of more than ``most`` tokens as several shorter ones.
 
-    To Qwen's towers that is no difference: a patch sees its own pair of frames only. Videos with
-    sound stay whole, and so do those of a prompt that does not tell its media.
+    Qwen's towers give the same features: a patch sees its own pair of frames only. Videos with
+    sound stay whole, and so do videos of a prompt without ``media``.
     """
     grids = prompt.inputs.get("video_grid_thw")
     if grids is None or not prompt.media:
@@ -168,7 +168,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
 
 
 def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
-    """Media of each kind; the sound of a video is one of its own."""
+    """How many media of each kind there are; the sound of a video counts by itself."""
     modalities = prompt.modalities[0]
     counts = {kind: sum(span.modality is kind for span in spans) for kind in Modality}
     counts[Modality.AUDIO] += sum(
@@ -192,13 +192,14 @@ _PER_PATCH = {
     "pixel_values": (Modality.IMAGE, "image_grid_thw"),
     "pixel_values_videos": (Modality.VIDEO, "video_grid_thw"),
 }
-"""Arguments with one row for each patch, and the grids that count them; without, as above."""
+"""Arguments with one row for each patch, and the grids that count them; without grids, one row for
+each medium."""
 
 
 def _taken(
     inputs: dict[str, torch.Tensor], before: dict[Modality, int], counts: dict[Modality, int]
 ) -> dict[str, torch.Tensor]:
-    """With so many media of each kind after the first ones; where there are none, without."""
+    """Inputs with ``counts`` media of each kind after the first ``before`` ones."""
     taken = {}
     for name, tensor in inputs.items():
         if name == "input_ids":
@@ -210,7 +211,7 @@ def _taken(
             kind, grids = _PER_PATCH[name]
             rows = inputs[grids].prod(-1).cpu() if grids in inputs else None
         else:
-            raise NotImplementedError(f"{name}: not known how to take media out of it")
+            raise NotImplementedError(f"{name}: media cannot be taken out of this argument")
         first, last = before[kind], before[kind] + counts[kind]
         if first == last:
             continue

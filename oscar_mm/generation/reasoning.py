@@ -1,4 +1,4 @@
-"""Reasoning: what a thinking model writes to itself before its answer, and by what it is told."""
+"""Reasoning: what a thinking model writes before its answer, and the tokens that mark it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class ThinkTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ThinkTokens | None:
-        """Those of a tokenizer; None if it has none."""
+        """The think tokens of a tokenizer; None if it has none."""
         added = tokenizer.get_added_vocab()
         if _OPENING not in added or _CLOSING not in added:
             return None
         return cls(added[_OPENING], added[_CLOSING])
 
     def opened(self, prompt: torch.Tensor) -> int:
-        """Tokens at the end of a prompt, (tokens,) ids, by which it has the model reason; or 0."""
+        """How many tokens at the end of a prompt, (tokens,) ids, have the model reason; or 0."""
         end = prompt[-_END_OF_PROMPT:].tolist()
         if self.opening not in end or self.closing in end:
             return 0
@@ -48,13 +48,13 @@ class ThinkTokens:
 
 
 @dataclass(frozen=True)
-class Reasoned:
-    """That an answer began with reasoning.
+class ReasoningSpan:
+    """The reasoning at the beginning of an answer.
 
     Attributes:
         text: the reasoning, without line breaks around it.
         opened: tokens at the end of the prompt that begin it.
-        tokens: at the beginning of the answer, with those that divide it from the text.
+        tokens: of the answer that it takes, with the tokens between reasoning and text.
     """
 
     text: str

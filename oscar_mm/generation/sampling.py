@@ -1,7 +1,7 @@
 """Sampling: how the next token is chosen; Chooser and Choices: the next token of every row.
 
-A choice is on the device at once and on the host when it is asked for: nothing here makes the host
-wait for the device but ``Choice.listed``.
+Tokens are on the device at once and on the host later: only ``NextTokens.listed`` makes the host
+wait for the device.
 """
 
 from __future__ import annotations
@@ -108,16 +108,16 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token is another than that of the highest logit."""
+        """Whether the next token may differ from that of the highest logit."""
         return self.temperature > 0 or self.repetition_penalty != 1.0
 
     @property
     def rules(self) -> tuple[float, ...]:
-        """What rows have in common whose tokens may be chosen together."""
+        """Rows with equal rules have their tokens chosen together."""
         return self.temperature, self.top_p, self.top_k, self.repetition_penalty
 
     def processors(self) -> LogitsProcessorList:
-        """What changes the logits before a token is chosen, in transformers' order."""
+        """Processors of the logits, in the order of transformers."""
         processors = LogitsProcessorList()
         if self.repetition_penalty != 1.0:
             processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -131,7 +131,7 @@ class Sampling:
         return processors
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Random numbers of a seeded answer; None for greedy or unseeded ones."""
+        """Random numbers of a seeded answer; None for a greedy or unseeded answer."""
         if self.seed is None or not self.temperature:
             return None
         return torch.Generator(device).manual_seed(self.seed)
@@ -150,12 +150,11 @@ class Chooser:
         self._processors: Callable[..., torch.Tensor] = samplings[0].processors()
         self._generators = [one.generator(seen[0].device) for one in samplings]
         longest = max(map(len, seen))
-        # What has been seen may be seen again.
+        # Padding repeats a token of the row, which changes no penalty.
         self._seen = torch.stack([torch.cat([x, x[:1].expand(longest - len(x))]) for x in seen])
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """(rows,) next tokens, from (rows, vocabulary) float32 logits; they count as seen from now
-        on."""
+        """(rows,) next tokens from (rows, vocabulary) float32 logits; from now they are seen."""
         scores = self._processors(self._seen, logits)
         if self._samples:
             scores = scores.softmax(-1).div_(self._noise(scores))
@@ -185,17 +184,17 @@ def _within(value: Any, least: float) -> bool:
 
 
 _BROKEN = -1
-"""Told to the host in the place of a token that was chosen from NaN."""
+"""Stands on the host for a token that was chosen from NaN."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The tokens that were chosen of one step's logits.
+class NextTokens:
+    """The tokens that were chosen from the logits of one step.
 
     Attributes:
-        tokens: (batch,) int64 ids on the device, which are ids whatever the logits were.
-        sent: the same on the host, or on their way there.
-        arrived: when they have come; None if they need not come.
+        tokens: (batch,) int64 ids on the device, valid ids even where logits are NaN.
+        sent: (batch,) int64 ids on the host, or on their way there.
+        arrived: happens when ``sent`` is complete; None if it is already.
     """
 
     tokens: torch.Tensor
@@ -203,7 +202,7 @@ class Choice:
     arrived: torch.cuda.Event | None
 
     def listed(self) -> list[int]:
-        """The tokens, on the host: waits for them.
+        """Wait for the tokens on the host.
 
         Raises:
             FloatingPointError: the model's logits are NaN.
@@ -220,10 +219,9 @@ class Choices:
     """Chooses the tokens of all rows, step by step.
 
     Args:
-        choosers: with the (n,) indices of the rows that each chooses for, on the device; of rows
-            without one the likeliest token is taken.
-        ranks: what rank 0 chooses all ranks take: by themselves they sample, and may round,
-            differently.
+        choosers: each with the (n,) indices, on the device, of the rows that it chooses for; rows
+            without a chooser get the likeliest token.
+        ranks: all take the tokens of rank 0, as each would sample and round differently.
     """
 
     def __init__(self, choosers: Sequence[tuple[torch.Tensor, Chooser]], ranks: Ranks) -> None:
@@ -238,7 +236,7 @@ class Choices:
         device: torch.device,
         ranks: Ranks,
     ) -> Choices:
-        """Those of an answer to a prompt.
+        """The choices of an answer to a prompt.
 
         Args:
             samplings: of each row.
@@ -265,12 +263,12 @@ class Choices:
         ]
         return cls(choosers, ranks)
 
-    def __call__(self, logits: torch.Tensor) -> Choice:
-        """The choice from (batch, vocabulary) logits, which may be overwritten afterwards."""
+    def __call__(self, logits: torch.Tensor) -> NextTokens:
+        """Next tokens from (batch, vocabulary) logits, which may be overwritten afterwards."""
         # NaN is the highest of all.
         highest, tokens = logits.max(-1)
         for rows, chooser in self._choosers:
-            # Where there is NaN something is chosen all the same, and not told.
+            # Rows with NaN get some token, which the host never sees.
             scores = logits[rows].float().nan_to_num(0.0, math.inf, -math.inf)
             tokens[rows] = chooser.choose(scores)
         told = tokens.masked_fill(highest.isnan(), _BROKEN)
@@ -282,4 +280,4 @@ class Choices:
         if told.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(told.device))
-        return Choice(tokens, sent, arrived)
+        return NextTokens(tokens, sent, arrived)

@@ -22,8 +22,8 @@ def log_likelihoods(
 ) -> list[list[float]]:
     """Log-probability that a row goes on with a continuation and ends there.
 
-    The end counts, so that of two continuations of which one begins with the other the longer one
-    is not at a disadvantage for that alone.
+    The end counts, so that a continuation is at no disadvantage against its own beginning, which
+    is shorter.
 
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
@@ -58,13 +58,13 @@ def log_likelihoods(
     finally:
         fork.close()
     first = logits[rows, None]
-    whole = torch.cat([first, output.logits.to(first.device)], dim=1).float().log_softmax(-1).cpu()
-    if bool(whole.isnan().any()):
+    scored = torch.cat([first, output.logits.to(first.device)], dim=1).float().log_softmax(-1).cpu()
+    if bool(scored.isnan().any()):
         raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
-    said = whole[:, :-1].gather(-1, tokens[..., None])[..., 0].masked_fill(~real, 0.0).sum(-1)
-    after = whole[torch.arange(len(texts)), real.sum(-1)]
+    chosen = scored[:, :-1].gather(-1, tokens[..., None])[..., 0].masked_fill(~real, 0.0).sum(-1)
+    after = scored[torch.arange(len(texts)), real.sum(-1)]
     ended = after[:, sorted(end_tokens)].logsumexp(-1)
     scores: list[list[float]] = [[] for _ in continuations]
-    for row, score in zip(rows, (said + ended).tolist(), strict=True):
+    for row, score in zip(rows, (chosen + ended).tolist(), strict=True):
         scores[row].append(score)
     return scores

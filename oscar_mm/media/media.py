@@ -45,7 +45,7 @@ class Medium:
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """What a turn shows: decoded images, videos (with ``sound``, if it is to be heard), recordings.
+    """Decoded images, videos (with ``sound``, if it is to be heard) and recordings of a turn.
 
     Attributes:
         labels: names of the images, then the videos, then the recordings; by default their places.
@@ -84,7 +84,7 @@ class Media:
         return len(self._listed)
 
     def __add__(self, later: Media) -> Media:
-        """Those of this turn, then those of a later one, kind by kind."""
+        """Media of this turn, then media of a later one, kind by kind."""
         both = {
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")

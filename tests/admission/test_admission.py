@@ -155,7 +155,7 @@ def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
 
 
 def like_omni(pipe: Pipeline, **options: Any) -> Pipeline:
-    return OscarOmniPipeline(pipe.family.whole, processor=pipe.processor, **options)
+    return OscarOmniPipeline(pipe.family.outer_model, processor=pipe.processor, **options)
 
 
 def test_refusals_by_the_budget_are_right(vl: OscarVLPipeline) -> None:

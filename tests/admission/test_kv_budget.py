@@ -184,6 +184,29 @@ def test_a_chat_goes_to_disk_while_its_media_are_looked_at(
     assert chat.ask(**MORE).token_ids and len(chat.turns) == 2
 
 
+def test_a_chat_goes_to_disk_while_its_media_are_decoded(
+    free, qwen3_vl_folder, tmp_path, monkeypatch
+) -> None:
+    pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=tmp_path)
+    chat, other, undisturbed = pipe.chat(), pipe.chat(), free.chat()
+    expected = [
+        undisturbed.ask("What is it?", **SHOWN).token_ids,
+        undisturbed.ask(**MORE).token_ids,
+    ]
+    found = [chat.ask("What is it?", **SHOWN).token_ids]
+    read = pipe.media_reader.read
+
+    def other_asks_meanwhile(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            in_another_thread(lambda: other.ask("What is it?", **SHOWN))
+            assert len(other.turns) == 1 and chat.memory.kv_bytes == 0
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(pipe.media_reader, "read", other_asks_meanwhile)
+    assert [*found, chat.ask(**MORE).token_ids] == expected
+    assert len(chat.turns) == 2 and chat.memory.kv_bytes > 0
+
+
 def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, monkeypatch) -> None:
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=tmp_path)
     chat, second, other = pipe.chat(), pipe.chat(), free.chat()

@@ -8,7 +8,7 @@ import pytest
 
 from oscar_mm.admission.gpus import GPUS
 from oscar_mm.cli import run
-from oscar_mm.pipelines.planning import Session, plan
+from oscar_mm.pipelines.plan import Session, plan
 
 
 @pytest.fixture(scope="module")

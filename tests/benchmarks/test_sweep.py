@@ -11,7 +11,7 @@ from benchmarks import sweep
 from benchmarks.cache_variants import VARIANTS, Dynamic, FilledCache
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record
-from oscar_mm.generation.sampling import Choice
+from oscar_mm.generation.sampling import NextTokens
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -76,8 +76,10 @@ def test_the_next_step_is_launched_before_its_tokens_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    listed = Choice.listed
-    monkeypatch.setattr(Choice, "listed", lambda choice: (log.append("wait"), listed(choice))[1])
+    listed = NextTokens.listed
+    monkeypatch.setattr(
+        NextTokens, "listed", lambda choice: (log.append("wait"), listed(choice))[1]
+    )
     fed: list[torch.Tensor] = []
 
     def step(tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:

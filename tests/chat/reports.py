@@ -13,7 +13,7 @@ from oscar_mm.policy import PLAIN, Bits
 
 def cache_of(chat: Chat) -> OscarCache | None:
     """What a chat holds in the store; None while that is on disk."""
-    return chat._spillable.conversation.kept
+    return chat._spillable.conversation.kv
 
 
 def check_store(store: PageStore) -> int:

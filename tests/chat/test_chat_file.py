@@ -210,7 +210,7 @@ def test_a_million_layers(qwen, tmp_path) -> None:
 def test_a_chat_of_two_rows(qwen, held, tmp_path) -> None:
     path, cache = tmp_path / "forged", held.cache.fork()
     cache.batch_repeat_interleave(2)
-    save_chat(path, dataclasses.replace(held, kept=cache), None, qwen.fingerprint)
+    save_chat(path, dataclasses.replace(held, kv=cache), None, qwen.fingerprint)
     with pytest.raises(InputError, match="tokens and cache differ"):
         qwen.load_chat(path)
 
@@ -255,7 +255,7 @@ def test_segments_of_many_turns_take_one_look(held) -> None:
         for start in range(0, 200_000, 10)
     )
     start = time.perf_counter()
-    assert len(dataclasses.replace(held, kept=cache, turns=turns).segments()) == 20_000
+    assert len(dataclasses.replace(held, kv=cache, turns=turns).segments()) == 20_000
     assert time.perf_counter() - start < 2
 
 

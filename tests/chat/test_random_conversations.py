@@ -55,7 +55,7 @@ def walk(models, family: str, policy: str, seed: int, steps: int, folder: Path) 
     spill = folder / "spilled"
     spill.mkdir(parents=True, exist_ok=True)
     pipe = type(loaded)(
-        getattr(loaded.family, "whole", loaded.model),
+        loaded.family.outer_model,
         processor=loaded.processor,
         policy=policy,
         device="cpu",

@@ -19,7 +19,7 @@ from oscar_mm.cache.step import Filling, Step
 from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
 from oscar_mm.generation import decode_loop
 from oscar_mm.generation.decode_loop import decode
-from oscar_mm.generation.sampling import Choice, Sampling
+from oscar_mm.generation.sampling import NextTokens, Sampling
 from oscar_mm.policy import PLAIN, Bits
 from tests.fast_decode.test_decode_steps import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
@@ -248,8 +248,8 @@ def test_a_step_is_launched_before_the_host_waits_for_its_tokens(oscar, monkeypa
 
             return logged
 
-    listed = Choice.listed
-    monkeypatch.setattr(Choice, "listed", lambda choice: (log.append("wait"), listed(choice))[1])
+    listed = NextTokens.listed
+    monkeypatch.setattr(NextTokens, "listed", lambda one: (log.append("wait"), listed(one))[1])
     cache = OscarCache("bf16")
     cache.store.record = Logged()
     steps = answer(oscar, cache, [REQUESTS["text"]], 24)

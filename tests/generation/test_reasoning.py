@@ -5,7 +5,7 @@ import torch
 
 from oscar_mm import OscarCache
 from oscar_mm.generation.answer import Answer, AnswerStream, AnswerWriter
-from oscar_mm.generation.reasoning import Reasoned, Reasoning, ThinkTokens
+from oscar_mm.generation.reasoning import Reasoning, ReasoningSpan, ThinkTokens
 from oscar_mm.generation.sampling import Sampling
 from tests.tiny import qwen_tokenizer
 from tests.tiny_qwen3_vl import THINK
@@ -69,7 +69,9 @@ def test_reasoning_and_text_are_apart(tokenizer, prompt: str) -> None:
     assert whole.finish_reason == "stop"
     opened = 2 if prompt == OPENED else 0
     text = len(ids(tokenizer, whole.text))
-    assert writer.reasoned == Reasoned(whole.reasoning, opened, len(whole.token_ids) - text)
+    assert writer.reasoning_span == ReasoningSpan(
+        whole.reasoning, opened, len(whole.token_ids) - text
+    )
 
 
 def test_a_stop_text_ends_the_text_only(tokenizer) -> None:
@@ -96,7 +98,7 @@ def test_reasoning_that_was_cut(tokenizer) -> None:
 def test_others_do_not_reason(tokenizer) -> None:
     said = "The <think> sign </think> says"
     writer, pieces = written(tokenizer, said, "<|im_start|>assistant\n")
-    assert writer.reasoned is None and answer(writer).reasoning is None
+    assert writer.reasoning_span is None and answer(writer).reasoning is None
     assert answer(writer).text == said == joined(pieces, str)
 
 

@@ -62,7 +62,7 @@ def test_loaded_by_name(name: str, no_network) -> None:
     kind = KINDS[name]
     assert pipeline_for(name) is kind
     pipe = kind(name, device="cpu")
-    whole = getattr(pipe.family, "whole", pipe.model)
+    whole = pipe.family.outer_model
     assert type(whole).__name__ == CLASSES[name]
     assert pipe.model.dtype == torch.float32
     assert pipe.max_context >= 8192

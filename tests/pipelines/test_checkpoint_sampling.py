@@ -84,7 +84,7 @@ def test_every_way_to_ask(pipe) -> None:
 
 
 def test_omni_says_it_of_its_outer_model(omni, speaking, monkeypatch) -> None:
-    whole = omni.family.whole
+    whole = omni.family.outer_model
     monkeypatch.setattr(whole, "generation_config", GenerationConfig(**RELEASED))
     assert omni.model.generation_config.do_sample is None
     assert omni.sampling({}, ()).rules == RULES

@@ -70,7 +70,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "reading": ("system", lambda pipe, text: SharedMedia(pipe, pipe.read_media(), text)),
     "question": (
         "prompt",
-        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).asked(
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).request(
             0, text, pipe.sampling({}, ())
         ),
     ),

@@ -52,7 +52,7 @@ def test_stream_is_the_answer(omni) -> None:
 
 @pytest.mark.parametrize("policy", KVPolicy.preset_names())
 def test_every_preset_answers(omni, policy: str) -> None:
-    pipe = OscarOmniPipeline(omni.family.whole, processor=omni.processor, policy=policy)
+    pipe = OscarOmniPipeline(omni.family.outer_model, processor=omni.processor, policy=policy)
     answer = pipe("What is said?", audio=tone(20), images=noise(200, 200), max_new_tokens=12)
     assert len(answer.token_ids) == 12
     assert answer.memory.tokens["audio"] == 20 * 13
@@ -152,14 +152,14 @@ def test_bad_recordings(omni, tmp_path: Path) -> None:
 
 
 def test_too_long(omni) -> None:
-    short = OscarOmniPipeline(omni.family.whole, processor=omni.processor, max_context=100)
+    short = OscarOmniPipeline(omni.family.outer_model, processor=omni.processor, max_context=100)
     refused(
         *(short, r"audio\[0\]: 117", "over the context, where 100 fit", "shorter recordings"),
         audio=tone(9),
         max_new_tokens=1,
     )
     limits = MediaLimits(max_audio_seconds=2)
-    bounded = OscarOmniPipeline(omni.family.whole, processor=omni.processor, limits=limits)
+    bounded = OscarOmniPipeline(omni.family.outer_model, processor=omni.processor, limits=limits)
     refused(bounded, r"audio\[0\]: 3.0 s", "max_audio_seconds", audio=tone(3))
 
 
@@ -178,5 +178,5 @@ def test_a_loaded_model_and_its_towers(omni, qwen3_omni_folder) -> None:
     assert config.text_config._attn_implementation == "oscar"
     assert omni.model.config.text_config._attn_implementation == "oscar"
     assert omni.model.config.audio_config._attn_implementation == "sdpa"
-    assert pipe.model is pipe.family.whole.thinker
+    assert pipe.model is pipe.family.outer_model.thinker
     assert pipe.max_context == 65536

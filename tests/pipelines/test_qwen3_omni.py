@@ -222,7 +222,7 @@ def test_a_short_recording_is_the_same_in_a_batch(omni) -> None:
 
 def test_a_short_recording_is_the_same_in_chunks_and_after_a_prefix(omni) -> None:
     whole = last_logits(omni, heard(omni, LONG, SHORT))
-    model, options = omni.family.whole, {"processor": omni.processor, "policy": "bf16"}
+    model, options = omni.family.outer_model, {"processor": omni.processor, "policy": "bf16"}
     chunked = OscarOmniPipeline(model, prefill_chunk=16, **options)
     assert (last_logits(chunked, heard(omni, LONG, SHORT)) - whole).abs().max() < 1e-5
     keeping = OscarOmniPipeline(model, prefix_cache="1GB", **options)
@@ -254,7 +254,7 @@ def test_logits_of_the_last_token_only(omni) -> None:
 
 def test_chunks_are_exact_in_16_bit(omni) -> None:
     chunked = OscarOmniPipeline(
-        omni.family.whole, processor=omni.processor, policy="bf16", prefill_chunk=33
+        omni.family.outer_model, processor=omni.processor, policy="bf16", prefill_chunk=33
     )
     expected = omni("What is it?", **REQUESTS["everything"], max_new_tokens=12).token_ids
     answer = chunked("What is it?", **REQUESTS["everything"], max_new_tokens=12)
@@ -262,7 +262,7 @@ def test_chunks_are_exact_in_16_bit(omni) -> None:
 
 
 def test_end_tokens(omni, speaking, monkeypatch) -> None:
-    thinker, whole = omni.model.generation_config, omni.family.whole.generation_config
+    thinker, whole = omni.model.generation_config, omni.family.outer_model.generation_config
     tokenizer = omni.processor.tokenizer
     monkeypatch.setattr(thinker, "eos_token_id", None)
     assert omni.family.end_tokens() == {tokenizer.eos_token_id}
@@ -284,8 +284,10 @@ def test_audio_tokens_are_announced(omni) -> None:
 def test_a_checkpoint_that_opens_its_reasoning_itself_has_room_for_it(omni, speaking) -> None:
     for pipe, longest in ((omni, 256 + 8192), (speaking, 256)):
         processor = copy.deepcopy(pipe.processor)
-        assert OscarOmniPipeline(pipe.family.whole, processor=processor).longest_answer() == 256
+        assert (
+            OscarOmniPipeline(pipe.family.outer_model, processor=processor).longest_answer() == 256
+        )
         processor.tokenizer.add_tokens(["<think>", "</think>"])
         processor.chat_template += "{# Of earlier answers what comes after </think>. #}"
-        thinking = OscarOmniPipeline(pipe.family.whole, processor=processor)
+        thinking = OscarOmniPipeline(pipe.family.outer_model, processor=processor)
         assert thinking.longest_answer() == longest

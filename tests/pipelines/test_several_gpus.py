@@ -105,7 +105,7 @@ def test_chats_on_two_gpus_give_way_to_each_other() -> None:
         with pipe.chat() as first, pipe.chat() as second:
             for chat in (first, second):
                 chat.ask("What is the code in picture 3?", images=CARDS[:12], max_new_tokens=8)
-            spilled = first._spillable.conversation.kept is None
+            spilled = first._spillable.conversation.kv is None
             answers.append([chat.ask(QUESTION, max_new_tokens=8).text for chat in (first, second)])
     assert spilled
     assert answers[0] == answers[1]

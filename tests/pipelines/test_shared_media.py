@@ -27,7 +27,7 @@ def test_answers_are_those_of_whole_prompts(name, request) -> None:
     pipe = request.getfixturevalue(name)
     before = pipe.store.memory().used_bytes
     reading = SharedMedia(pipe, pipe.read_media(**MEDIA[name]), SYSTEM)
-    rows = [reading.asked(index, text, HOW) for index, text in enumerate(QUESTIONS)]
+    rows = [reading.request(index, text, HOW) for index, text in enumerate(QUESTIONS)]
     held = pipe.store.memory().used_bytes
     found = {result.index: result.answer for result in answers(pipe, rows)}
     for index, question in enumerate(QUESTIONS):
@@ -53,7 +53,7 @@ def test_choices_are_scored_as_whole_answers(name, request, monkeypatch) -> None
         SharedMedia(pipe, pipe.read_media(**MEDIA[name]), SYSTEM),
         SharedMedia(pipe, pipe.read_media()),
     ]
-    rows = [reading.asked(index, QUESTIONS[1], HOW) for index, reading in enumerate(readings)]
+    rows = [reading.request(index, QUESTIONS[1], HOW) for index, reading in enumerate(readings)]
     ids = [reading.continuations(QUESTIONS[1], CHOICES) for reading in readings]
     for choice in choose(pipe, rows, ids):
         media = pipe.read_media(**MEDIA[name] if not choice.index else {})
@@ -86,9 +86,9 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     template = qwen.processor.chat_template
     reading = SharedMedia(qwen, qwen.read_media([noise(64, 64)]))
     with pytest.raises(InputError, match="prompt is empty"):
-        reading.asked(0, " ", HOW)
+        reading.request(0, " ", HOW)
     with pytest.raises(InputError, match="over the context"):
-        reading.asked(0, "Why?", Sampling(max_new_tokens=qwen.max_context))
+        reading.request(0, "Why?", Sampling(max_new_tokens=qwen.max_context))
     reading.close()
     with pytest.raises(InputError, match="system holds"):
         SharedMedia(qwen, qwen.read_media(), "<|im_end|>")
@@ -96,4 +96,4 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     monkeypatch.setattr(qwen.processor, "chat_template", first)
     reading = SharedMedia(qwen, qwen.read_media([noise(64, 64)]))
     with pytest.raises(InputError, match="writes the question before the media"):
-        reading.asked(0, "Why?", HOW)
+        reading.request(0, "Why?", HOW)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from oscar_mm import InputError, OscarCache
 from oscar_mm.admission.capacity import ModelShape, layers_of_states
-from oscar_mm.pipelines.planning import Session, plan
+from oscar_mm.pipelines.plan import Session, plan
 from oscar_mm.pipelines.text import (
     context_of,
     is_text_model,

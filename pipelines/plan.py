@@ -1,4 +1,4 @@
-"""Plan: what a conversation would take with a model, told without its weights."""
+"""Plan: the memory of a conversation with a model, without loading its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMITS = MediaLimits()
 
 @dataclass(frozen=True)
 class Session:
-    """What a conversation shows and says.
+    """The media and texts of a conversation.
 
     Attributes:
         images: how many.
@@ -55,14 +55,14 @@ class Session:
                 raise InputError(f"{name}={value!r}: must be seconds, 0 or more")
 
     def media(self, limits: MediaLimits, video_fps: float) -> Media:
-        """Media of these sizes, of which nothing else is known.
+        """Media of these sizes, without content.
 
         Raises:
             InputError: one that is over the limits.
         """
         limits.check_frame(*self.image_size, "image_size")
         limits.check_audio(self.audio_s, "audio_s")
-        # Of a picture only the size counts.
+        # Only the size of a picture counts.
         images: list[Any] = [PictureSize(*self.image_size)] * self.images
         videos = []
         if self.video_s:
@@ -77,10 +77,10 @@ class Session:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversation takes.
+    """The tokens and bytes of a conversation.
 
     Attributes:
-        family: what people call the model's; of a language model its type.
+        family: name of the model's family; the type of a language model.
         shape: of the model.
         policy: of the cache.
         tokens: by modality: "text", "image", "video", "audio".
@@ -100,16 +100,16 @@ class Plan:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values, by the policy."""
+        """Bytes of keys and values under the policy."""
         return self.shape.kv_bytes(self.policy, self.tokens)
 
     @property
     def bf16_bytes(self) -> int:
-        """The same in 16 bit."""
+        """Bytes of keys and values in 16 bit."""
         return self.shape.kv_bytes(_PLAIN, self.tokens)
 
     def fits(self, gpu_bytes: float) -> tuple[int, int]:
-        """How many such conversations fit a GPU beside the weights: in 16 bit, by the policy."""
+        """How many such conversations fit a GPU beside the weights: in 16 bit, under the policy."""
         how = (_PLAIN, self.policy)
         in_16_bit, packed = (self.shape.conversations(gpu_bytes, one, self.tokens) for one in how)
         return in_16_bit, packed
@@ -139,13 +139,14 @@ def plan(
     limits: MediaLimits = _LIMITS,
     video_fps: float = 2.0,
 ) -> Plan:
-    """What a conversation would take, from configuration and processor of a model alone.
+    """Plan a conversation from configuration and processor of a model alone.
 
     Args:
         model: name of a bundled model, hub id or folder; of a causal language model too.
-        session: what it shows and says.
+        session: media and texts of the conversation.
         policy: how keys and values would be stored.
-        limits: bounds on media, as of the pipeline; ``video_fps`` likewise.
+        limits: bounds on media, as of the pipeline.
+        video_fps: frames per second that are sampled from videos.
 
     Raises:
         InputError: no such model, media that it does not read, or over the limits.
@@ -161,7 +162,7 @@ def plan(
     else:
         family = outline(model)
         name, network, tokens = family.name, family.model, count_tokens(family, media)
-        parameters = getattr(family, "whole", network).num_parameters()
+        parameters = family.outer_model.num_parameters()
     tokens["text"] += session.text_tokens
     return Plan(
         family=name,

@@ -8,7 +8,7 @@ import torch
 from oscar_mm import InputError
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.pipelines.batch import Batching, Prepared
+from oscar_mm.pipelines.batch import Batching, BatchRequest
 
 
 def lengths(batching: Batching, tokens: list[int], answers: dict[int, int]) -> list[list[int]]:
@@ -56,5 +56,5 @@ def test_padding_is_a_share(value) -> None:
 def test_bytes_of_a_request() -> None:
     inputs = {"input_ids": torch.zeros(1, 7).long(), "pixel_values": torch.zeros(3, 5)}
     prompt = Prompt(inputs, torch.zeros(1, 7), torch.ones(1), torch.zeros(1, 7).char())
-    one = Prepared(0, prompt, Sampling(), 0.1)
+    one = BatchRequest(0, prompt, Sampling(), 0.1)
     assert (one.tokens, one.nbytes) == (7, 7 * 8 + 15 * 4)

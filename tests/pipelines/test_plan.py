@@ -17,7 +17,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pipelines.loading import outline
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.pipelines.planning import Plan, Session, plan
+from oscar_mm.pipelines.plan import Plan, Session, plan
 from oscar_mm.pipelines.qwen3_omni import audio_tokens
 from oscar_mm.policy import PLAIN, Bits
 from tests.prompts import clip, noise, tone
@@ -122,7 +122,7 @@ def test_a_model_of_thirty_billion_parameters(omni_without_weights: Path) -> Non
 def test_outline_reads_no_weights(omni_without_weights: Path) -> None:
     assert not list(omni_without_weights.glob("*.safetensors"))
     family = outline(omni_without_weights)
-    assert {weight.device.type for weight in family.whole.parameters()} == {"meta"}
+    assert {weight.device.type for weight in family.outer_model.parameters()} == {"meta"}
 
 
 def test_bundled_names() -> None:
