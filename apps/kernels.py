@@ -17,7 +17,7 @@ from oscar_mm.fast_decode.experts import Experts, mixture_of_experts
 from oscar_mm.fast_decode.linear import Norm, linear
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.kernels.compile import KernelError
-from oscar_mm.kernels.launch import copies_in_bulk, multiprocessors
+from oscar_mm.kernels.launch import multiprocessors, uses_tma
 from oscar_mm.kernels.self_check import Verdict
 from oscar_mm.ops import append as append_module
 from oscar_mm.ops import decode_kernel, pack_kernel, store_kernel, unpack_kernel
@@ -73,7 +73,7 @@ def checked(operation: str, device: torch.device) -> Verdict:
         return decode_kernel.TRUSTED.check(specialization, device)
     if operation == "linear":
         verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
-        if not verdict.agrees or not copies_in_bulk(device):
+        if not verdict.agrees or not uses_tma(device):
             return verdict
         made = linear_rows.Specialization.of(_ROWS, True, _DTYPE)
         return linear_rows.TRUSTED.check(made, device)

@@ -2,8 +2,8 @@
 
     residual + sum over the chosen k of share_k * (silu(n Wg_k^T) * (n Wu_k^T)) Wd_k^T,  n = norm(x)
 
-The host side of csrc/experts.cu, which reads the chosen experts' weights where they are: elsewhere
-they are copied next to each other first, or rows are sorted by expert.
+The host side of csrc/experts/experts.cu, which reads the chosen experts' weights where they are:
+elsewhere they are copied next to each other first, or rows are sorted by expert.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     Kernel,
-    copies_in_bulk,
     current_stream,
     load_kernel,
     multiprocessors,
     shared_limit,
     shared_of_one,
+    uses_tma,
 )
 from oscar_mm.kernels.self_check import CheckedKernels
 
@@ -65,7 +65,7 @@ class Experts(NamedTuple):
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/experts.cu, field for field."""
+    """``Params`` of csrc/experts/experts.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm", "logits", "weights", "residual")),
@@ -87,13 +87,13 @@ class Specialization:
     between: int
     dtype: torch.dtype
 
-    def macros(self, down: bool, limit: int, bulk: bool) -> dict[str, str | int]:
-        """Macros that csrc/experts.cu is compiled with.
+    def macros(self, down: bool, limit: int, tma: bool) -> dict[str, str | int]:
+        """Macros that csrc/experts/experts.cu is compiled with.
 
         Args:
             down: of the second kernel.
             limit: bytes of shared memory that a thread block may have.
-            bulk: copies by the bulk copy engine.
+            tma: copies by TMA.
         """
         piece = min(PIECE, self.between if down else self.width)
         return {
@@ -107,7 +107,7 @@ class Specialization:
             "DEPTH": depth_for(limit),
             "EARLY": _EARLY,
             "PIECE": piece,
-            "BULK": int(bulk),
+            "USE_TMA": int(tma),
         }
 
     def shared_bytes(self, macros: dict[str, str | int]) -> int:
@@ -126,14 +126,14 @@ class ExpertKernels:
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
-        bulk = copies_in_bulk(device)
+        tma = uses_tma(device)
         limit = shared_limit(device)
         self.specialization, self._blocks = specialization, multiprocessors(device)
         self._kernels: list[tuple[Kernel, int]] = []
         for down in (False, True):
-            macros = specialization.macros(down, limit, bulk)
+            macros = specialization.macros(down, limit, tma)
             shared = max(specialization.shared_bytes(macros), shared_of_one(device))
-            kernel = load_kernel("experts.cu", macros, device)
+            kernel = load_kernel("experts/experts.cu", macros, device)
             if shared > kernel.shared_limit:
                 raise KernelError(
                     f"{specialization.rows} rows of {specialization.chosen} experts take {shared} "

@@ -2,9 +2,9 @@
 
     y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
-The host side of csrc/linear.cu, which reads the weights once at the speed of memory, and begins to
-before the launch in front of it has ended; for more rows that of ``linear_rows`` does. Elsewhere
-the same by PyTorch operations, with the rounding of transformers' modules.
+The host side of csrc/linear/linear.cu, which reads the weights once at the speed of memory, and
+begins to before the launch in front of it has ended; for more rows that of ``linear_rows`` does.
+Elsewhere the same by PyTorch operations, with the rounding of transformers' modules.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from oscar_mm.fast_decode.linear_torch import (
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     Kernel,
-    copies_in_bulk,
     current_stream,
     load_kernel,
     multiprocessors,
     shared_limit,
     shared_of_one,
+    uses_tma,
 )
 from oscar_mm.kernels.self_check import CheckedKernels
 
@@ -46,11 +46,11 @@ WARPS, PIECE = 16, 1024
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/linear.cu, field for field."""
+    """``Params`` of csrc/linear/linear.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm")),
-        *linear_params.FIELDS,
+        ("matrices", linear_params.Matrices),
         ("epsilon", ctypes.c_float),
     )
 
@@ -63,8 +63,8 @@ class Specialization:
     gated: bool
     dtype: torch.dtype
 
-    def macros(self, depth: int, bulk: bool) -> dict[str, str | int]:
-        """Macros that csrc/linear.cu is compiled with."""
+    def macros(self, depth: int, tma: bool) -> dict[str, str | int]:
+        """Macros that csrc/linear/linear.cu is compiled with."""
         return {
             "ROWS": self.rows,
             "GATED": int(self.gated),
@@ -72,7 +72,7 @@ class Specialization:
             "WARPS": WARPS,
             "DEPTH": depth,
             "PIECE": PIECE,
-            "BULK": int(bulk),
+            "USE_TMA": int(tma),
         }
 
 
@@ -84,11 +84,11 @@ class LinearKernel:
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
-        bulk = copies_in_bulk(device)
+        tma = uses_tma(device)
         self.specialization = specialization
         self._depth = depth_for(shared_limit(device))
-        macros = specialization.macros(self._depth, bulk)
-        self._kernel: Kernel = load_kernel("linear.cu", macros, device)
+        macros = specialization.macros(self._depth, tma)
+        self._kernel: Kernel = load_kernel("linear/linear.cu", macros, device)
         self.key, self._blocks = self._kernel.key, multiprocessors(device)
         self._least_shared = shared_of_one(device)
 
@@ -114,7 +114,7 @@ class LinearKernel:
         params = Params(
             x.data_ptr(),
             None if norm is None else norm.weight.data_ptr(),
-            *linear_params.values(weights, biases, residual, output),
+            linear_params.matrices(weights, biases, residual, output),
             0.0 if norm is None else norm.epsilon,
         )
         self._kernel.launch(
@@ -184,7 +184,7 @@ def _kernels(
     rows: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> Iterator[LinearKernel | LinearRowsKernel | None]:
     """The fastest first."""
-    if FEW_ROWS < rows <= linear_rows.MOST_ROWS and copies_in_bulk(device):
+    if FEW_ROWS < rows <= linear_rows.MOST_ROWS and uses_tma(device):
         made = linear_rows.Specialization.of(rows, gated, dtype)
         yield linear_rows.TRUSTED.kernel(made, device)
     if rows <= MOST_ROWS:

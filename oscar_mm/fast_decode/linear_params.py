@@ -1,4 +1,4 @@
-"""What the kernels of linear are told alike: the matrices, and where their products go."""
+"""The matrices of a launch of linear, and where their products go."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ MOST_PARTS = 3
 """Matrices of a launch."""
 _ADDRESSES = ctypes.c_void_p * MOST_PARTS
 _SIZES = ctypes.c_int * MOST_PARTS
-FIELDS = (
-    *((name, _ADDRESSES) for name in ("weights", "biases")),
-    *((name, ctypes.c_void_p) for name in ("residual", "output")),
-    ("outputs", _SIZES),
-    *((name, ctypes.c_int) for name in ("total", "width")),
-)
-"""Fields of both kernels' parameters, one after the other."""
+
+
+class Matrices(ctypes.Structure):
+    """``Matrices`` of csrc/linear/matrices.cuh, field for field."""
+
+    _fields_ = (
+        *((name, _ADDRESSES) for name in ("weights", "biases")),
+        *((name, ctypes.c_void_p) for name in ("residual", "output")),
+        ("outputs", _SIZES),
+        *((name, ctypes.c_int) for name in ("total", "width")),
+    )
 
 
 def total_outputs(weights: Sequence[torch.Tensor], gated: bool) -> int:
@@ -25,14 +29,14 @@ def total_outputs(weights: Sequence[torch.Tensor], gated: bool) -> int:
     return weights[0].shape[0] if gated else sum(one.shape[0] for one in weights)
 
 
-def values(
+def matrices(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     residual: torch.Tensor | None,
     output: torch.Tensor,
-) -> tuple:
-    """Of ``FIELDS``. All tensors must outlive the launch."""
-    return (
+) -> Matrices:
+    """Matrices of a launch. All tensors must outlive it."""
+    return Matrices(
         _ADDRESSES(*map(_address, weights)),
         _ADDRESSES(*map(_address, biases)),
         _address(residual),

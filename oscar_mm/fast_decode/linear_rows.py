@@ -1,7 +1,7 @@
 """linear for 3 to 24 rows, by matrix units.
 
-The host side of csrc/linear_rows.cu, which reads the weights once at the speed of memory, and of
-csrc/rms_norm.cu, which normalizes the rows in front of it.
+The host side of csrc/linear/linear_rows.cu, which reads the weights once at the speed of memory,
+and of csrc/linear/rms_norm.cu, which normalizes the rows in front of it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _FLOAT = 4
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/linear_rows.cu, field for field."""
+    """``Params`` of csrc/linear/linear_rows.cu, field for field."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
-        *linear_params.FIELDS,
+        ("matrices", linear_params.Matrices),
         *((name, ctypes.c_int) for name in ("rows", "step", "depth")),
     )
 
 
 class NormParams(ctypes.Structure):
-    """``Params`` of csrc/rms_norm.cu, field for field."""
+    """``Params`` of csrc/linear/rms_norm.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "output")),
@@ -85,7 +85,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a thread block and its stages; names as in csrc/linear_rows.cu."""
+    """Sizes of a thread block and its stages; names as in csrc/linear/linear_rows.cu."""
 
     consumers: int = 8
     producers: int = 4
@@ -94,7 +94,7 @@ class Tiling:
     span: int = 512
 
     def macros(self, specialization: Specialization) -> dict[str, str | int]:
-        """Macros that csrc/linear_rows.cu is compiled with."""
+        """Macros that csrc/linear/linear_rows.cu is compiled with."""
         return {
             "COLUMNS": specialization.columns,
             "GATED": int(specialization.gated),
@@ -104,7 +104,7 @@ class Tiling:
             "TILE": self.tile,
             "SWEEP": self.sweep,
             "SPAN": self.span,
-            "BULK": 1,
+            "USE_TMA": 1,
         }
 
     def launch(self, specialization: Specialization, outputs: int, limit: int) -> Launch:
@@ -145,8 +145,8 @@ class LinearRowsKernel:
         self.specialization = specialization
         self.tiling = tiling_for(shared_limit(device))
         macros = self.tiling.macros(specialization)
-        self._kernel = load_kernel("linear_rows.cu", macros, device)
-        self._norm = load_kernel("rms_norm.cu", {"ELEMENT": macros["ELEMENT"]}, device)
+        self._kernel = load_kernel("linear/linear_rows.cu", macros, device)
+        self._norm = load_kernel("linear/rms_norm.cu", {"ELEMENT": macros["ELEMENT"]}, device)
         self.key, self._blocks = self._kernel.key + self._norm.key, multiprocessors(device)
 
     def takes(self, width: int, norm: bool) -> bool:
@@ -171,7 +171,7 @@ class LinearRowsKernel:
         step, depth, shared_bytes = self._launch(total)
         params = Params(
             x.data_ptr(),
-            *linear_params.values(weights, biases, residual, output),
+            linear_params.matrices(weights, biases, residual, output),
             *(len(x), step, depth),
         )
         block = (self.tiling.consumers + self.tiling.producers) * 32

@@ -1,6 +1,6 @@
 """rope: rotary position embedding of one token of each row, after the norm of each head.
 
-The host side of csrc/rope.cu; elsewhere the same by PyTorch operations, with the rounding of
+The host side of csrc/rope/rope.cu; elsewhere the same by PyTorch operations, with the rounding of
 transformers' modules.
 """
 
@@ -21,7 +21,7 @@ _WORST_ERROR = 0.01
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/rope.cu, field for field."""
+    """``Params`` of csrc/rope/rope.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("heads", "query_norm", "key_norm")),
@@ -34,7 +34,7 @@ class Params(ctypes.Structure):
 
 
 def macros(head_dim: int, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros that csrc/rope.cu is compiled with."""
+    """Macros that csrc/rope/rope.cu is compiled with."""
     return {
         "HEAD_DIM": head_dim,
         "ELEMENT": ELEMENTS[dtype],
@@ -50,7 +50,7 @@ class RopeKernel:
     """
 
     def __init__(self, specialization: tuple[int, torch.dtype], device: torch.device) -> None:
-        self._kernel: Kernel = load_kernel("rope.cu", macros(*specialization), device)
+        self._kernel: Kernel = load_kernel("rope/rope.cu", macros(*specialization), device)
         self.key = self._kernel.key
 
     def __call__(

@@ -54,8 +54,8 @@ def architecture(device: torch.device) -> str | None:
     return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
 
 
-def copies_in_bulk(device: torch.device) -> bool:
-    """Whether kernels use the bulk copy engine (csrc/copy.cuh): from sm_90 on, unless switched off.
+def uses_tma(device: torch.device) -> bool:
+    """Whether kernels copy by TMA (csrc/common/copy.cuh): from sm_90 on, unless switched off.
 
     Raises:
         KernelError: kernels do not run on the device.
@@ -128,7 +128,7 @@ def load_kernel(
     it again takes as long as launching it.
 
     Args:
-        source: file name in csrc, like "decode.cu".
+        source: file name in csrc, like "decode/decode.cu".
         macros: what the source is compiled with.
         device: a CUDA device.
         name: of the function; by default the source's name without its ending.
@@ -219,7 +219,7 @@ class Kernel:
             params: the kernel's structure; copied, so that it may be changed afterwards.
             stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
             dependent: begin before what was launched last has ended. The kernel must wait for it
-                itself (csrc/overlap.cuh). Without effect before sm_90.
+                itself (csrc/common/overlap.cuh). Without effect before sm_90.
 
         Raises:
             KernelError: the structure or the shared memory does not fit, or the driver refuses.
@@ -339,7 +339,7 @@ class Kernel:
 
 
 def page_macros(page_format: PageFormat) -> dict[str, str | int]:
-    """Macros that csrc/page.cuh is compiled with."""
+    """Macros that csrc/common/page.cuh is compiled with."""
     return {
         "HEAD_DIM": page_format.head_dim,
         "KEY_GROUP": page_format.key_group,

@@ -34,7 +34,7 @@ _arguments = Arguments("append")
 
 
 class AppendParams(ctypes.Structure):
-    """``Params`` of csrc/append.cu, field for field."""
+    """``Params`` of csrc/append/append.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "recent", "writes", "bad")),
@@ -46,7 +46,7 @@ class AppendParams(ctypes.Structure):
 
 
 def macros(dtype: torch.dtype, unit: int) -> dict[str, str | int]:
-    """Macros that csrc/append.cu is compiled with."""
+    """Macros that csrc/append/append.cu is compiled with."""
     return {"UNIT": unit, "ELEMENT_BYTES": dtype.itemsize, "EXPONENT": _EXPONENTS[dtype]}
 
 
@@ -143,7 +143,7 @@ def _by_kernel(
 
 
 def _make(specialization: tuple[torch.dtype, int], device: torch.device) -> Kernel:
-    return load_kernel("append.cu", macros(*specialization), device)
+    return load_kernel("append/append.cu", macros(*specialization), device)
 
 
 def _disagreement(

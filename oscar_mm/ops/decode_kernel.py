@@ -1,6 +1,6 @@
 """The decode kernel: a few queries per sequence over pages and tokens in 16 bit, on a GPU.
 
-The host side of ``csrc/decode.cu``: which specialization, its parameters, the launch.
+The host side of ``csrc/decode/decode.cu``: which specialization, its parameters, the launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from oscar_mm.kernels.launch import (
     OUT_OF_ORDER,
     Kernel,
     aligned_rows,
-    copies_in_bulk,
     current_stream,
     load_kernel,
     multiprocessors,
@@ -26,6 +25,7 @@ from oscar_mm.kernels.launch import (
     shared_limit,
     switched_off,
     tell_once,
+    uses_tma,
 )
 from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops.decode_tables import COLUMNS
@@ -47,7 +47,7 @@ _INTS = ("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride",
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/decode.cu, field for field."""
+    """``Params`` of csrc/decode/decode.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -108,8 +108,8 @@ class Specialization:
         """Bytes of a KV head of the larger page."""
         return max(page_format.head_bytes for page_format in self.formats)
 
-    def macros(self, warps: int, buffers: int, bulk: bool) -> dict[str, str | int]:
-        """Macros that csrc/decode.cu is compiled with."""
+    def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
+        """Macros that csrc/decode/decode.cu is compiled with."""
         first, *more = (page_format.bits for page_format in self.formats)
         second = more[0] if more else Bits(0, 0)
         return page_macros(self.formats[0]) | {
@@ -122,11 +122,11 @@ class Specialization:
             "NARROW": int(self.narrow),
             "WARPS": warps,
             "BUFFERS": buffers,
-            "BULK": int(bulk),
+            "USE_TMA": int(tma),
         }
 
     def shared_bytes(self, warps: int, buffers: int) -> int:
-        """``sizeof(Shared)`` of csrc/decode.cu."""
+        """``sizeof(Shared)`` of csrc/decode/decode.cu."""
         shared_norms = self.formats[0].token_scaling == "shared"
         buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
         size = buffers * _aligned(buffer, 128)
@@ -157,7 +157,7 @@ class PackedAttention:
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
-        bulk = copies_in_bulk(device)
+        tma = uses_tma(device)
         limit = shared_limit(device)
         shape = specialization.shape(limit)
         if shape is None:
@@ -168,8 +168,8 @@ class PackedAttention:
         self.specialization = specialization
         self.warps, buffers = shape
         self._shared_bytes = specialization.shared_bytes(self.warps, buffers)
-        macros = specialization.macros(self.warps, buffers, bulk)
-        self._kernel: Kernel = load_kernel("decode.cu", macros, device)
+        macros = specialization.macros(self.warps, buffers, tma)
+        self._kernel: Kernel = load_kernel("decode/decode.cu", macros, device)
         self.key = self._kernel.key
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 

@@ -1,6 +1,6 @@
 """The pack kernel: 16-bit keys and values -> page bytes in one launch, on a GPU.
 
-The host side of ``csrc/pack.cu`` and ``csrc/norms.cu``.
+The host side of ``csrc/pack/pack.cu`` and ``csrc/pack/norms.cu``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NORMS_THREADS = 256
 
 
 class PackParams(ctypes.Structure):
-    """``Params`` of csrc/pack.cu, field for field."""
+    """``Params`` of csrc/pack/pack.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -59,7 +59,7 @@ class PackParams(ctypes.Structure):
 
 
 class NormsParams(ctypes.Structure):
-    """``Params`` of csrc/norms.cu, field for field."""
+    """``Params`` of csrc/pack/norms.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _NORMS_POINTERS),
@@ -83,13 +83,13 @@ class PackKernel:
 
 
 def shared_bytes(head_dim: int) -> int:
-    """``sizeof(Shared)`` of csrc/pack.cu."""
+    """``sizeof(Shared)`` of csrc/pack/pack.cu."""
     rows, sources, sizes = 3 * PAGE_TOKENS * head_dim * 2, 2 * PAGE_TOKENS * 4, head_dim * 2
     return rows + sources + sizes + 2 * PAGE_TOKENS * 4
 
 
 def macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros that csrc/pack.cu is compiled with."""
+    """Macros that csrc/pack/pack.cu is compiled with."""
     page_format = recipe.page_format
     return norms_macros(page_format, dtype) | {
         "CODE_BITS": page_format.bits.keys,
@@ -104,7 +104,7 @@ def macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def norms_macros(page_format: PageFormat, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros that csrc/norms.cu is compiled with."""
+    """Macros that csrc/pack/norms.cu is compiled with."""
     return page_macros(page_format) | {"ELEMENT": ELEMENTS[dtype]}
 
 
@@ -184,8 +184,8 @@ def _make(specialization: Specialization, device: torch.device) -> PackKernel:
     given = macros(recipe, dtype)
     norms = None
     if page_format.token_scaling == "shared":
-        norms = load_kernel("norms.cu", norms_macros(page_format, dtype), device)
-    return PackKernel(load_kernel("pack.cu", given, device), norms)
+        norms = load_kernel("pack/norms.cu", norms_macros(page_format, dtype), device)
+    return PackKernel(load_kernel("pack/pack.cu", given, device), norms)
 
 
 def _disagreement(

@@ -1,6 +1,6 @@
 """The store kernel: 16-bit keys and values of tokens -> slots of stream pages, on a GPU.
 
-The host side of ``csrc/store.cu``.
+The host side of ``csrc/store/store.cu``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Strides = ctypes.c_int64 * 3
 
 
 class Work(ctypes.Structure):
-    """``Work`` of csrc/store.cu, field for field."""
+    """``Work`` of csrc/store/store.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "jobs", "begins")),
@@ -107,7 +107,7 @@ class StoreKernel:
 
 
 def macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros that csrc/store.cu is compiled with."""
+    """Macros that csrc/store/store.cu is compiled with."""
     page_format = recipe.page_format
     bits = page_format.bits
     return page_macros(page_format) | {
@@ -191,7 +191,7 @@ def _make(specialization: Specialization, device: torch.device) -> StoreKernel:
         raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
         raise KernelError(f"the kernel takes bfloat16 and float16, not {dtype}")
-    load = partial(load_kernel, "store.cu", macros(recipe, dtype), device)
+    load = partial(load_kernel, "store/store.cu", macros(recipe, dtype), device)
     centers = load("centers") if page_format.center else None
     return StoreKernel(load("store"), load("store_layers"), centers)
 

@@ -1,4 +1,4 @@
-"""The unpack kernel: page bytes -> 16-bit keys and values, on a GPU; host of csrc/unpack.cu."""
+"""The unpack kernel: page bytes -> 16-bit keys and values, on a GPU: csrc/unpack/unpack.cu."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Specialization = tuple[PageFormat, bool, torch.dtype]
 
 
 class UnpackParams(ctypes.Structure):
-    """``Params`` of csrc/unpack.cu, field for field."""
+    """``Params`` of csrc/unpack/unpack.cu, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -42,7 +42,7 @@ class UnpackParams(ctypes.Structure):
 
 
 def macros(page_format: PageFormat, rotate: bool, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros that csrc/unpack.cu is compiled with."""
+    """Macros that csrc/unpack/unpack.cu is compiled with."""
     return page_macros(page_format) | {
         "KEY_BITS": page_format.bits.keys,
         "VALUE_BITS": page_format.bits.values,
@@ -88,7 +88,7 @@ def _make(specialization: Specialization, device: torch.device) -> Kernel:
         raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
         raise KernelError(f"the kernel makes bfloat16 and float16, not {dtype}")
-    return load_kernel("unpack.cu", macros(page_format, rotate, dtype), device)
+    return load_kernel("unpack/unpack.cu", macros(page_format, rotate, dtype), device)
 
 
 def _disagreement(specialization: Specialization, kernel: Kernel, device: torch.device) -> float:

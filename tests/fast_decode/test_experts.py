@@ -47,7 +47,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str, down: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "experts.cu").read_text() + (
+    text = (csrc_folder() / "experts/experts.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for specialization in (QWEN3_OMNI, OTHERS[1]):
@@ -56,7 +56,7 @@ def test_compiles(arch: str, down: bool) -> None:
         assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
         if specialization is QWEN3_OMNI:
             assert specialization.shared_bytes(macros) <= limit
-        report = compile_text("experts.cu", text, arch, macros).reports["experts"]
+        report = compile_text("experts/experts.cu", text, arch, macros).reports["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

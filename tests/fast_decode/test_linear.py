@@ -58,13 +58,13 @@ def test_a_gate_with_biases_is_left_to_torch() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiles(arch: str, gated: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "linear.cu").read_text() + (
+    text = (csrc_folder() / "linear/linear.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for rows, dtype in ((1, torch.bfloat16), (module.MOST_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
         macros = Specialization(rows, gated, dtype).macros(ARCHITECTURES[arch], bulk)
-        report = compile_text("linear.cu", text, arch, macros).reports["linear"]
+        report = compile_text("linear/linear.cu", text, arch, macros).reports["linear"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

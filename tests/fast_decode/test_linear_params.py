@@ -1,4 +1,4 @@
-"""What kernels of linear are told of tensors."""
+"""The matrices of a launch of linear."""
 
 import pytest
 import torch
@@ -6,12 +6,13 @@ import torch
 from oscar_mm.fast_decode import linear, linear_params, linear_rows
 
 
-def test_values_are_those_of_the_tensors() -> None:
+def test_addresses_and_sizes_are_those_of_the_tensors() -> None:
     weights = [torch.zeros(outputs, 256) for outputs in (4, 6, 2)]
     biases = [torch.zeros(4), None, torch.zeros(2)]
     residual, output = torch.zeros(3, 12), torch.zeros(3, 12)
-    told = linear_params.values(weights, biases, residual, output)
-    for params in (linear.Params(1, 2, *told, 0.5), linear_rows.Params(1, *told, 3, 5, 7)):
+    told = linear_params.matrices(weights, biases, residual, output)
+    for launch in (linear.Params(1, 2, told, 0.5), linear_rows.Params(1, told, 3, 5, 7)):
+        params = launch.matrices
         assert list(params.weights) == [weight.data_ptr() for weight in weights]
         assert list(params.biases) == [biases[0].data_ptr(), None, biases[2].data_ptr()]
         assert (params.residual, params.output) == (residual.data_ptr(), output.data_ptr())
@@ -21,8 +22,8 @@ def test_values_are_those_of_the_tensors() -> None:
 
 def test_what_is_not_there_is_null() -> None:
     weights, output = [torch.zeros(4, 256)], torch.zeros(1, 4)
-    params = linear.Params(1, None, *linear_params.values(weights, [None], None, output), 0.0)
-    assert (params.norm, params.residual) == (None, None)
+    params = linear_params.matrices(weights, [None], None, output)
+    assert params.residual is None
     assert list(params.weights)[1:] == [None, None] and list(params.biases) == [None] * 3
     assert list(params.outputs) == [4, 0, 0]
 

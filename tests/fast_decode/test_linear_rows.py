@@ -13,7 +13,7 @@ from oscar_mm.fast_decode.linear import LinearKernel, _kernel_for
 from oscar_mm.fast_decode.linear_rows import LinearRowsKernel, NormParams, Params, Specialization
 from oscar_mm.fast_decode.linear_torch import Norm, linear_by_torch
 from oscar_mm.kernels.compile import compile_text, csrc_folder
-from oscar_mm.kernels.launch import copies_in_bulk, multiprocessors
+from oscar_mm.kernels.launch import multiprocessors, uses_tma
 
 LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Architecture -> KiB of shared memory that a thread block may have."""
@@ -58,7 +58,7 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
     made = Specialization(columns, gated, dtype)
     tiling = module.tiling_for(LIMITS[arch] << 10)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
-    text = (csrc_folder() / "linear_rows.cu").read_text() + (
+    text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
         f"static_assert(MOST_DEPTH == {module.MOST_DEPTH});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
@@ -67,20 +67,20 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
         f" {depth} * STAGE_ROWS * STRIDE == {shared_bytes});\n"
     )
     macros = tiling.macros(made)
-    report = compile_text("linear_rows.cu", text, arch, macros).reports["linear_rows"]
+    report = compile_text("linear/linear_rows.cu", text, arch, macros).reports["linear_rows"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_norm_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "rms_norm.cu").read_text() + (
+    text = (csrc_folder() / "linear/rms_norm.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(NormParams)});\n"
         f"static_assert(THREADS == {module.NORM_THREADS});\n"
         f"static_assert(THREADS * EACH * 8 == {module.WIDEST_NORM});\n"
     )
     macros = {"ELEMENT": "__nv_bfloat16"}
-    report = compile_text("rms_norm.cu", text, arch, macros).reports["rms_norm"]
+    report = compile_text("linear/rms_norm.cu", text, arch, macros).reports["rms_norm"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
@@ -131,7 +131,7 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
 @pytest.mark.gpu
 def test_which_kernel_takes_how_many_rows() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    if not copies_in_bulk(device):
+    if not uses_tma(device):
         pytest.skip("without bulk copies cuBLAS is faster")
     dtype = torch.bfloat16
     weights = [random(64, 256, dtype=dtype)]

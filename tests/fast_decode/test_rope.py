@@ -45,11 +45,11 @@ def test_as_transformers(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "rope.cu").read_text() + (
+    text = (csrc_folder() / "rope/rope.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for head_dim in HEAD_DIMS:
-        report = compile_text("rope.cu", text, arch, macros(head_dim, torch.bfloat16))
+        report = compile_text("rope/rope.cu", text, arch, macros(head_dim, torch.bfloat16))
         report = report.reports["rope"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 

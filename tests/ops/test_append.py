@@ -101,11 +101,11 @@ def test_bytes_that_a_thread_takes(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "append.cu").read_text() + (
+    text = (csrc_folder() / "append/append.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(module.AppendParams)});\n"
     )
     for unit in module._UNITS:
-        report = compile_text("append.cu", text, arch, macros(dtype, unit)).reports["append"]
+        report = compile_text("append/append.cu", text, arch, macros(dtype, unit)).reports["append"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

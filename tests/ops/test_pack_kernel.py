@@ -55,22 +55,22 @@ POLICIES = {
 def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     made = macros(Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy), torch.float16)
-    text = (csrc_folder() / "pack.cu").read_text()
-    report = compile_text("pack.cu", text, "sm_90a", made).reports["pack"]
+    text = (csrc_folder() / "pack/pack.cu").read_text()
+    report = compile_text("pack/pack.cu", text, "sm_90a", made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "pack.cu").read_text() + (
+    text = (csrc_folder() / "pack/pack.cu").read_text() + (
         f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n"
         f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
     )
     policy = POLICIES["compact"]
     page_format = PageFormat.of(policy, Bits(2, 2), 8, 128)
     made = macros(Recipe.of(page_format, policy), torch.bfloat16)
-    report = compile_text("pack.cu", text, arch, made).reports["pack"]
+    report = compile_text("pack/pack.cu", text, arch, made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
 
@@ -79,11 +79,11 @@ def test_compiles(arch: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_norms_compile(head_dim: int, arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "norms.cu").read_text() + (
+    text = (csrc_folder() / "pack/norms.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(NormsParams)});\n"
     )
     page_format = PageFormat.of(POLICIES["oscar"], Bits(2, 2), 8, head_dim)
-    report = compile_text("norms.cu", text, arch, norms_macros(page_format, torch.float16))
+    report = compile_text("pack/norms.cu", text, arch, norms_macros(page_format, torch.float16))
     assert (report.reports["norms"].spill_stores, report.reports["norms"].spill_loads) == (0, 0)
 
 

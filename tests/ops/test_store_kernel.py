@@ -47,13 +47,13 @@ def recipe_of(name: str, head_dim: int, kv_heads: int = 3) -> Recipe:
 
 def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "store.cu").read_text() + (
+    text = (csrc_folder() / "store/store.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(StoreParams)});\n"
         f"static_assert(sizeof(LayersParams) == {ctypes.sizeof(LayersParams)});\n"
         "static_assert(WARPS == 4);\n"
         f"static_assert(JOB_HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS});\n"
     )
-    reports = compile_text("store.cu", text, arch, macros(recipe, dtype)).reports
+    reports = compile_text("store/store.cu", text, arch, macros(recipe, dtype)).reports
     assert set(reports) == {"store", "store_layers"} | (
         {"centers"} if recipe.page_format.center else set()
     )

@@ -67,12 +67,12 @@ def test_none_and_sigma_of_all_heads() -> None:
 
 def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "unpack.cu").read_text() + (
+    text = (csrc_folder() / "unpack/unpack.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(UnpackParams)});\n"
         "static_assert(THREADS == 256);\n"
     )
     made = macros(PageFormat.of(policy, Bits(*bits), 8, head_dim), policy.rotate, torch.bfloat16)
-    report = compile_text("unpack.cu", text, arch, made).reports["unpack"]
+    report = compile_text("unpack/unpack.cu", text, arch, made).reports["unpack"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.registers <= 64, "so that a multiprocessor holds all its threads"
 
