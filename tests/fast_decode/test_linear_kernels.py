@@ -8,10 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from oscar_mm.fast_decode import linear_rows as module
-from oscar_mm.fast_decode.linear import LinearKernel, _kernel_for
-from oscar_mm.fast_decode.linear_rows import LinearRowsKernel, NormParams, Params, Specialization
-from oscar_mm.fast_decode.linear_torch import Norm, linear_by_torch
+from oscar_mm.fast_decode import linear_kernels as module
+from oscar_mm.fast_decode.linear import kernel_for
+from oscar_mm.fast_decode.linear_kernels import (
+    LinearKernel,
+    LinearRowsKernel,
+    Matrices,
+    NormParams,
+    RowsParams,
+    RowsSpecialization,
+)
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 from oscar_mm.kernels.launch import multiprocessors, uses_tma
 
@@ -28,9 +35,29 @@ def random(*shape: int, dtype: torch.dtype, beyond: int = 0) -> torch.Tensor:
     return part.copy_(values)
 
 
+def test_matrices_are_those_of_the_tensors() -> None:
+    weights = [torch.zeros(outputs, 256) for outputs in (4, 6, 2)]
+    biases = [torch.zeros(4), None, torch.zeros(2)]
+    residual, output = torch.zeros(3, 12), torch.zeros(3, 12)
+    x = torch.zeros(3, 256)
+    made = Matrices.of(LinearArguments.of(x, weights, biases, residual=residual), output)
+    assert list(made.weights) == [weight.data_ptr() for weight in weights]
+    assert list(made.biases) == [biases[0].data_ptr(), None, biases[2].data_ptr()]
+    assert (made.residual, made.output) == (residual.data_ptr(), output.data_ptr())
+    assert (list(made.outputs), made.total, made.width) == ([4, 6, 2], 12, 256)
+
+
+def test_what_is_not_there_is_null() -> None:
+    x, weights = torch.zeros(1, 256), [torch.zeros(4, 256)]
+    made = Matrices.of(LinearArguments.of(x, weights), torch.zeros(1, 4))
+    assert made.residual is None
+    assert list(made.weights)[1:] == [None, None] and list(made.biases) == [None] * 3
+    assert list(made.outputs) == [4, 0, 0]
+
+
 @pytest.mark.parametrize("rows", [3, 8, 9, 16, 17, 24])
 def test_rows_are_rounded_up(rows: int) -> None:
-    columns = Specialization.of(rows, False, torch.bfloat16).columns
+    columns = RowsSpecialization.of(rows, False, torch.bfloat16).columns
     assert columns % 8 == 0 and rows <= columns < rows + 8
 
 
@@ -38,7 +65,7 @@ def test_rows_are_rounded_up(rows: int) -> None:
 @pytest.mark.parametrize("columns", [8, 16, 24])
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool) -> None:
-    made = Specialization(columns, gated, torch.bfloat16)
+    made = RowsSpecialization(columns, gated, torch.bfloat16)
     tiling = module.tiling_for(limit << 10)
     most = tiling.sweep // (2 if gated else 1)
     for outputs in (1, 7, 8, 9, 31, 32, 33, 47, 94, 1152):
@@ -55,11 +82,11 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
     """And the host's picture of the kernel is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     dtype = torch.bfloat16 if gated else torch.float16
-    made = Specialization(columns, gated, dtype)
+    made = RowsSpecialization(columns, gated, dtype)
     tiling = module.tiling_for(LIMITS[arch] << 10)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(RowsParams)});\n"
         f"static_assert(MOST_DEPTH == {module.MOST_DEPTH});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
         "constexpr int STAGE_ROWS = (ROWS + TILE - 1) / TILE * TILE + COLUMNS;\n"
@@ -106,7 +133,7 @@ def added_in_float32() -> Iterator[None]:
 def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
     """Also fewer outputs than thread blocks, several sweeps, and NaN around all that is read."""
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = module.TRUSTED.kernel(Specialization.of(rows, gated, dtype), device)
+    kernel = LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
     assert isinstance(kernel, LinearRowsKernel) and kernel.takes(width, True)
     many = kernel.tiling.sweep * multiprocessors(device) + 77 if width == 256 else 2500
     for outputs in ((5, 5), (many, many)) if gated else ((7,), (many, 9, 300)):
@@ -118,14 +145,14 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
         biases = [None if gated else random(one, dtype=dtype, beyond=64) for one in outputs]
         total = outputs[0] if gated else sum(outputs)
         residual = random(rows, total, dtype=dtype, beyond=64)
-        found = kernel(x, weights, biases, norm, residual).double()
-        expected = linear_by_torch(x, weights, biases, norm, residual, gated).double()
+        arguments = LinearArguments.of(x, weights, biases, norm, residual, gated)
+        found, expected = kernel(arguments).double(), linear_by_torch(arguments).double()
         # Sums in another order round to another neighbour here and there: of a few outputs any
         # may be the only large one.
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
         most = 1e-3 if dtype == torch.float16 else 8e-3
         assert error.max() < (most if total > 100 else 4 * most), (outputs, error.max())
-        assert torch.equal(found, kernel(x, weights, biases, norm, residual).double())
+        assert torch.equal(found, kernel(arguments).double())
 
 
 @pytest.mark.gpu
@@ -137,10 +164,11 @@ def test_which_kernel_takes_how_many_rows() -> None:
     weights = [random(64, 256, dtype=dtype)]
     for rows, kind in ((2, LinearKernel), (3, LinearRowsKernel), (24, LinearRowsKernel)):
         x = random(rows, 256, dtype=dtype)
-        assert isinstance(_kernel_for(x, weights, False, False), kind)
+        assert isinstance(kernel_for(LinearArguments.of(x, weights)), kind)
         # Rows that do not begin at multiples of 16 bytes are nobody's.
-        assert _kernel_for(x, [random(65, 256, dtype=dtype, beyond=1)[1:]], False, False) is None
-    assert _kernel_for(random(25, 256, dtype=dtype), weights, False, False) is None
+        others = [random(65, 256, dtype=dtype, beyond=1)[1:]]
+        assert kernel_for(LinearArguments.of(x, others)) is None
+    assert kernel_for(LinearArguments.of(random(25, 256, dtype=dtype), weights)) is None
 
 
 @pytest.mark.gpu
@@ -150,12 +178,12 @@ def test_a_chain_of_dependent_launches() -> None:
     square = random(2048, 2048, dtype=dtype) / 2048**0.5
     norm = Norm(torch.ones(2048, dtype=dtype, device="cuda"), 1e-6)
     x = again = start = random(16, 2048, dtype=dtype)
-    kernel = module.TRUSTED.kernel(Specialization.of(16, False, dtype), x.device)
+    kernel = LinearRowsKernel.of(RowsSpecialization.of(16, False, dtype), x.device)
     assert isinstance(kernel, LinearRowsKernel)
     for _ in range(200):
-        x = kernel(x, [square], [None], norm, x)
+        x = kernel(LinearArguments.of(x, [square], (), norm, x))
     torch.cuda.synchronize()
     for _ in range(200):
-        again = kernel(again, [square], [None], norm, again)
+        again = kernel(LinearArguments.of(again, [square], (), norm, again))
         torch.cuda.synchronize()
     assert torch.equal(x, again) and x.isfinite().all() and not torch.equal(x, start)
