@@ -10,26 +10,29 @@ from statistics import median
 import torch
 
 from oscar_mm.fast_decode import experts as mixture_module
-from oscar_mm.fast_decode import linear as linear_module
-from oscar_mm.fast_decode import linear_rows
+from oscar_mm.fast_decode import linear_kernels
 from oscar_mm.fast_decode import rope as rope_module
-from oscar_mm.fast_decode.experts import Experts, mixture_of_experts
-from oscar_mm.fast_decode.linear import Norm, linear
-from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.fast_decode.experts import ExpertKernels, Experts, mixture_of_experts
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_kernels import LinearKernel, LinearRowsKernel
+from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.rope import RopeKernel, rope_
 from oscar_mm.kernels.compile import KernelError
-from oscar_mm.kernels.launch import copies_in_bulk, multiprocessors
+from oscar_mm.kernels.launch import multiprocessors, uses_tma
 from oscar_mm.kernels.self_check import Verdict
 from oscar_mm.ops import append as append_module
-from oscar_mm.ops import decode_kernel, pack_kernel, store_kernel, unpack_kernel
-from oscar_mm.ops.append import append
-from oscar_mm.ops.decode import decode
-from oscar_mm.ops.decode_kernel import Specialization
+from oscar_mm.ops import pack as pack_module
+from oscar_mm.ops import store_kernel
+from oscar_mm.ops import unpack as unpack_module
+from oscar_mm.ops.append import AppendKernel, append
+from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
 from oscar_mm.ops.decode_tables import assign
-from oscar_mm.ops.library import text_of
-from oscar_mm.ops.pack import pack_jobs
+from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.pack import PackKernel, pack_jobs
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import store, whole_page_tables
-from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.ops.store_kernel import StoreKernel
+from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.quantize import Recipe
@@ -64,28 +67,32 @@ def check(operation: str, device: torch.device) -> Verdict:
         KernelError: this device has no kernel; the message says why.
     """
     if operation == "append":
-        return append_module.TRUSTED.check((_DTYPE, 16), device)
+        return AppendKernel.checked.check(append_module.Specialization(_DTYPE, 16), device)
     page = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
     if operation == "decode":
         specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
         if isinstance(specialization, str):
             raise KernelError(specialization)
-        return decode_kernel.TRUSTED.check(specialization, device)
+        return DecodeKernel.checked.check(specialization, device)
     if operation == "linear":
-        verdict = linear_module.TRUSTED.check(linear_module.Specialization(1, True, _DTYPE), device)
-        if not verdict.agrees or not copies_in_bulk(device):
+        made = linear_kernels.Specialization(1, True, _DTYPE)
+        verdict = LinearKernel.checked.check(made, device)
+        if not verdict.agrees or not uses_tma(device):
             return verdict
-        specialization = linear_rows.Specialization.of(_ROWS, True, _DTYPE)
-        return linear_rows.TRUSTED.check(specialization, device)
+        made = linear_kernels.RowsSpecialization.of(_ROWS, True, _DTYPE)
+        return LinearRowsKernel.checked.check(made, device)
     if operation == "mixture":
-        return mixture_module.TRUSTED.check(_MIXTURE, device)
+        return ExpertKernels.checked.check(_MIXTURE, device)
     if operation == "pack":
-        return pack_kernel.TRUSTED.check((Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE), device)
+        made = pack_module.Specialization(Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE)
+        return PackKernel.checked.check(made, device)
     if operation == "store":
-        return store_kernel.TRUSTED.check((Recipe.of(page, _POLICY), _DTYPE), device)
+        made = store_kernel.Specialization(Recipe.of(page, _POLICY), _DTYPE)
+        return StoreKernel.checked.check(made, device)
     if operation == "rope":
-        return rope_module.TRUSTED.check((_HEAD_DIM, _DTYPE), device)
-    return unpack_kernel.TRUSTED.check((page, _POLICY.rotate, _DTYPE), device)
+        return RopeKernel.checked.check(rope_module.Specialization(_HEAD_DIM, _DTYPE), device)
+    made = unpack_module.Specialization(page, _POLICY.rotate, _DTYPE)
+    return UnpackKernel.checked.check(made, device)
 
 
 def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workload:
@@ -96,8 +103,10 @@ def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workl
     pool = random_pages(1, page_format, device).repeat(pages, 1)
     slots = torch.arange(pages, dtype=torch.int32, device=device)
     if operation == "unpack":
-        text, rotate = text_of(page_format), _POLICY.rotate
-        call = partial(unpack_slots, pool, slots, None, text, rotate, _DTYPE)
+        call = partial(
+            *(unpack_slots, pool, slots, None),
+            *(numbers_of(page_format), _POLICY.rotate, _DTYPE),
+        )
         return Workload(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
     if operation == "pack":
         return _pack(pool, slots, page_format)
@@ -126,7 +135,7 @@ def _pack(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> W
     policy = _WHOLE_PAGE_POLICY
     options = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
     sides = (keys, values, _recent(device))
-    call = partial(pack_jobs, *sides, *places, None, text_of(page_format), *options)
+    call = partial(pack_jobs, *sides, *places, None, numbers_of(page_format), *options)
     return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
@@ -138,7 +147,7 @@ def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
     options = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
     tables = (jobs, begins[: len(pool) * page_format.center])
     sides = (keys, values, _recent(device))
-    call = partial(store, *sides, *tables, pool, bad, None, text_of(page_format), *options)
+    call = partial(store, *sides, *tables, pool, bad, None, numbers_of(page_format), *options)
     return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
@@ -156,7 +165,7 @@ def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) ->
         torch.tensor(counts, dtype=torch.int32, device=device),
         torch.from_numpy(parts.copy()).to(device),
     )
-    options = (_HEAD_DIM**-0.5, [text_of(page_format)], _POLICY.rotate)
+    options = (_HEAD_DIM**-0.5, numbers_of(page_format), _POLICY.rotate)
     return Workload(
         partial(decode, *new, [pool], _recent(device), None, *tables, *options), pool.nbytes
     )

@@ -34,7 +34,7 @@ from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.moe_switch import IMPLEMENTATION as EXPERTS
-from oscar_mm.ops import append, decode_kernel, pack_kernel, unpack_kernel
+from oscar_mm.ops import append, decode, pack, unpack
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.quant.quantize import Recipe
 from tests.tiny import TEXT
@@ -303,16 +303,21 @@ def kernels_used(pipe: Pipeline) -> dict[str, bool]:
     config = pipe.model.config.get_text_config(decoder=True)
     group = config.num_attention_heads // config.num_key_value_heads
     formats = [pools.formats[bits] for bits in sorted(pools.formats)]
-    how = (pools.dtype, pools.device)
-    decode = decode_kernel.packed_attention(
+    decodes = decode.decode_kernel(
         formats, pools.head_dim, policy.rotate, pools.dtype, group, pools.device
     )
-    packs = [pack_kernel.kernel_for(Recipe.of(form, policy), *how) for form in formats]
-    unpacks = [unpack_kernel.kernel_for(form, policy.rotate, *how) for form in formats]
-    appends = pools.device.type == "cuda" and append.TRUSTED.kernel((pools.dtype, 16), how[1])
+    packs = [
+        pack.PackKernel.of(pack.Specialization(Recipe.of(one, policy), pools.dtype), pools.device)
+        for one in formats
+    ]
+    unpacks = [
+        unpack.UnpackKernel.of(unpack.Specialization(one, policy.rotate, pools.dtype), pools.device)
+        for one in formats
+    ]
+    appends = append.AppendKernel.of(append.Specialization(pools.dtype, 16), pools.device)
     return {
         "append": bool(appends),
-        "decode": decode is not None,
+        "decode": decodes is not None,
         "pack": None not in packs,
         "unpack": None not in unpacks,
     }

@@ -35,7 +35,7 @@ from oscar_mm.cache.pending import attend_stored
 from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.token_places import TokenPlaces
-from oscar_mm.ops.decode_kernel import packed_attention
+from oscar_mm.ops.decode import decode_kernel
 
 POLICIES = {
     "compact": KVPolicy.preset("compact"),
@@ -180,7 +180,7 @@ def _ours(name: str, shape: Shape, timer: Timer, generator: torch.Generator) -> 
     formats = list(layer.formats.values())
     rotate = layer.basis.rotate
     columns = shape.query_heads // shape.kv_heads
-    kernel = packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
+    kernel = decode_kernel(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
     path = "kernel" if kernel is not None else "PyTorch operations"
     return {"name": name, "bytes": size, "error": error, "path": path} | _time_call(timer, call)
 

@@ -16,7 +16,7 @@ from benchmarks.profiling import Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import KVPolicy
 from oscar_mm.ops.append import append
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.store import store, whole_page_tables
 from oscar_mm.ops.unpack import unpack_slots
@@ -60,7 +60,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
     moved = keys.nbytes + values.nbytes + pages.nbytes
 
     how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
-    where = (pages, bad, sigma, text_of(page_format))
+    where = (pages, bad, sigma, numbers_of(page_format))
     by_page = [x[0].unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1) for x in (keys, values)]
     jobs, begins = whole_page_tables(len(pages), pages.device)
 
@@ -72,7 +72,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
         return pages
 
     def unpack() -> torch.Tensor:
-        form = text_of(page_format)
+        form = numbers_of(page_format)
         return unpack_slots(pages, slots, sigma, form, policy.rotate, torch.bfloat16)[0]
 
     return pack, unpack, moved

@@ -42,16 +42,21 @@ class ModalityBits(NamedTuple):
     audio: Bits
 
 
+FITS = ("minmax", "lsq")
+NORMS = ("plain", "refit", "unbiased")
+VALUE_SCALES = ("plain", "unbiased")
+TOKEN_SCALINGS = (None, "per_head", "shared")
+"""Values of the fields of these names; the index of one is the kernels' macro."""
 _ALLOWED: dict[str, tuple] = {
     "key_axis": ("channel", "token"),
     "key_group": (32, 64, 128),
     "value_group": (32, 64, 128),
-    "fit": ("minmax", "lsq"),
-    "norm": ("plain", "refit", "unbiased"),
-    "value_scale": ("plain", "unbiased"),
+    "fit": FITS,
+    "norm": NORMS,
+    "value_scale": VALUE_SCALES,
     "rotate": (True, False),
     "balance": (None, "weights", "prompt", "auto"),
-    "token_scaling": (None, "shared", "per_head"),
+    "token_scaling": TOKEN_SCALINGS,
     "center": (True, False),
 }
 _ALLOWED_BITS = (2, 3, 4)

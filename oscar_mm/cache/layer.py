@@ -16,7 +16,7 @@ from oscar_mm.cache.step import Step
 from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
@@ -186,7 +186,7 @@ class OscarLayer(CacheLayerMixin):
         for bits, of_bits in tables.items():
             (store if by_token else pack_jobs)(
                 *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
-                *(self.bad, self.sigma, text_of(self.formats[bits])),
+                *(self.bad, self.sigma, numbers_of(self.formats[bits])),
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
 
@@ -212,7 +212,7 @@ class OscarLayer(CacheLayerMixin):
                 run = slice(start, start + most)
                 sides = unpack_slots(
                     *(self.pages[bits].storage, slots[run], self.sigma),
-                    *(text_of(self.formats[bits]), self.basis.rotate, dtype),
+                    *(numbers_of(self.formats[bits]), self.basis.rotate, dtype),
                 )
                 keys, values = (_joined(side, used and used[run]) for side in sides)
                 yield keys, values
@@ -276,7 +276,7 @@ def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
             store_layers(
                 *([layer.recent.storage for layer in alike], *tables),
                 *([layer.pages[bits].storage for layer in alike], [one.bad for one in alike]),
-                *([layer.sigma for layer in alike], text_of(alike[0].formats[bits])),
+                *([layer.sigma for layer in alike], numbers_of(alike[0].formats[bits])),
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
         if device.type == "cpu":

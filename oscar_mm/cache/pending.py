@@ -17,14 +17,15 @@ from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.kernels.launch import multiprocessors
-from oscar_mm.ops.decode import decode, empty_output
-from oscar_mm.ops.decode_kernel import (
+from oscar_mm.ops.decode import (
     MAX_QUERY_TOKENS,
-    PackedAttention,
-    packed_attention,
+    DecodeArguments,
+    DecodeKernel,
+    decode,
+    decode_kernel,
 )
 from oscar_mm.ops.decode_tables import Tables
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.merged_attention import MergedAttention
 from oscar_mm.pages.layout import PageFormat
 
@@ -71,7 +72,9 @@ class _Plan(NamedTuple):
 
     formats: tuple[PageFormat, ...]
     tables: Tables
-    kernel: PackedAttention | None
+    numbers: list[int]
+    """The formats as an argument of ``decode``."""
+    kernel: DecodeKernel | None
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,9 @@ class _Chunk:
         tables = plan.tables.of_past
         pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
         states = (self.queries, self.keys, self.values, pages, layer.recent.storage, layer.sigma)
-        if plan.kernel is not None:
-            # The operation would check these arguments, which takes longer than the launch.
-            output = empty_output(self.queries)
-            plan.kernel(*states, *tables, self.scaling, output)
-        else:
-            formats = [text_of(page_format) for page_format in plan.formats]
-            output = decode(*states, *tables, self.scaling, formats, layer.basis.rotate)
+        rotate = layer.cache.policy.rotate
+        arguments = DecodeArguments(*states, *tables, self.scaling, plan.numbers, rotate)
+        output = decode(*arguments) if plan.kernel is None else plan.kernel(arguments)
         in_rows = self.step.real
         if in_rows is None:
             return output
@@ -119,7 +118,8 @@ class _Chunk:
             return _Plan(
                 formats,
                 self.step.tables((first, second), heads, columns, workers, layer.device),
-                packed_attention(
+                numbers_of(*formats),
+                decode_kernel(
                     formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
                 ),
             )

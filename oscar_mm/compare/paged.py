@@ -16,7 +16,7 @@ from oscar_mm.cache.step import Filling
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.forced import LayerStates, Pair
 from oscar_mm.modality import Modality
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import NOT_STORABLE, pack
 from oscar_mm.ops.store import store
 from oscar_mm.ops.unpack import unpack
@@ -133,7 +133,7 @@ class Paged:
         policy = self.policy
         store(
             *(keys, values, keys.new_empty(0, 2, *keys.shape[1::2]), *tables, packed, bad),
-            *(basis.sigma, text_of(page_format), basis.rotate),
+            *(basis.sigma, numbers_of(page_format), basis.rotate),
             *(policy.fit, policy.norm, policy.value_scale),
         )
         if bool(bad):

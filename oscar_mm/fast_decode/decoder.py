@@ -26,9 +26,10 @@ from torch import nn
 
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.fast_decode.experts import Experts, expert_kernels
+from oscar_mm.fast_decode.experts import Experts, MixtureArguments, expert_kernels
 from oscar_mm.fast_decode.graphs import Record
-from oscar_mm.fast_decode.linear import Norm, linear
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.ranks import Ranks, is_dtensor, own_part
 
@@ -230,7 +231,7 @@ class _Layer:
     def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
         kernels = None if self.experts is None else expert_kernels(rows, self.experts)
         if self.experts is not None and kernels is not None:
-            return kernels(rows, self.mlp_norm, self.experts)
+            return kernels(MixtureArguments(rows, *self.mlp_norm, *self.experts))
         return rows + self.mlp(self.mlp_norm.at_once(rows)[:, None])[:, 0]
 
 

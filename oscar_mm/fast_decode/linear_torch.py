@@ -1,18 +1,14 @@
-"""linear by PyTorch operations, and how far its kernels are from them."""
+"""Arguments of linear, and linear by PyTorch operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm, silu
 
-WORST_ERROR = 0.02
-"""Relative error of a kernel that is right: above the rounding of 16 bit, below that of a wrong
-row."""
 _ALIGNMENT = 16
 
 
@@ -35,31 +31,57 @@ class Norm(NamedTuple):
         return self(x)
 
 
-class Linear(Protocol):
-    """A kernel of ``oscar_mm.fast_decode.linear.linear``, which is gated or not."""
+class LinearArguments(NamedTuple):
+    """Arguments of ``linear``.
 
-    def __call__(
-        self,
+    Attributes:
+        x: (rows, width), contiguous.
+        weights: one to three matrices, (outputs, width) each, in the dtype of x.
+        biases: (outputs,) of each, None for none.
+        norm: (width,), weight of an RMSNorm of x before the products; None for none.
+        epsilon: of the norm.
+        residual: (rows, outputs of all) to be added, or None.
+        gated: of two matrices, silu(first product) * second instead of both.
+    """
+
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    norm: torch.Tensor | None
+    epsilon: float
+    residual: torch.Tensor | None
+    gated: bool
+
+    @classmethod
+    def of(
+        cls,
         x: torch.Tensor,
         weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        norm: Norm | None,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """As ``linear_by_torch``."""
-        ...
+        biases: Sequence[torch.Tensor | None] = (),
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> Self:
+        """Of weights and biases (or none) in any sequence, and a norm."""
+        both = list(weights), list(biases) or [None] * len(weights)
+        return cls(x, *both, *((None, 0.0) if norm is None else norm), residual, gated)
+
+    @property
+    def total(self) -> int:
+        """Elements of a row of the result."""
+        if self.gated:
+            return self.weights[0].shape[0]
+        return sum(weight.shape[0] for weight in self.weights)
+
+    def result(self) -> torch.Tensor:
+        """(rows, total) without data."""
+        return self.x.new_empty(self.x.shape[0], self.total)
 
 
-def linear_by_torch(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-) -> torch.Tensor:
-    """``oscar_mm.fast_decode.linear.linear``, with a bias or None for each of the weights."""
-    x = x if norm is None else norm(x)
+def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
+    """``linear`` by PyTorch operations, with the rounding of transformers' modules."""
+    x, weights, biases, norm, epsilon, residual, gated = arguments
+    x = x if norm is None else Norm(norm, epsilon)(x)
     products = [torch_linear(x, *part) for part in zip(weights, biases, strict=True)]
     output = silu(products[0]) * products[1] if gated else torch.cat(products, -1)
     return output if residual is None else residual + output
@@ -68,34 +90,3 @@ def linear_by_torch(
 def in_rows(*tensors: torch.Tensor) -> bool:
     """Whether these are contiguous and begin where they can be copied 16 bytes at a time."""
     return all(x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 for x in tensors)
-
-
-def disagreement(
-    kernel: Linear,
-    gated: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    problems: Iterable[tuple[int, int, tuple[int, ...]]],
-) -> float:
-    """Largest relative error of a row of a kernel's, with and without norm, bias and residual.
-
-    Args:
-        kernel: takes x and weights of ``dtype``.
-        problems: rows, width, and outputs of each of the weights.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    # In the dtype at once: this runs beside a model, and float32 copies would count.
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    errors = []
-    for rows, width, outputs in problems:
-        x = random(rows, width)
-        weights = [random(one, width).div_(width**0.5) for one in outputs]
-        none = [None] * len(outputs)
-        biases = none if gated else [random(one) for one in outputs]
-        residual = None if gated else random(rows, sum(outputs))
-        for around in ((none, None, None), (biases, Norm(random(width), 1e-5), residual)):
-            found = kernel(x, weights, *around).double()
-            expected = linear_by_torch(x, weights, *around, gated).double()
-            errors.append((found - expected).norm(dim=1) / expected.norm(dim=1))
-    # Not Python's max(), which would drop NaN.
-    return float(torch.cat(errors).max())

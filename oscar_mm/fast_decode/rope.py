@@ -1,83 +1,106 @@
-"""rope: rotary position embedding of one token of each row, after the norm of each head.
-
-The host side of csrc/rope.cu; elsewhere the same by PyTorch operations, with the rounding of
-transformers' modules.
-"""
+"""rope: rotary position embedding of one token of each row, after the norm of each head."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from oscar_mm.fast_decode.linear import Norm
-from oscar_mm.kernels.launch import ELEMENTS, Kernel, current_stream, load_kernel
-from oscar_mm.kernels.self_check import CheckedKernels
+from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.kernels.launch import ELEMENTS, addresses, current_stream, ints, pointers
+from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 HEAD_DIMS = (64, 128, 192, 256)
 _WARPS = 4
-_WORST_ERROR = 0.01
+_checker = ArgumentChecker("rope")
+
+
+class RopeArguments(NamedTuple):
+    """Arguments of ``rope``, which turns channels i and i + head_dim / 2 of every head by the angle
+    of its row.
+
+    Attributes:
+        heads: (rows, heads, head_dim), the query heads first; only rows may have strides.
+        query_heads: how many of them.
+        cosine: (rows, head_dim), contiguous, in the dtype of heads.
+        sine: the same shape and dtype.
+        query_norm: (head_dim,), weight of an RMSNorm of query heads; None for none.
+        key_norm: of key heads.
+        epsilon: of both norms.
+    """
+
+    heads: Written
+    query_heads: int
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    epsilon: float
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/rope.cu, field for field."""
+    """``Params`` of csrc/rope/rope.cu, field for field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("heads", "query_norm", "key_norm")),
-        *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
+        *pointers("heads", "query_norm", "key_norm", "cosine", "sine"),
         ("row_stride", ctypes.c_int64),
-        ("query_heads", ctypes.c_int),
-        ("all_heads", ctypes.c_int),
+        *ints("query_heads", "all_heads"),
         ("epsilon", ctypes.c_float),
     )
 
 
-def macros(head_dim: int, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros that csrc/rope.cu is compiled with."""
-    return {
-        "HEAD_DIM": head_dim,
-        "ELEMENT": ELEMENTS[dtype],
-        "WARPS": _WARPS,
-    }
+class Specialization(NamedTuple):
+    """What the kernel is compiled for."""
+
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def macros(self) -> dict[str, str | int]:
+        """Macros that csrc/rope/rope.cu is compiled with."""
+        return {"HEAD_DIM": self.head_dim, "ELEMENT": ELEMENTS[self.dtype], "WARPS": _WARPS}
 
 
-class RopeKernel:
-    """The kernel of one head_dim and dtype on one device, compiled when made.
+class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
+    """The rope kernel."""
 
-    Attributes:
-        key: of its code, ``Kernel.key``.
-    """
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        self._kernel = self._load("rope/rope.cu", specialization.macros)
 
-    def __init__(self, specialization: tuple[int, torch.dtype], device: torch.device) -> None:
-        self._kernel: Kernel = load_kernel("rope.cu", macros(*specialization), device)
-        self.key = self._kernel.key
-
-    def __call__(
-        self,
-        heads: torch.Tensor,
-        query_heads: int,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
-        norms: tuple[Norm, Norm] | None,
-    ) -> None:
-        """See ``rope_``."""
+    def __call__(self, arguments: RopeArguments) -> None:
+        """Launch."""
+        heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
         rows, count, _ = heads.shape
-        weights = (None, None) if norms is None else [norm.weight.data_ptr() for norm in norms]
         params = Params(
-            *(heads.data_ptr(), *weights, cosine.data_ptr(), sine.data_ptr()),
-            *(heads.stride(0), query_heads, count),
-            0.0 if norms is None else norms[0].epsilon,
+            *addresses(heads, query_norm, key_norm, cosine, sine),
+            *(heads.stride(0), query_heads, count, epsilon),
         )
-        stream = current_stream(heads.device)
-        self._kernel.launch(
-            (-(-count // _WARPS), rows, 1),
-            (_WARPS * 32, 1, 1),
-            0,
-            params,
-            stream,
-            dependent=True,
-        )
+        grid, block = (-(-count // _WARPS), rows, 1), (_WARPS * 32, 1, 1)
+        self._kernel.launch(grid, block, 0, params, current_stream(heads.device), dependent=True)
+
+    @staticmethod
+    def disagreement(
+        specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
+    ) -> float:
+        """Largest relative error of a head, with and without norms."""
+        head_dim, dtype = specialization
+        generator = torch.Generator(device).manual_seed(0)
+        random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+        errors = []
+        for norms in ((None, None, 0.0), (random(head_dim), random(head_dim), 1e-6)):
+            heads, angles = random(3, 9, head_dim), random(3, head_dim).float()
+            cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+            found, expected = heads, heads.clone()
+            for run, target in ((kernel, found), (rope_by_torch, expected)):
+                run(RopeArguments(target[:, :7], 4, cosine, sine, *norms))
+            errors.append(relative_error(found, expected))
+        # Not Python's max(), which would drop NaN.
+        return float(torch.tensor(errors).max())
 
 
 def rope_(
@@ -87,31 +110,24 @@ def rope_(
     sine: torch.Tensor,
     norms: tuple[Norm, Norm] | None = None,
 ) -> None:
-    """Turn channels i and i + head_dim / 2 of every head by the angle of its row, in place.
+    """Turn heads in place: the operation, called directly, without its checks.
 
     Args:
-        heads: (rows, heads, head_dim), the query heads first; only rows may have strides.
-        query_heads: how many of them.
-        cosine: (rows, head_dim), contiguous, in the dtype of heads; sine likewise.
+        heads, query_heads, cosine, sine: as of ``RopeArguments``.
         norms: of query and key heads, of one epsilon.
     """
-    specialization, kernel = (heads.shape[2], heads.dtype), None
-    if heads.is_cuda and heads.shape[2] in HEAD_DIMS and heads.dtype in ELEMENTS:
-        kernel = TRUSTED.kernel(specialization, heads.device)
-    if kernel is not None:
-        kernel(heads, query_heads, cosine, sine, norms)
-    else:
-        _by_torch(heads, query_heads, cosine, sine, norms)
-
-
-def _by_torch(
-    heads: torch.Tensor,
-    query_heads: int,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    norms: tuple[Norm, Norm] | None,
-) -> None:
+    around = (None, None, 0.0)
     if norms is not None:
+        (query_norm, epsilon), (key_norm, _) = norms
+        around = (query_norm, key_norm, epsilon)
+    _rope(RopeArguments(heads, query_heads, cosine, sine, *around))
+
+
+def rope_by_torch(arguments: RopeArguments) -> None:
+    """``rope`` by PyTorch operations, with the rounding of transformers' modules."""
+    heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
+    if query_norm is not None and key_norm is not None:
+        norms = Norm(query_norm, epsilon), Norm(key_norm, epsilon)
         sides = heads[:, :query_heads], heads[:, query_heads:]
         heads[:] = torch.cat([norm(side) for norm, side in zip(norms, sides, strict=True)], 1)
     first, second = heads.chunk(2, -1)
@@ -119,28 +135,29 @@ def _by_torch(
     heads[:] = heads * cosine[:, None] + turned * sine[:, None]
 
 
-def _disagreement(
-    specialization: tuple[int, torch.dtype], kernel: RopeKernel, device: torch.device
-) -> float:
-    """Largest relative error of a head, with and without norms."""
-    head_dim, dtype = specialization
-    generator = torch.Generator(device).manual_seed(0)
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    errors = []
-    for norms in (None, (Norm(random(head_dim), 1e-6), Norm(random(head_dim), 1e-6))):
-        wide, angles = random(3, 9, head_dim), random(3, head_dim).float()
-        cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-        results = []
-        for rope in (kernel, _by_torch):
-            whole = wide.clone()
-            rope(whole[:, :7], 4, cosine, sine, norms)
-            results.append(whole.double())
-        found, expected = results
-        errors.append((found - expected).norm(dim=2) / expected.norm(dim=2))
-    # Not Python's max(), which would drop NaN.
-    return float(torch.cat(errors).max())
+def _rope(arguments: RopeArguments) -> None:
+    heads, kernel = arguments.heads, None
+    if heads.is_cuda and heads.shape[2] in HEAD_DIMS and heads.dtype in ELEMENTS:
+        kernel = RopeKernel.of(Specialization(heads.shape[2], heads.dtype), heads.device)
+    (kernel or rope_by_torch)(arguments)
 
 
-TRUSTED: CheckedKernels[tuple[int, torch.dtype], RopeKernel] = CheckedKernels(
-    "rope", RopeKernel, _disagreement, _WORST_ERROR
-)
+def _check(arguments: RopeArguments) -> None:
+    heads, query_heads, cosine, sine, query_norm, key_norm, _ = arguments
+    check, device = _checker.check, heads.device
+    check("heads", heads, ("rows", "heads", "head_dim"), STATES, device, rows=True)
+    rows, count, head_dim = heads.shape
+    if heads.stride(1) != head_dim:
+        _checker.refuse("heads", f"of strides {heads.stride()}", "contiguous in each row")
+    if not 0 <= query_heads <= count:
+        _checker.refuse("query_heads", query_heads, f"0 to {count}")
+    for name, angles in (("cosine", cosine), ("sine", sine)):
+        check(name, angles, (rows, head_dim), heads.dtype, device)
+    if (query_norm is None) != (key_norm is None):
+        _checker.refuse("query_norm", "one of two norms", "given with key_norm, or both None")
+    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
+        if norm is not None:
+            check(name, norm, (head_dim,), heads.dtype, device)
+
+
+rope_operation = define("rope", RopeArguments, _check, _rope)

@@ -166,7 +166,7 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
     """Machine code of a source of csrc, from the cache folder if it is there.
 
     Args:
-        source: file name in csrc, like "decode.cu".
+        source: file name in csrc, like "decode/decode.cu".
         arch: like "sm_90a"; see ``oscar_mm.kernels.launch.architecture``.
         macros: what the source's first comment says that it is compiled with.
 

@@ -22,6 +22,9 @@ import torch
 from oscar_mm.kernels.compile import KernelError, Report, compile_kernel, not_installed
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.policy import FITS, TOKEN_SCALINGS
+from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
+from oscar_mm.quant.quantize import Recipe
 
 SWITCH = "OSCAR_MM_KERNELS"
 """Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
@@ -54,8 +57,8 @@ def architecture(device: torch.device) -> str | None:
     return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
 
 
-def copies_in_bulk(device: torch.device) -> bool:
-    """Whether kernels use the bulk copy engine (csrc/copy.cuh): from sm_90 on, unless switched off.
+def uses_tma(device: torch.device) -> bool:
+    """Whether kernels copy by TMA (csrc/common/copy.cuh): from sm_90 on, unless switched off.
 
     Raises:
         KernelError: kernels do not run on the device.
@@ -95,7 +98,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_SCALINGS = {None: 0, "per_head": 1, "shared": 2}
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Dtypes of keys and values that the kernels take, as their macro ELEMENT."""
 OUT_OF_ORDER = (
@@ -128,7 +130,7 @@ def load_kernel(
     it again takes as long as launching it.
 
     Args:
-        source: file name in csrc, like "decode.cu".
+        source: file name in csrc, like "decode/decode.cu".
         macros: what the source is compiled with.
         device: a CUDA device.
         name: of the function; by default the source's name without its ending.
@@ -219,7 +221,7 @@ class Kernel:
             params: the kernel's structure; copied, so that it may be changed afterwards.
             stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
             dependent: begin before what was launched last has ended. The kernel must wait for it
-                itself (csrc/overlap.cuh). Without effect before sm_90.
+                itself (csrc/common/overlap.cuh). Without effect before sm_90.
 
         Raises:
             KernelError: the structure or the shared memory does not fit, or the driver refuses.
@@ -339,15 +341,60 @@ class Kernel:
 
 
 def page_macros(page_format: PageFormat) -> dict[str, str | int]:
-    """Macros that csrc/page.cuh is compiled with."""
+    """Macros that csrc/common/page.cuh is compiled with."""
     return {
         "HEAD_DIM": page_format.head_dim,
         "KEY_GROUP": page_format.key_group,
         "VALUE_GROUP": page_format.value_group,
-        "SCALING": _SCALINGS[page_format.token_scaling],
+        "SCALING": TOKEN_SCALINGS.index(page_format.token_scaling),
         "STREAM": int(page_format.by_token),
         "CENTER": int(page_format.center),
     }
+
+
+def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
+    """Macros of the kernels that make pages, besides bits and scales."""
+    page_format = recipe.page_format
+    return page_macros(page_format) | {
+        "ELEMENT": ELEMENTS[dtype],
+        "ROTATE": int(recipe.rotate),
+        "FIT": FITS.index(recipe.fit),
+        "KEY_START": f"{first_range(page_format.bits.keys, page_format.key_group)}f",
+        "VALUE_START": f"{first_range(page_format.bits.values, page_format.value_group)}f",
+        "LSQ_ROUNDS": LSQ_ROUNDS,
+    }
+
+
+def check_pages(page_format: PageFormat, dtype: torch.dtype) -> None:
+    """Raise KernelError unless kernels take pages of a format, and states of a dtype."""
+    if not page_format.in_fragments:
+        raise KernelError(OUT_OF_ORDER)
+    if dtype not in ELEMENTS:
+        raise KernelError(f"the kernel takes bfloat16 and float16, not {dtype}")
+
+
+Strides = ctypes.c_int64 * 3
+"""Field of a kernel's parameters: strides of (batch, heads, tokens), in elements."""
+
+
+def pointers(*names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a kernel's parameters that are addresses of tensors."""
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+def ints(*names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a kernel's parameters that are 32-bit integers."""
+    return tuple((name, ctypes.c_int) for name in names)
+
+
+def addresses(*tensors: torch.Tensor | None) -> Iterator[int | None]:
+    """Values of ``pointers``; the tensors must outlive the launch."""
+    return (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def strides(states: torch.Tensor) -> Any:
+    """Value of ``Strides``."""
+    return Strides(*states.stride()[:3])
 
 
 def aligned_rows(states: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,23 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 
 from oscar_mm.kernels.compile import KernelError, cache_folder, key_of, load_file, store_file
-from oscar_mm.kernels.launch import SWITCH, switched_off, tell_once
+from oscar_mm.kernels.launch import (
+    SWITCH,
+    Kernel,
+    architecture,
+    load_kernel,
+    switched_off,
+    tell_once,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +156,63 @@ class CheckedKernels(Generic[S, K]):
         key = key_of([self.operation, self.bound, kernel.key, _identity(device)])
         folder = cache_folder()
         return None if folder is None else folder / f"{self.operation}-{key}.verdict", key
+
+
+class OperationKernel(ABC, Generic[S]):
+    """The kernels of an operation for one specialization on one device, compiled when made.
+
+    A subclass names its operation and the bound of ``CheckedKernels`` in its head, loads the
+    kernels in ``__init__`` and is called with the operation's arguments. ``of`` gives the instance
+    to use; who has it may call it again and again: that takes 7 us less than the operation, which
+    goes through torch's dispatcher and checks its arguments.
+
+    Attributes:
+        checked: the instances that agree with PyTorch operations, of all specializations.
+        key: hash of the code.
+    """
+
+    checked: ClassVar[CheckedKernels[Any, Any]]
+
+    def __init_subclass__(cls, operation: str, bound: float) -> None:
+        cls.checked = CheckedKernels(operation, cls, cls.disagreement, bound)
+
+    def __init__(self, specialization: S, device: torch.device) -> None:
+        """Raises KernelError where there is no kernel."""
+        if architecture(device) is None:
+            raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+        self.specialization, self.device, self.key = specialization, device, ""
+
+    @classmethod
+    def of(cls, specialization: S, device: torch.device) -> Self | None:
+        """The kernels to use; None, with the reason once in the log, for PyTorch operations."""
+        return cls.checked.kernel(specialization, device) if device.type == "cuda" else None
+
+    @staticmethod
+    @abstractmethod
+    def disagreement(
+        specialization: Any, kernel: Callable[..., Any], device: torch.device
+    ) -> float:
+        """Run kernels, or what is called like them, and PyTorch operations on one small problem.
+
+        Returns:
+            0 where both give the same, NaN where one gives NaN.
+        """
+
+    def _load(
+        self, source: str, macros: Mapping[str, str | int], name: str | None = None
+    ) -> Kernel:
+        """``load_kernel`` of one that belongs to this operation."""
+        kernel = load_kernel(source, macros, self.device, name)
+        self.key += kernel.key
+        return kernel
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest |found - expected| / |expected| of a row, the last dimension; NaN if there is any."""
+    found, expected = found.double(), expected.double()
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Not Python's max(), which would drop NaN.
+    return float(errors.max())
 
 
 @functools.cache

@@ -1,136 +1,405 @@
 """decode: attention of 1 to 16 new tokens over packed pages, tokens in 16 bit and themselves.
 
-    decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor recent,
-           Tensor? sigma, Tensor items, Tensor recents, Tensor counts, Tensor assignments,
-           float scaling, str[] formats, bool rotate) -> Tensor
-
-    queries       (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
-                  with contiguous channels
-    keys, values  (batch, KV heads, tokens, head_dim) of the new tokens, likewise; attention over
-                  them is causal
-    pages         one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two
-    recent        (slots, 2, KV heads, head_dim): tokens in 16 bit
-    sigma         (KV heads or 1, head_dim) float32: balancing of the pages; None for none
-    items, recents, counts, assignments   of ``oscar_mm.ops.decode_tables.Tables``
-    scaling       factor of the scores
-    formats       of the pages (``oscar_mm.ops.library``), by ascending bits
-    rotate        whether pages are stored rotated
-    result        (batch, query heads, tokens, head_dim), in memory by tokens, then heads
-
 The same bits from run to run. Calls may overlap on several streams and be captured in several
 CUDA graphs: what a launch needs besides its arguments is its stream's or its graph's own.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from oscar_mm.ops.decode_kernel import MAX_QUERY_TOKENS, packed_attention
-from oscar_mm.ops.decode_tables import FIELDS
-from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.library import STATES, Arguments, define, format_of
-from oscar_mm.pages.layout import PageFormat
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import (
+    ELEMENTS,
+    OUT_OF_ORDER,
+    Strides,
+    addresses,
+    aligned_rows,
+    current_stream,
+    ints,
+    multiprocessors,
+    page_macros,
+    pointers,
+    shared_limit,
+    strides,
+    switched_off,
+    tell_once,
+    uses_tma,
+)
+from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, SECOND, START
+from oscar_mm.ops.library import (
+    FORMAT_NUMBERS,
+    STATES,
+    ArgumentChecker,
+    define,
+    format_of,
+    numbers_of,
+)
+from oscar_mm.ops.merged_attention import MergedAttention
+from oscar_mm.ops.samples import CHECKED_HEADS, random_past
+from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.policy import Bits
+from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import unpack_stored
 
-_arguments = Arguments("decode")
+MAX_QUERY_TOKENS = 16
+_TOKENS_AT_ONCE = 2048
+"""Tokens of the past that are in memory at a time, in float32, without a kernel."""
+_checker = ArgumentChecker("decode")
 
 
-def _empty(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: list[torch.Tensor],
-    recent: torch.Tensor,
-    sigma: torch.Tensor | None,
-    items: torch.Tensor,
-    recents: torch.Tensor,
-    counts: torch.Tensor,
-    assignments: torch.Tensor,
-    scaling: float,
-    formats: list[str],
+class DecodeArguments(NamedTuple):
+    """Arguments of ``decode``.
+
+    The result is (batch, query heads, tokens, head_dim), in memory by tokens, then heads.
+
+    Attributes:
+        queries: (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
+            with contiguous channels.
+        keys: (batch, KV heads, tokens, head_dim) of the new tokens, in the same dtype; attention
+            over them is causal.
+        values: the shape of keys.
+        pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
+        recent: (slots, 2, KV heads, head_dim): tokens in 16 bit.
+        sigma: (KV heads or 1, head_dim) float32: balancing of the pages; None for none.
+        items, recents, counts, assignments: of ``oscar_mm.ops.decode_tables.Tables``.
+        scaling: factor of the scores.
+        formats: of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
+        rotate: whether pages are stored rotated.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    pages: list[torch.Tensor]
+    recent: torch.Tensor
+    sigma: torch.Tensor | None
+    items: torch.Tensor
+    recents: torch.Tensor
+    counts: torch.Tensor
+    assignments: torch.Tensor
+    scaling: float
+    formats: list[int]
+    rotate: bool
+
+    @property
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        """Layouts of the pages; ValueError if they are not such as ``formats`` may have."""
+        return _formats(tuple(self.formats))
+
+    def result(self) -> torch.Tensor:
+        """What ``decode`` returns, without data."""
+        batch, query_heads, tokens, head_dim = self.queries.shape
+        return self.queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
+
+
+class Params(ctypes.Structure):
+    """``Params`` of csrc/decode/decode.cu, field for field."""
+
+    _fields_ = (
+        *pointers("queries", "keys", "values", "output", "pages_a", "pages_b", "recent", "recents"),
+        *pointers("items", "counts", "assignments", "sigma", "partials", "arrivals"),
+        *((f"{name}_stride", Strides) for name in ("query", "key", "value")),
+        *ints("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride", "sigma_rows"),
+        ("scaling", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What the kernel is compiled for; equal ones share a kernel."""
+
+    formats: tuple[PageFormat, ...]
+    """One or two, of pages of one KV head."""
+    rotate: bool
+    dtype: torch.dtype
+    narrow: bool
+    """Whether half of a fragment's columns are enough; the others take the queries' low parts."""
+
+    @classmethod
+    def of(
+        cls,
+        formats: Sequence[PageFormat],
+        head_dim: int,
+        rotate: bool,
+        dtype: torch.dtype,
+        columns: int,
+    ) -> Specialization | str:
+        """For a layer's page formats, at most two, or the reason why there is none.
+
+        Args:
+            columns: queries of a KV head: new tokens times query heads.
+        """
+        if dtype not in ELEMENTS:
+            return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
+        if head_dim not in KERNEL_HEAD_DIMS:
+            return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
+        if not formats:
+            # Everything is in 16 bit. The kernel knows of some page that it will never see.
+            unseen = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
+            return cls.of((unseen,), head_dim, False, dtype, columns)
+        if not all(page_format.in_fragments for page_format in formats):
+            return OUT_OF_ORDER
+        first, last = formats[0], formats[-1]
+        if replace(last, bits=first.bits) != first:
+            return "pages of different bit widths differ in their groups or scaling too"
+        of_one_head = tuple(replace(page_format, kv_heads=1) for page_format in formats)
+        return cls(of_one_head, rotate, dtype, columns <= COLUMNS // 2)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.formats[0].head_dim
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a KV head of the larger page."""
+        return max(page_format.head_bytes for page_format in self.formats)
+
+    def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
+        """Macros that csrc/decode/decode.cu is compiled with."""
+        first, *more = (page_format.bits for page_format in self.formats)
+        second = more[0] if more else Bits(0, 0)
+        return page_macros(self.formats[0]) | {
+            "KEY_BITS_A": first.keys,
+            "VALUE_BITS_A": first.values,
+            "KEY_BITS_B": second.keys,
+            "VALUE_BITS_B": second.values,
+            "ELEMENT": ELEMENTS[self.dtype],
+            "ROTATE": int(self.rotate),
+            "NARROW": int(self.narrow),
+            "WARPS": warps,
+            "BUFFERS": buffers,
+            "USE_TMA": int(tma),
+        }
+
+    def shared_bytes(self, warps: int, buffers: int) -> int:
+        """``sizeof(Shared)`` of csrc/decode/decode.cu."""
+        shared_norms = self.formats[0].token_scaling == "shared"
+        buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
+        size = buffers * _aligned(buffer, 128)
+        size = _aligned(size, 16) + -(-warps // 2) * COLUMNS * (self.head_dim + 3) * 4
+        size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
+        size = _aligned(size, 16) + COLUMNS * self.head_dim * 4
+        size = _aligned(size, 8) + buffers * (8 + 4) + COLUMNS * 4 + 4
+        return _aligned(size, 128)
+
+    def shape(self, limit: int) -> tuple[int, int] | None:
+        """Warps and buffers for a limit of shared memory; None where not even 8 and 4 fit.
+
+        A buffer a warp and some on the way; more than 20 gain nothing (measured on an H200). With
+        fewer buffers than warps, which small GPUs need for larger pages, some warps wait.
+        """
+        for warps, fewest in ((12, 12), (8, 4)):
+            for buffers in range(20, fewest - 1, -1):
+                if self.shared_bytes(warps, buffers) <= limit:
+                    return warps, buffers
+        return None
+
+
+class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.02):
+    """The decode kernel.
+
+    The bound is far above the rounding of 16 bit (0.002), far below a wrong token or head.
+    """
+
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        limit = shared_limit(device)
+        shape = specialization.shape(limit)
+        if shape is None:
+            raise KernelError(
+                f"a thread block has {limit} bytes of shared memory on {device}, too few for "
+                f"pages of {specialization.head_bytes} bytes a head"
+            )
+        self.warps, buffers = shape
+        self._shared_bytes = specialization.shared_bytes(self.warps, buffers)
+        macros = specialization.macros(self.warps, buffers, uses_tma(device))
+        self._kernel = self._load("decode/decode.cu", macros)
+        self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
+
+    def __call__(self, arguments: DecodeArguments) -> torch.Tensor:
+        """Launch."""
+        queries, keys, values, pages, recent, sigma, items, recents, counts, assignments, *_ = (
+            arguments
+        )
+        batch, query_heads, tokens, head_dim = queries.shape
+        keys, values, output = aligned_rows(keys), aligned_rows(values), arguments.result()
+        kv_heads = keys.shape[1]
+        stream = current_stream(queries.device)
+        columns = query_heads // kv_heads * tokens
+        segments = batch * kv_heads * -(-columns // COLUMNS)
+        parts = segments + assignments.shape[0]
+        partials = output.new_empty(parts * COLUMNS * (head_dim + 3), dtype=torch.float32)
+        arrivals = self._arrivals_on(stream, segments, queries.device)
+        pools = [*pages, None, None][:2]
+        params = Params(
+            *addresses(queries, keys, values, output, *pools, recent, recents, items, counts),
+            *addresses(assignments, sigma, partials, arrivals),
+            *(strides(queries), strides(keys), strides(values)),
+            *(batch, kv_heads, query_heads // kv_heads, tokens),
+            *(recents.shape[1], items.shape[1]),
+            0 if sigma is None else len(sigma),
+            arguments.scaling,
+        )
+        grid, block = (assignments.shape[0], 1, 1), (self.warps * 32, 1, 1)
+        self._kernel.launch(grid, block, self._shared_bytes, params, stream, dependent=True)
+        return output
+
+    def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
+        """Counters that a launch leaves at zero; of each stream its own, as launches overlap.
+
+        A graph has its own too, made in its capture: it may be replayed on any stream, beside
+        others that were captured on the same one.
+        """
+        capture = self._kernel.capture_on(stream)
+        place = stream, capture is not None
+        owner, arrivals = self._arrivals.get(place, (None, None))
+        if arrivals is None or owner != capture or arrivals.shape[0] < segments:
+            arrivals = torch.zeros(max(segments, 1024), dtype=torch.int32, device=device)
+            self._arrivals[place] = capture, arrivals
+        return arrivals
+
+    @staticmethod
+    def disagreement(
+        specialization: Specialization,
+        kernel: Callable[[Any], torch.Tensor],
+        device: torch.device,
+    ) -> float:
+        """Largest relative error of a query's output."""
+        rotate, dtype = specialization.rotate, specialization.dtype
+        formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
+        workers, narrow = multiprocessors(device), specialization.narrow
+        states, items, recents, counts, assignments = random_past(
+            formats, rotate, dtype, device, workers, narrow
+        )
+        tables = (items, recents, counts, assignments)
+        arguments = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
+        return relative_error(kernel(arguments), decode_by_torch(arguments))
+
+
+def decode_kernel(
+    formats: Iterable[PageFormat],
+    head_dim: int,
     rotate: bool,
-) -> torch.Tensor:
-    """Check the arguments; a result without data."""
-    check, device = _arguments.check, queries.device
+    dtype: torch.dtype,
+    columns: int,
+    device: torch.device,
+) -> DecodeKernel | None:
+    """The kernel for a layer; None, with the reason once in the log, for PyTorch operations.
+
+    Args:
+        formats: of its pages, at most two.
+        columns: queries of a KV head: new tokens times query heads.
+    """
+    if device.type != "cuda" or switched_off():
+        return None
+    specialization = _specialization(tuple(formats), head_dim, rotate, dtype, columns)
+    if isinstance(specialization, str):
+        tell_once("decode", specialization)
+        return None
+    return DecodeKernel.of(specialization, device)
+
+
+@lru_cache(maxsize=64)
+def _specialization(
+    formats: tuple[PageFormat, ...], head_dim: int, rotate: bool, dtype: torch.dtype, columns: int
+) -> Specialization | str:
+    return Specialization.of(formats, head_dim, rotate, dtype, columns)
+
+
+def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
+    """``decode`` by PyTorch operations, a row at a time; waits for the device."""
+    queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
+    basis = Basis(queries.shape[3], arguments.rotate, sigma)
+    output = arguments.result()
+    for row, (in_16_bit, in_pages) in enumerate(counts.tolist()):
+        of_row = slice(row, row + 1)
+        plain = MergedAttention(queries[of_row].float(), arguments.scaling)
+        plain.add(keys[of_row].float(), values[of_row].float(), causal=True)
+        for slots in recents[row, :in_16_bit].split(_TOKENS_AT_ONCE) if in_16_bit else ():
+            stored = recent[slots].permute(1, 2, 0, 3).float()
+            plain.add(stored[:1], stored[1:])
+        # In the coordinates of pages; scores are the same in either.
+        turned = basis.queries_in(queries[row].reshape(keys.shape[1], -1, queries.shape[3]))
+        packed = MergedAttention(turned.view_as(queries[of_row]), arguments.scaling)
+        entries = items[row, :in_pages]
+        for number, page_format in enumerate(arguments.page_formats):
+            mine = entries[(entries[:, 1] >= SECOND) == bool(number)]
+            for part in mine.split(_TOKENS_AT_ONCE // PAGE_TOKENS) if len(mine) else ():
+                stored = unpack_stored(pages[number][part[:, 0]], page_format)
+                used = part[:, 1] % SECOND
+                packed.add(*(_in_use(side, used // START, used % START) for side in stored))
+        if in_pages:
+            plain.merge(basis.values_out(packed.output()), packed.total)
+        output[row] = plain.output()[0]
+    return output
+
+
+def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
+    """(n, KV heads, tokens, d) -> (1, KV heads, tokens from starts to stops - 1, d)."""
+    places = torch.arange(states.shape[2], device=states.device)
+    used = (places >= starts[:, None]) & (places < stops[:, None])
+    joined = states.transpose(0, 1).flatten(1, 2)[None]
+    return joined if bool(used.all()) else joined[:, :, used.flatten()]
+
+
+def _check(arguments: DecodeArguments) -> None:
+    queries, keys, check, device = *arguments[:2], _checker.check, arguments.queries.device
     shape = ("batch", "query heads", "tokens", "d")
     check("queries", queries, shape, STATES, device, rows=True)
     batch, query_heads, tokens, head_dim = queries.shape
     if not 1 <= tokens <= MAX_QUERY_TOKENS:
-        _arguments.refuse("queries", f"of {tokens} tokens", f"of 1 to {MAX_QUERY_TOKENS}")
+        _checker.refuse("queries", f"of {tokens} tokens", f"of 1 to {MAX_QUERY_TOKENS}")
     check("keys", keys, (batch, "KV heads", tokens, head_dim), queries.dtype, device, rows=True)
-    check("values", values, keys.shape, queries.dtype, device, rows=True)
+    check("values", arguments.values, keys.shape, queries.dtype, device, rows=True)
     kv_heads = keys.shape[1]
     if query_heads % kv_heads:
-        found, wanted = f"of {query_heads} heads", f"of a multiple of {kv_heads}, the KV heads"
-        _arguments.refuse("queries", found, wanted)
-    check("recent", recent, ("slots", 2, kv_heads, head_dim), queries.dtype, device)
-    known = _formats(tuple(formats))
-    if len(pages) != len(known):
-        _arguments.refuse("pages", f"of {len(pages)} pools", f"of {len(known)}, as formats")
-    for pool, page_format in zip(pages, known, strict=True):
+        wanted = f"of a multiple of {kv_heads}, the KV heads"
+        _checker.refuse("queries", f"of {query_heads} heads", wanted)
+    check("recent", arguments.recent, ("slots", 2, kv_heads, head_dim), queries.dtype, device)
+    pages, formats = arguments.pages, arguments.page_formats
+    if len(pages) != len(formats):
+        _checker.refuse("pages", f"of {len(pages)} pools", f"of {len(formats)}, as formats")
+    for pool, page_format in zip(pages, formats, strict=True):
         if (page_format.kv_heads, page_format.head_dim) != (kv_heads, head_dim):
             found = f"for {page_format.kv_heads} heads of {page_format.head_dim}"
-            _arguments.refuse("formats", found, f"for {kv_heads} of {head_dim}, as keys")
+            _checker.refuse("formats", found, f"for {kv_heads} of {head_dim}, as keys")
         check("pages", pool, ("slots", page_format.page_bytes), torch.uint8, device)
-    _arguments.check_sigma(sigma, kv_heads, head_dim, device)
-    check("items", items, (batch, "longest", 2), torch.int32, device)
-    check("recents", recents, (batch, "longest"), torch.int32, device)
-    check("counts", counts, (batch, 2), torch.int32, device)
-    check("assignments", assignments, ("thread blocks", FIELDS), torch.int32, device)
-    return empty_output(queries)
+    _checker.check_sigma(arguments.sigma, kv_heads, head_dim, device)
+    check("items", arguments.items, (batch, "longest", 2), torch.int32, device)
+    check("recents", arguments.recents, (batch, "longest"), torch.int32, device)
+    check("counts", arguments.counts, (batch, 2), torch.int32, device)
+    check("assignments", arguments.assignments, ("thread blocks", FIELDS), torch.int32, device)
 
 
-def empty_output(queries: torch.Tensor) -> torch.Tensor:
-    """What ``decode`` returns, without data."""
-    batch, query_heads, tokens, head_dim = queries.shape
-    return queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
-
-
-def _decode(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: list[torch.Tensor],
-    recent: torch.Tensor,
-    sigma: torch.Tensor | None,
-    items: torch.Tensor,
-    recents: torch.Tensor,
-    counts: torch.Tensor,
-    assignments: torch.Tensor,
-    scaling: float,
-    formats: list[str],
-    rotate: bool,
-) -> torch.Tensor:
-    states, tables = (
-        (queries, keys, values, pages, recent, sigma),
-        (items, recents, counts, assignments),
-    )
-    output = _empty(*states, *tables, scaling, formats, rotate)
-    known = _formats(tuple(formats))
-    columns = queries.shape[1] // keys.shape[1] * queries.shape[2]
-    kernel = packed_attention(
-        known, queries.shape[3], rotate, queries.dtype, columns, queries.device
-    )
-    if kernel is None:
-        return output.copy_(decode_by_torch(*states, *tables[:3], scaling, known, rotate))
-    kernel(*states, *tables, scaling, output)
-    return output
+def _decode(arguments: DecodeArguments) -> torch.Tensor:
+    queries, formats = arguments.queries, arguments.page_formats
+    columns = queries.shape[1] // arguments.keys.shape[1] * queries.shape[2]
+    how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
+    return (decode_kernel(formats, *how) or decode_by_torch)(arguments)
 
 
 @lru_cache(maxsize=64)
-def _formats(texts: tuple[str, ...]) -> tuple[PageFormat, ...]:
-    formats = tuple(map(format_of, texts))
+def _formats(numbers: tuple[int, ...]) -> tuple[PageFormat, ...]:
+    starts = range(0, len(numbers), FORMAT_NUMBERS)
+    formats = tuple(format_of(numbers[start : start + FORMAT_NUMBERS]) for start in starts)
     bits = [page_format.bits for page_format in formats]
     if len(bits) > 2 or bits != sorted(set(bits)):
-        _arguments.refuse("formats", f"of {bits} bits", "at most two, by ascending bits")
+        _checker.refuse("formats", f"of {bits} bits", "at most two, by ascending bits")
     return formats
 
 
-decode = define(
-    "decode(Tensor queries, Tensor keys, Tensor values, Tensor[] pages, Tensor recent,"
-    " Tensor? sigma, Tensor items, Tensor recents, Tensor counts, Tensor assignments,"
-    " float scaling, str[] formats, bool rotate) -> Tensor",
-    _decode,
-    _empty,
-)
+def _aligned(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+decode = define("decode", DecodeArguments, _check, _decode, "Tensor")

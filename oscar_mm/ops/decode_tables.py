@@ -1,6 +1,6 @@
 """Tables of a decode step: where every stored token is, and which thread block attends to what.
 
-Made on the host once a step and used by all layers of a device. ``csrc/decode.cu`` reads them.
+Made on the host once a step, used by all layers of a device, read by ``csrc/decode/decode.cu``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START = 1 << 8
 """Unit of the first token in use in a page's entry; below it is the token after the last."""
 SECOND = 1 << 16
 """Set in a page's entry if the page is of the second format."""
-FIELDS = 16  # 32-bit words of an Assignment in csrc/decode.cu, padding included
+FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, padding included
 
 
 Entries = tuple[np.ndarray, np.ndarray]
@@ -131,7 +131,7 @@ def arrays_of(
 def assign(
     counts: tuple[tuple[int, int], ...], kv_heads: int, columns: int, workers: int
 ) -> np.ndarray:
-    """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode.cu.
+    """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode/decode.cu.
 
     ``counts`` are of each sequence the tiles of its tokens in 16 bit, and its pages.
 

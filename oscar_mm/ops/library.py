@@ -1,44 +1,92 @@
 """The namespace ``torch.ops.oscar_mm``, page formats as its arguments, and errors of bad arguments.
 
-An operation has a schema, one implementation for every device (a kernel where there is one, plain
-PyTorch elsewhere) and a fake one that tells shapes. All check their arguments before a launch; the
-caller answers for what an index points to, as looking would wait for the device.
+The arguments of an operation are a NamedTuple, which documents them and makes the schema. An
+operation has one implementation for every device (a kernel where there is one, plain PyTorch
+elsewhere) and checks its arguments before a launch; the caller answers for what an index points to,
+as looking would wait for the device. What launches the same kernel in every layer of a step calls
+it directly, with the same tuple (``oscar_mm.kernels.self_check.OperationKernel``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
 from torch.library import Library, register_fake
 
 from oscar_mm.pages.layout import PageFormat
-from oscar_mm.policy import Bits
+from oscar_mm.policy import FITS, TOKEN_SCALINGS, VALUE_SCALES, Bits
+from oscar_mm.quant.quantize import Recipe
 
 _LIBRARY = Library("oscar_mm", "DEF")
 STATES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of queries, keys and values."""
-_FITS = ("minmax", "lsq")
-_SCALES = ("plain", "unbiased")
+Written = Annotated[torch.Tensor, "written"]
+"""A tensor that the operation writes to."""
+WrittenList = Annotated[list[torch.Tensor], "written"]
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[torch.Tensor]: "Tensor[]",
+    list[torch.Tensor | None]: "Tensor?[]",
+    list[int]: "int[]",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
 
 
-def define(schema: str, implementation: Callable, fake: Callable) -> Callable:
+def define(
+    name: str,
+    arguments: Callable[..., Any],
+    check: Callable[[Any], None],
+    run: Callable[[Any], Any],
+    returns: str = "()",
+) -> Callable[..., Any]:
     """Make an operation and return it.
 
     Args:
-        schema: name, arguments and results; an argument that is written to is a ``Tensor(a!)``.
-        implementation: for every device.
-        fake: the results' shapes, dtypes and strides, from arguments without data.
+        name: of the operation.
+        arguments: a NamedTuple; a field that is written to is a ``Written`` or ``WrittenList``.
+            Of an operation with results it has a method ``result`` that gives them without data.
+        check: raises an error where the arguments do not fit.
+        run: the operation on every device, called with a tuple that fits.
+        returns: the results in the schema.
     """
+
+    def checked(*values: Any) -> Any:
+        given = arguments(*values)
+        check(given)
+        return given
+
+    def fake(*values: Any) -> Any:
+        given = checked(*values)
+        return None if returns == "()" else given.result()
+
     # Cheaper than the decorator torch.library.custom_op: 7 us a call instead of 17.
-    name = _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    schema = f"{name}({_schema_of(arguments)}) -> {returns}"
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, lambda *values: run(checked(*values)), "CompositeExplicitAutograd")
     register_fake(f"oscar_mm::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.oscar_mm, name).default
 
 
-class Arguments:
+def _schema_of(arguments: Callable[..., Any]) -> str:
+    fields, letters = [], iter("abcd")
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        is_written = get_origin(hint) is Annotated
+        kind = _SCHEMA_TYPES[hint.__origin__ if is_written else hint]
+        if is_written:
+            kind = kind.replace("Tensor", f"Tensor({next(letters)}!)")
+        fields.append(f"{kind} {name}")
+    return ", ".join(fields)
+
+
+class ArgumentChecker:
     """Checks of one operation's arguments: they name the operation, the argument and its fault."""
 
     def __init__(self, operation: str) -> None:
@@ -116,17 +164,12 @@ class Arguments:
             if len(sigma) not in (1, kv_heads):
                 self.refuse("sigma", f"of {len(sigma)} rows", f"of {kv_heads} or 1")
 
-    def check_recipe(self, fit: str, norm: str, norms: Sequence[str], value_scale: str) -> None:
-        """Raise unless the parts of a recipe are ones that pages are made by.
-
-        Args:
-            fit, norm, value_scale: as in ``KVPolicy``.
-            norms: of which ``norm`` must be one.
-        """
+    def check_recipe(self, recipe: Recipe, norms: Sequence[str]) -> None:
+        """Raise unless pages are made by such a recipe; its norm must be one of ``norms``."""
         choices = (
-            ("fit", fit, _FITS),
-            ("norm", norm, norms),
-            ("value_scale", value_scale, _SCALES),
+            ("fit", recipe.fit, FITS),
+            ("norm", recipe.norm, norms),
+            ("value_scale", recipe.value_scale, VALUE_SCALES),
         )
         for name, value, allowed in choices:
             if value not in allowed:
@@ -141,46 +184,77 @@ class Arguments:
 
 
 @lru_cache(maxsize=256)
-def text_of(page_format: PageFormat) -> str:
-    """Like "3/2 bits, 8 heads of 128, token 128, value 128, plain, center"."""
-    scaling = page_format.token_scaling
+def _numbers(page_format: PageFormat) -> tuple[int, ...]:
     return (
-        f"{page_format.bits} bits, {page_format.kv_heads} heads of {page_format.head_dim}, "
-        f"{page_format.key_axis} {page_format.key_group}, value {page_format.value_group}, "
-        f"{'plain' if scaling is None else scaling}{', center' if page_format.center else ''}"
+        *page_format.bits,
+        page_format.kv_heads,
+        page_format.head_dim,
+        int(page_format.by_token),
+        page_format.key_group,
+        page_format.value_group,
+        TOKEN_SCALINGS.index(page_format.token_scaling),
+        int(page_format.center),
     )
 
 
-@lru_cache(maxsize=256)
-def format_of(text: str) -> PageFormat:
-    """The inverse of ``text_of``.
+def numbers_of(*formats: PageFormat) -> list[int]:
+    """Page formats as an argument, ``FORMAT_NUMBERS`` each.
+
+    Bits of keys and of values, KV heads, head_dim, 1 for key_axis "token" or 0, key group, value
+    group, index of token_scaling in ``TOKEN_SCALINGS``, 1 for a center or 0.
+    """
+    return [number for page_format in formats for number in _numbers(page_format)]
+
+
+FORMAT_NUMBERS = 9
+
+
+def format_of(numbers: Sequence[int]) -> PageFormat:
+    """The inverse of ``numbers_of``, of one format.
 
     Raises:
-        ValueError: a text that it does not make.
+        ValueError: numbers that it does not make.
     """
+    return _format(tuple(numbers))
+
+
+@lru_cache(maxsize=256)
+def _format(numbers: tuple[int, ...]) -> PageFormat:
     try:
-        bits, heads, keys, values, scaling, *center = text.split(", ")
-        widths = [int(width) for width in bits.removesuffix(" bits").split("/")]
-        kv_heads, head_dim = heads.split(" heads of ")
-        key_axis, key_group = keys.split(" ")
+        keys, values, kv_heads, head_dim, by_token, *groups, scaling, center = numbers
+        key_group, value_group = groups
         page_format = PageFormat(
-            bits=Bits(widths[0], widths[-1]),
-            kv_heads=int(kv_heads),
-            head_dim=int(head_dim),
-            key_axis=key_axis,
-            key_group=int(key_group),
-            value_group=int(values.removeprefix("value ")),
-            token_scaling=None if scaling == "plain" else scaling,
+            bits=Bits(keys, values),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            key_axis="token" if by_token else "channel",
+            key_group=key_group,
+            value_group=value_group,
+            token_scaling=TOKEN_SCALINGS[scaling],
             center=bool(center),
         )
-        known = text_of(page_format) == text and (
-            key_axis in ("channel", "token") and scaling in ("plain", "shared", "per_head")
-        )
-    except (KeyError, ValueError, ZeroDivisionError):
-        known = False
-    if not known:
+        is_right = min(kv_heads, head_dim, *groups) > 0 and _numbers(page_format) == numbers
+    except (KeyError, IndexError, ValueError, ZeroDivisionError):
+        is_right = False
+    if not is_right:
         raise ValueError(
-            f"page format {text!r}: must be like '3/2 bits, 8 heads of 128, token 128, value 128, "
-            "plain, center' (oscar_mm.ops.library.text_of)"
+            f"page format {list(numbers)}: must be {FORMAT_NUMBERS} numbers as "
+            "oscar_mm.ops.library.numbers_of gives them"
         )
     return page_format
+
+
+def recipe_of(format: Sequence[int], rotate: bool, fit: str, norm: str, scale: str) -> Recipe:
+    """How an operation makes pages, from the arguments that tell it."""
+    return _recipe(tuple(format), rotate, fit, norm, scale)
+
+
+@lru_cache(maxsize=64)
+def _recipe(numbers: tuple[int, ...], rotate: bool, fit: str, norm: str, scale: str) -> Recipe:
+    return Recipe(_format(numbers), rotate, fit, norm, scale)
+
+
+def recipe_arguments(recipe: Recipe) -> tuple[list[int], bool, str, str, str]:
+    """The inverse of ``recipe_of``."""
+    how = (recipe.rotate, recipe.fit, recipe.norm, recipe.value_scale)
+    return (numbers_of(recipe.page_format), *how)

@@ -1,7 +1,7 @@
 """Attention over parts of the keys and values, merged exactly by their log-sum-exps.
 
-For many queries (a later turn): each part is done by torch's flash attention, so the extra memory
-does not grow with the past. For a few queries over packed pages there is ``decode``.
+Each part is done by torch's flash attention and forgotten, so the extra memory does not grow with
+the past. Many queries (a later turn) attend so, and few of them where ``decode`` has no kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ class MergedAttention:
         self._output: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
 
+    @property
+    def total(self) -> torch.Tensor:
+        """Log of the sum of exp(scores), (batch, query heads, tokens) float32."""
+        if self._total is None:
+            raise RuntimeError("attention to no part")
+        return self._total
+
     def add(self, keys: torch.Tensor, values: torch.Tensor, *, causal: bool = False) -> None:
         """Attend to one part.
 
@@ -34,7 +41,15 @@ class MergedAttention:
                 likewise.
             causal: query i sees the keys up to the i-th, of as many as there are queries.
         """
-        output, total = _attention(self._queries, keys, values, self._scaling, causal)
+        self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
+
+    def merge(self, output: torch.Tensor, total: torch.Tensor) -> None:
+        """Add what the same queries found in another part.
+
+        Args:
+            output: (batch, query heads, tokens, head_dim), any float dtype.
+            total: log of the sum of exp(scores), (batch, query heads, tokens) float32.
+        """
         if self._output is None or self._total is None:
             self._output, self._total = output.float(), total
             return

@@ -1,47 +1,250 @@
-"""pack: 16-bit keys and values of whole pages of key_axis "channel" -> page bytes.
-
-    pack(Tensor keys, Tensor values, Tensor recent, Tensor source, Tensor rows, Tensor slots,
-         Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit,
-         str norm, str value_scale) -> ()
-
-    keys, values  (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16
-                  or float32; any strides with contiguous channels
-    recent        (slots, 2, KV heads, head_dim) in the same dtype: tokens from before
-    source        (n, 128) int32, where a page's tokens are: an index of keys and values, or
-                  ~slot of recent
-    rows          (n,) int32: of the batch
-    slots         (n,) int32: which of ``pages`` is written; below 0 nothing is done, so that a
-                  captured graph can have a fixed n
-    pages         (pool slots, page_bytes) uint8; written
-    bad           (1,) int32; set to 1 where a scale, zero or norm is NaN, infinite or beyond
-                  float16 (65504), else left alone. That is so where the input is NaN, infinite or
-                  beyond float16, and may be so beyond a quarter of it, as a fit by least squares
-                  can reach beyond the values
-    sigma         (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
-              numbers (the kernel rounds others); None for none
-    format        of the pages (``oscar_mm.ops.library``)
-    rotate, fit, norm, value_scale   as in ``KVPolicy``
-
-What ``recent`` holds may be given up as soon as this returns: later work of the same stream comes
-after it.
-"""
+"""pack: 16-bit keys and values of whole pages of key_axis "channel" -> page bytes."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 
-from oscar_mm.ops import pack_kernel
-from oscar_mm.ops.library import STATES, Arguments, define, format_of, text_of
-from oscar_mm.ops.pack_torch import pack_by_torch
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import (
+    ELEMENTS,
+    OUT_OF_ORDER,
+    Strides,
+    addresses,
+    aligned_rows,
+    check_pages,
+    current_stream,
+    ints,
+    multiprocessors,
+    page_macros,
+    pointers,
+    recipe_macros,
+    strides,
+)
+from oscar_mm.kernels.self_check import OperationKernel
+from oscar_mm.ops.library import (
+    STATES,
+    ArgumentChecker,
+    Written,
+    define,
+    recipe_arguments,
+    recipe_of,
+)
+from oscar_mm.ops.samples import CHECKED_HEADS, JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.store import whole_pages
+from oscar_mm.ops.store_torch import tokens_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import NORMS, VALUE_SCALES, KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe
+from oscar_mm.quant.quantize import Recipe, parts_of, quantize
 
 NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
-_NORMS = ("plain", "refit", "unbiased")
-_arguments = Arguments("pack")
+_PER_PROCESSOR = 2
+"""Thread blocks that a multiprocessor runs at a time."""
+_NORMS_THREADS = 256
+_checker = ArgumentChecker("pack")
+
+
+class PackArguments(NamedTuple):
+    """Arguments of ``pack``.
+
+    What ``recent`` holds may be given up as soon as the operation returns: later work of the same
+    stream comes after it.
+
+    Attributes:
+        keys: (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16 or
+            float32; any strides with contiguous channels.
+        values: the same shape and dtype.
+        recent: (slots, 2, KV heads, head_dim) in the same dtype: tokens from before.
+        source: (n, 128) int32, where a page's tokens are: an index of keys and values, or ~slot
+            of recent.
+        rows: (n,) int32: of the batch.
+        slots: (n,) int32: which of ``pages`` is written; below 0 nothing is done, so that a
+            captured graph can have a fixed n.
+        pages: (pool slots, page_bytes) uint8.
+        not_finite: (1,) int32; set to 1 where a scale, zero or norm is NaN, infinite or beyond
+            float16 (65504), else left alone. That is so where the input is NaN, infinite or beyond
+            float16, and may be so beyond a quarter of it, as a fit by least squares can reach
+            beyond the values.
+        sigma: (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
+            numbers (the kernel rounds others); None for none.
+        format: of the pages (``oscar_mm.ops.library.numbers_of``).
+        rotate, fit, norm, value_scale: as in ``KVPolicy``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    recent: torch.Tensor
+    source: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    pages: Written
+    not_finite: Written
+    sigma: torch.Tensor | None
+    format: list[int]
+    rotate: bool
+    fit: str
+    norm: str
+    value_scale: str
+
+    @property
+    def recipe(self) -> Recipe:
+        """How pages are made."""
+        return recipe_of(*self[-5:])
+
+
+class PackParams(ctypes.Structure):
+    """``Params`` of csrc/pack/pack.cu, field for field."""
+
+    _fields_ = (
+        *pointers("keys", "values", "recent", "source", "rows", "slots", "pages", "sigma"),
+        *pointers("norms", "not_finite"),
+        *(("key_stride", Strides), ("value_stride", Strides)),
+        *ints("jobs", "kv_heads", "sigma_rows"),
+    )
+
+
+class NormsParams(ctypes.Structure):
+    """``Params`` of csrc/pack/norms.cu, field for field."""
+
+    _fields_ = (
+        *pointers("keys", "recent", "source", "rows", "slots", "sigma", "norms"),
+        ("key_stride", Strides),
+        *ints("kv_heads", "sigma_rows"),
+    )
+
+
+def shared_bytes(head_dim: int) -> int:
+    """``sizeof(Shared)`` of csrc/pack/pack.cu."""
+    rows, sources, sizes = 3 * PAGE_TOKENS * head_dim * 2, 2 * PAGE_TOKENS * 4, head_dim * 2
+    return rows + sources + sizes + 2 * PAGE_TOKENS * 4
+
+
+class Specialization(NamedTuple):
+    """What the kernels are compiled for."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+
+    @property
+    def macros(self) -> dict[str, str | int]:
+        """Macros that csrc/pack/pack.cu is compiled with."""
+        return recipe_macros(*self) | {
+            "CODE_BITS": self.recipe.page_format.bits.keys,
+            "NORM_FIT": NORMS.index(self.recipe.norm),
+            "VALUE_SCALE": VALUE_SCALES.index(self.recipe.value_scale),
+        }
+
+    @property
+    def norms_macros(self) -> dict[str, str | int]:
+        """Macros that csrc/pack/norms.cu is compiled with."""
+        return page_macros(self.recipe.page_format) | {"ELEMENT": ELEMENTS[self.dtype]}
+
+
+class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
+    """The kernels that pack together: ``norms`` goes first, where norms are over all heads."""
+
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        recipe, dtype = specialization
+        check_pages(recipe.page_format, dtype)
+        if recipe.page_format.by_token:
+            raise KernelError(OUT_OF_ORDER)
+        self._norms = None
+        if recipe.page_format.token_scaling == "shared":
+            if recipe.norm != "plain":
+                # A norm over all heads that is fitted to the codes needs all heads at once, which
+                # a thread block does not see.
+                raise KernelError("the kernel fits norms per head, not one that all heads share")
+            self._norms = self._load("pack/norms.cu", specialization.norms_macros)
+        self._pack = self._load("pack/pack.cu", specialization.macros)
+
+    def __call__(self, arguments: PackArguments) -> None:
+        """Launch; there is at least one job."""
+        keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
+        keys, values = aligned_rows(keys), aligned_rows(values)
+        stream, (_, heads, _, head_dim) = current_stream(keys.device), keys.shape
+        sigma_rows, norms = 0 if sigma is None else len(sigma), None
+        if self._norms is not None:
+            norms = torch.empty(source.shape, dtype=torch.float32, device=keys.device)
+            tensors = addresses(keys, recent, source, rows, slots, sigma, norms)
+            params = NormsParams(*tensors, strides(keys), heads, sigma_rows)
+            self._norms.launch((len(source), 1, 1), (_NORMS_THREADS, 1, 1), 0, params, stream)
+        params = PackParams(
+            *addresses(keys, values, recent, source, rows, slots, pages, sigma, norms, not_finite),
+            *(strides(keys), strides(values), len(source), heads, sigma_rows),
+        )
+        blocks = min(len(source) * heads, _PER_PROCESSOR * multiprocessors(keys.device))
+        block, shared = (2 * head_dim, 1, 1), shared_bytes(head_dim)
+        self._pack.launch((blocks, 1, 1), block, shared, params, stream)
+
+    @staticmethod
+    def disagreement(
+        specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
+    ) -> float:
+        """Share of bytes that differ: single ones may, where a value lies between two codes."""
+        recipe, dtype = specialization
+        page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
+        jobs = random_jobs(page_format, dtype, device)
+        sigma = random_basis(page_format, recipe.rotate, device).sigma
+        how = recipe_arguments(replace(recipe, page_format=page_format))
+        results = []
+        for run in (kernel, pack_by_torch):
+            shape = (JOB_SLOTS, page_format.page_bytes)
+            pages = torch.zeros(shape, dtype=torch.uint8, device=device)
+            not_finite = torch.zeros(1, dtype=torch.int32, device=device)
+            run(PackArguments(*jobs, pages, not_finite, sigma, *how))
+            results.append(pages)
+            if bool(not_finite):
+                return float("nan")
+        return float((results[0] != results[1]).float().mean())
+
+
+def pack_by_torch(arguments: PackArguments) -> None:
+    """``pack`` by PyTorch operations; waits for the device."""
+    keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
+    todo = (slots >= 0).nonzero()[:, 0]
+    for part in parts_of(len(todo), arguments.recipe.page_format):
+        jobs = todo[part]
+        stored = source[jobs], rows[jobs, None]
+        key_pages = tokens_of(keys, recent, 0, *stored).transpose(1, 2)
+        value_pages = tokens_of(values, recent, 1, *stored).transpose(1, 2)
+        packed, finite = quantize(key_pages, value_pages, arguments.recipe, sigma)
+        pages[slots[jobs]] = packed
+        not_finite |= (~finite).int()
+
+
+def _check(arguments: PackArguments) -> None:
+    recipe, keys = arguments.recipe, arguments.keys
+    page_format = recipe.page_format
+    heads, head_dim, count = page_format.kv_heads, page_format.head_dim, arguments.source.shape[0]
+    check, device = _checker.check, keys.device
+    check("keys", keys, ("batch", heads, "tokens", head_dim), STATES, device, rows=True)
+    check("values", arguments.values, keys.shape, keys.dtype, device, rows=True)
+    check("recent", arguments.recent, ("slots", 2, heads, head_dim), keys.dtype, device)
+    check("source", arguments.source, ("pages", PAGE_TOKENS), torch.int32, device)
+    check("rows", arguments.rows, (count,), torch.int32, device)
+    check("slots", arguments.slots, (count,), torch.int32, device)
+    check("pages", arguments.pages, ("slots", page_format.page_bytes), torch.uint8, device)
+    check("not_finite", arguments.not_finite, (1,), torch.int32, device)
+    _checker.check_sigma(arguments.sigma, heads, head_dim, device)
+    if page_format.by_token:
+        _checker.refuse("format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'")
+    _checker.check_recipe(recipe, NORMS)
+
+
+def _pack(arguments: PackArguments) -> None:
+    if len(arguments.source):
+        specialization = Specialization(arguments.recipe, arguments.keys.dtype)
+        kernel = PackKernel.of(specialization, arguments.keys.device)
+        (kernel or pack_by_torch)(arguments)
+
+
+pack_jobs = define("pack", PackArguments, _check, _pack)
 
 
 def pack(
@@ -65,7 +268,7 @@ def pack(
         (pages, page_bytes) uint8.
 
     Raises:
-        FloatingPointError: what ``bad`` tells. Finding out waits for the device.
+        FloatingPointError: what ``not_finite`` tells. Finding out waits for the device.
     """
     expected = (page_format.kv_heads, PAGE_TOKENS, page_format.head_dim)
     if tuple(keys.shape[1:]) != expected or values.shape != keys.shape:
@@ -74,101 +277,26 @@ def pack(
             f"must both be (pages, {', '.join(map(str, expected))})"
         )
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    recipe = replace(Recipe.of(page_format, policy), rotate=basis.rotate)
     of_pages = whole_pages if page_format.by_token else _whole_pages
-    pages, bad = of_pages(keys, values, page_format, policy, basis)
-    if bool(bad):
+    pages, not_finite = of_pages(keys, values, recipe, basis.sigma)
+    if bool(not_finite):
         raise FloatingPointError(NOT_STORABLE)
     return pages
 
 
 def _whole_pages(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_format: PageFormat,
-    policy: KVPolicy,
-    basis: Basis,
+    keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of key_axis "channel", and ``bad``."""
-    count, (_, heads, _, head_dim) = len(keys), keys.shape
+    """Pages of key_axis "channel", and ``not_finite``."""
+    count, (_, heads, _, head_dim), page_format = len(keys), keys.shape, recipe.page_format
     order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
     rows = order[:count]
     pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
-    bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
+    not_finite = torch.zeros(1, dtype=torch.int32, device=keys.device)
     pack_jobs(
         *(keys, values, keys.new_empty(0, 2, heads, head_dim)),
-        *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, bad, basis.sigma),
-        *(text_of(page_format), basis.rotate, policy.fit, policy.norm, policy.value_scale),
+        *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, not_finite, sigma),
+        *recipe_arguments(recipe),
     )
-    return pages, bad
-
-
-def _check(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    recent: torch.Tensor,
-    source: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    pages: torch.Tensor,
-    bad: torch.Tensor,
-    sigma: torch.Tensor | None,
-    format: str,
-    rotate: bool,
-    fit: str,
-    norm: str,
-    value_scale: str,
-) -> None:
-    page_format, device = format_of(format), keys.device
-    heads, head_dim, count = page_format.kv_heads, page_format.head_dim, source.shape[0]
-    check = _arguments.check
-    check("keys", keys, ("batch", heads, "tokens", head_dim), STATES, device, rows=True)
-    check("values", values, keys.shape, keys.dtype, device, rows=True)
-    check("recent", recent, ("slots", 2, heads, head_dim), keys.dtype, device)
-    check("source", source, ("pages", PAGE_TOKENS), torch.int32, device)
-    check("rows", rows, (count,), torch.int32, device)
-    check("slots", slots, (count,), torch.int32, device)
-    check("pages", pages, ("slots", page_format.page_bytes), torch.uint8, device)
-    check("bad", bad, (1,), torch.int32, device)
-    _arguments.check_sigma(sigma, heads, head_dim, device)
-    if page_format.by_token:
-        _arguments.refuse(
-            "format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'"
-        )
-    _arguments.check_recipe(fit, norm, _NORMS, value_scale)
-
-
-def _pack(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    recent: torch.Tensor,
-    source: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    pages: torch.Tensor,
-    bad: torch.Tensor,
-    sigma: torch.Tensor | None,
-    format: str,
-    rotate: bool,
-    fit: str,
-    norm: str,
-    value_scale: str,
-) -> None:
-    tensors = (keys, values, recent, source, rows, slots, pages, bad, sigma)
-    _check(*tensors, format, rotate, fit, norm, value_scale)
-    if not len(source):
-        return
-    recipe = Recipe(format_of(format), rotate, fit, norm, value_scale)
-    kernel = pack_kernel.kernel_for(recipe, keys.dtype, keys.device)
-    if kernel is None:
-        pack_by_torch(*tensors, recipe)
-    else:
-        pack_kernel.launch(kernel, *tensors, recipe)
-
-
-pack_jobs = define(
-    "pack(Tensor keys, Tensor values, Tensor recent, Tensor source, Tensor rows, Tensor slots,"
-    " Tensor(a!) pages, Tensor(b!) bad, Tensor? sigma, str format, bool rotate, str fit, str norm,"
-    " str value_scale) -> ()",
-    _pack,
-    _check,
-)
+    return pages, not_finite

@@ -1,11 +1,13 @@
-"""The jobs of store by PyTorch operations: the CPU's path, the kernel's reference."""
+"""Arguments of store and store_layers, and both by PyTorch: the CPU's path, kernels' reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
+from oscar_mm.ops.library import Written, WrittenList, recipe_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe, quantize_tokens
@@ -22,78 +24,128 @@ _JOBS_AT_ONCE = 256
 """4,096 tokens: bounds the float32 temporaries of a long prompt."""
 
 
-def store_by_torch(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    recent: torch.Tensor,
-    jobs: torch.Tensor,
-    begins: torch.Tensor,
-    pages: torch.Tensor,
-    bad: torch.Tensor,
-    sigma: torch.Tensor | None,
-    recipe: Recipe,
-) -> None:
-    """As the operation ``store`` (``oscar_mm.ops.store``); waits for the device."""
-    for table, carry_out in ((begins, _begin), (jobs, _fill)):
+class StoreArguments(NamedTuple):
+    """Arguments of ``store``.
+
+    What ``recent`` holds may be given up as soon as the operation returns: later work of the same
+    stream comes after it.
+
+    Attributes:
+        keys: (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16 or
+            float32; any strides with contiguous channels.
+        values: the same shape and dtype.
+        recent: (slots, 2, KV heads, head_dim) in the same dtype: tokens from before.
+        jobs: (n, 20) int32: page (below 0 nothing is done, so that a captured graph can have a
+            fixed n), tile (0 to 7), row of the batch, 0, and for each of the tile's 16 places the
+            token that it gets: the index of a new one, ~slot of ``recent``, or ``NOTHING`` for a
+            place that is left alone. No two jobs have a place in common.
+        begins: (m, 36) int32, of formats with a center: page (below 0: nothing), row, count, 0,
+            and the sources of ``count`` (1 to 32) tokens, the mean of whose keys becomes the
+            page's center, before any job needs it; of as many beginnings as jobs each page must
+            have a job.
+        pages: (pool slots, page_bytes) uint8.
+        not_finite: (1,) int32; set to 1 where a center, scale or zero is NaN, infinite or beyond
+            float16 (65504), else left alone.
+        sigma: (KV heads or 1, head_dim) float32: balancing; None for none.
+        format: of the pages (``oscar_mm.ops.library.numbers_of``).
+        rotate, fit, norm, value_scale: as in ``KVPolicy``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    recent: torch.Tensor
+    jobs: torch.Tensor
+    begins: torch.Tensor
+    pages: Written
+    not_finite: Written
+    sigma: torch.Tensor | None
+    format: list[int]
+    rotate: bool
+    fit: str
+    norm: str
+    value_scale: str
+
+    @property
+    def recipe(self) -> Recipe:
+        """How pages are made."""
+        return recipe_of(*self[-5:])
+
+
+class StoreLayersArguments(NamedTuple):
+    """Arguments of ``store_layers``: the same jobs in each of several layers.
+
+    Attributes:
+        recent, pages, not_finite, sigma: as of ``store``, of each layer.
+        jobs, begins: as of ``store``; all sources are of ``recent``, and each page that begins has
+            a job.
+        format, rotate, fit, norm, value_scale: as of ``store``.
+    """
+
+    recent: list[torch.Tensor]
+    jobs: torch.Tensor
+    begins: torch.Tensor
+    pages: WrittenList
+    not_finite: WrittenList
+    sigma: list[torch.Tensor | None]
+    format: list[int]
+    rotate: bool
+    fit: str
+    norm: str
+    value_scale: str
+
+    @property
+    def recipe(self) -> Recipe:
+        """How pages are made."""
+        return recipe_of(*self[-5:])
+
+    @property
+    def layers(
+        self,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """(recent, pages, not_finite, sigma) of each layer."""
+        return zip(self.recent, self.pages, self.not_finite, self.sigma, strict=True)
+
+
+def store_by_torch(arguments: StoreArguments) -> None:
+    """``store`` by PyTorch operations; waits for the device."""
+    for table, carry_out in ((arguments.begins, _begin), (arguments.jobs, _fill)):
         todo = table[table[:, 0] >= 0]
         for lines in todo.split(_JOBS_AT_ONCE) if len(todo) else ():
-            carry_out(keys, values, recent, lines, pages, bad, sigma, recipe)
+            carry_out(arguments, lines)
 
 
-def store_layers_by_torch(
-    recent: Sequence[torch.Tensor],
-    jobs: torch.Tensor,
-    begins: torch.Tensor,
-    pages: Sequence[torch.Tensor],
-    bad: Sequence[torch.Tensor],
-    sigma: Sequence[torch.Tensor | None],
-    recipe: Recipe,
-) -> None:
-    """As the operation ``store_layers``, likewise."""
-    page_format = recipe.page_format
-    for stored, target, flag, by in zip(recent, pages, bad, sigma, strict=True):
-        none = stored.new_empty(1, page_format.kv_heads, 0, page_format.head_dim)
-        store_by_torch(none, none, stored, jobs, begins, target, flag, by, recipe)
+def store_layers_by_torch(arguments: StoreLayersArguments) -> None:
+    """``store_layers`` by PyTorch operations; waits for the device."""
+    page_format = arguments.recipe.page_format
+    tables = arguments.jobs, arguments.begins
+    for recent, pages, not_finite, sigma in arguments.layers:
+        none = recent.new_empty(1, page_format.kv_heads, 0, page_format.head_dim)
+        layer = (none, none, recent, *tables, pages, not_finite, sigma)
+        store_by_torch(StoreArguments(*layer, *arguments[-5:]))
 
 
-def _begin(
-    keys: torch.Tensor,
-    _values: torch.Tensor,
-    recent: torch.Tensor,
-    begins: torch.Tensor,
-    pages: torch.Tensor,
-    bad: torch.Tensor,
-    sigma: torch.Tensor | None,
-    recipe: Recipe,
-) -> None:
+def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:
     """Write the centers of pages."""
+    recipe, pages = arguments.recipe, arguments.pages
     page_format = recipe.page_format
     slots, rows, counts, _ = begins[:, :HEAD].long().unbind(1)
     sources = begins[:, HEAD:]
     used = torch.arange(sources.shape[1], device=begins.device) < counts[:, None]
     at, places = used.nonzero().unbind(1)
-    found = tokens_of(keys, recent, 0, sources[at, places], rows[at])
-    basis = Basis(page_format.head_dim, recipe.rotate, sigma)
-    turned = basis.keys_in(found[:, :, None])[:, :, 0]
+    keys = tokens_of(arguments.keys, arguments.recent, 0, sources[at, places], rows[at])
+    basis = Basis(page_format.head_dim, recipe.rotate, arguments.sigma)
+    turned = basis.keys_in(keys[:, :, None])[:, :, 0]
     sums = turned.new_zeros(len(begins), *turned.shape[1:]).index_add_(0, at, turned)
     centers = sums / counts.clamp(min=1)[:, None, None]
-    bad |= (~centers.half().isfinite().all()).int()
+    arguments.not_finite.bitwise_or_((~centers.half().isfinite().all()).int())
     there = pages[slots]
     page_format.write(there, "center", centers)
     pages[slots] = there
 
 
-def _fill(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    recent: torch.Tensor,
-    jobs: torch.Tensor,
-    pages: torch.Tensor,
-    bad: torch.Tensor,
-    sigma: torch.Tensor | None,
-    recipe: Recipe,
-) -> None:
+def _fill(arguments: StoreArguments, jobs: torch.Tensor) -> None:
     """Write tokens to their places."""
+    recipe, pages, recent = arguments.recipe, arguments.pages, arguments.recent
     page_format = recipe.page_format
     slots, tiles, rows, _ = jobs[:, :HEAD].long().unbind(1)
     sources = jobs[:, HEAD:]
@@ -101,14 +153,15 @@ def _fill(
     if not len(at):
         return
     taken = sources[at, within], rows[at]
-    new_keys, new_values = tokens_of(keys, recent, 0, *taken), tokens_of(values, recent, 1, *taken)
+    keys = tokens_of(arguments.keys, recent, 0, *taken)
+    values = tokens_of(arguments.values, recent, 1, *taken)
     # Jobs of one page are put together: their bytes may share what is read and written at once.
     targets, page = slots[at].unique(return_inverse=True)
     places = tiles[at] * TILE + within
     there = pages[targets]
     centers = page_format.read(there, "center")[page] if page_format.center else None
-    arrays, finite = quantize_tokens(new_keys, new_values, centers, recipe, sigma)
-    bad |= (~finite).int()
+    arrays, finite = quantize_tokens(keys, values, centers, recipe, arguments.sigma)
+    arguments.not_finite.bitwise_or_((~finite).int())
     written = torch.zeros_like(there)
     for name, array in arrays.items():
         shape = (len(targets), page_format.kv_heads, PAGE_TOKENS, array.shape[2])

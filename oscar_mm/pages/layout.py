@@ -30,8 +30,8 @@ pages) each byte but the center's belongs to one token, and tokens are written o
 
 Where the kernels run (``PageFormat.in_fragments``) the elements of an array are in the order in
 which a warp's lanes take them (``oscar_mm.pages.fragments``), elsewhere token by token (scales and
-zeros of values, and of keys by token: group by group). ``csrc/page.cuh`` is the only twin of this
-file.
+zeros of values, and of keys by token: group by group). ``csrc/common/page.cuh`` is the only twin of
+this file.
 
 Tokens that are not (yet) packed have a slot each in the model's dtype: (2, KV heads, d), keys then
 values, as the attention layer made them.

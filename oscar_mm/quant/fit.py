@@ -19,7 +19,7 @@ rounds over all of them, at twice the cost, have up to 3% less squared error (no
 heavy-tailed, skewed groups)."""
 KEY_RUN, VALUE_RUN = 8, 2
 """Tokens of a key group, and channels of a value group, that the first round takes at a time: the
-ones that the threads of csrc/pack.cu have in hand together."""
+ones that the threads of csrc/pack/pack.cu have in hand together."""
 
 
 def first_range(bits: int, count: int) -> float:

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.fast_decode import experts as module
 from oscar_mm.fast_decode.decoder import _experts, _norm
 from oscar_mm.fast_decode.experts import (
+    ExpertKernels,
     Experts,
+    MixtureArguments,
     Params,
     Specialization,
     expert_kernels,
     experts_by_torch,
 )
-from oscar_mm.fast_decode.linear import Norm
+from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 
 QWEN3_OMNI = Specialization(1, 128, 8, True, 2048, 768, torch.bfloat16)
@@ -38,7 +39,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
     x = torch.randn(4, model.config.text_config.hidden_size, generator=generator).to(dtype)
     norm, experts = _norm(layer.post_attention_layernorm), _experts(layer.mlp)
     expected = x + layer.mlp(norm(x)[:, None])[:, 0]
-    found = experts_by_torch(x, norm, experts)
+    found = experts_by_torch(MixtureArguments(x, *norm, *experts))
     assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05)
     assert expert_kernels(x, experts) is None, "no kernel on a CPU"
 
@@ -47,7 +48,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str, down: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "experts.cu").read_text() + (
+    text = (csrc_folder() / "experts/experts.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for specialization in (QWEN3_OMNI, OTHERS[1]):
@@ -56,27 +57,27 @@ def test_compiles(arch: str, down: bool) -> None:
         assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
         if specialization is QWEN3_OMNI:
             assert specialization.shared_bytes(macros) <= limit
-        report = compile_text("experts.cu", text, arch, macros).reports["experts"]
+        report = compile_text("experts/experts.cu", text, arch, macros).reports["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("value", [None, 0.0, torch.nan])
 def test_one_wrong_row_shows(value: float | None) -> None:
-    def kernels(x: torch.Tensor, *rest) -> torch.Tensor:
-        output = experts_by_torch(x, *rest)
+    def kernels(arguments: MixtureArguments) -> torch.Tensor:
+        output = experts_by_torch(arguments)
         if value is not None:
-            output[1] = x[1] + value
+            output[1] = arguments.x[1] + value
         return output
 
     made = Specialization(3, 6, 2, True, 256, 256, torch.float32)
-    worst = module._disagreement(made, kernels, torch.device("cpu"))
+    worst = ExpertKernels.disagreement(made, kernels, torch.device("cpu"))
     assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("specialization", [QWEN3_OMNI, *OTHERS])
 def test_kernel(specialization: Specialization) -> None:
-    verdict = module.TRUSTED.check(specialization, torch.device("cuda", 0))
+    verdict = ExpertKernels.checked.check(specialization, torch.device("cuda", 0))
     assert verdict.disagreement < 0.01
 
 
@@ -92,10 +93,12 @@ def test_rows_choose_for_themselves() -> None:
     norm, experts = _norm(layer.post_attention_layernorm), _experts(layer.mlp)
     if expert_kernels(x, experts) is None:
         pytest.skip("experts of a width that the kernels do not take")
-    together = expert_kernels(x, experts)(x, norm, experts)
-    alone = [expert_kernels(row, experts)(row, norm, experts) for row in x.split(1)]
+    together = expert_kernels(x, experts)(MixtureArguments(x, *norm, *experts))
+    alone = [
+        expert_kernels(row, experts)(MixtureArguments(row, *norm, *experts)) for row in x.split(1)
+    ]
     assert torch.equal(together, torch.cat(alone))
-    close = experts_by_torch(x, norm, experts)
+    close = experts_by_torch(MixtureArguments(x, *norm, *experts))
     assert (together - close).abs().max() < 0.1
 
 
@@ -114,15 +117,15 @@ def test_equal_logits_and_nan() -> None:
     down = random(made.experts, made.width, made.between)
     router = torch.zeros(made.experts, made.width, device="cuda").bfloat16()
     experts = Experts(router, gate_and_up, down, made.chosen, made.normalized)
-    found = expert_kernels(x, experts)(x, norm, experts)
+    found = expert_kernels(x, experts)(MixtureArguments(x, *norm, *experts))
     # A mixture of these alone gives them the same shares.
     first = Experts(
         *(router[: made.chosen], gate_and_up[: made.chosen], down[: made.chosen]),
         *(made.chosen, made.normalized),
     )
-    expected = experts_by_torch(x, norm, first)
+    expected = experts_by_torch(MixtureArguments(x, *norm, *first))
     assert (found - expected).norm() < 0.02 * (expected - x).norm()
     broken = x.clone()
     broken[0, 3] = torch.nan
-    result = expert_kernels(broken, experts)(broken, norm, experts)
+    result = expert_kernels(broken, experts)(MixtureArguments(broken, *norm, *experts))
     assert result[0].isnan().all() and torch.equal(result[1], found[1])

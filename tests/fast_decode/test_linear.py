@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from oscar_mm.fast_decode import linear as module
-from oscar_mm.fast_decode.linear import LinearKernel, Norm, Params, Specialization, linear
-from oscar_mm.fast_decode.linear_torch import linear_by_torch
+from oscar_mm.fast_decode import linear_kernels as module
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_kernels import LinearKernel, Params, Specialization
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 
 ARCHITECTURES = {"sm_80": 2, "sm_86": 2, "sm_89": 2, "sm_90a": 4, "sm_100a": 4, "sm_120": 2}
@@ -50,7 +51,7 @@ def test_a_gate_with_biases_is_left_to_torch() -> None:
     how = {"device": "cuda", "dtype": torch.bfloat16}
     x, weights = random(1, 256, **how), [random(64, 256, **how), random(64, 256, **how)]
     biases = [random(64, **how), random(64, **how)]
-    expected = linear_by_torch(x, weights, biases, None, None, True)
+    expected = linear_by_torch(LinearArguments.of(x, weights, biases, gated=True))
     assert torch.equal(linear(x, weights, biases, gated=True), expected)
 
 
@@ -58,13 +59,13 @@ def test_a_gate_with_biases_is_left_to_torch() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiles(arch: str, gated: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "linear.cu").read_text() + (
+    text = (csrc_folder() / "linear/linear.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for rows, dtype in ((1, torch.bfloat16), (module.MOST_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
         macros = Specialization(rows, gated, dtype).macros(ARCHITECTURES[arch], bulk)
-        report = compile_text("linear.cu", text, arch, macros).reports["linear"]
+        report = compile_text("linear/linear.cu", text, arch, macros).reports["linear"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
@@ -86,21 +87,24 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
         weights = [random(one, width, **how) / width**0.5 for one in outputs]
         biases = [None] * len(outputs) if gated else [random(one, **how) for one in outputs]
         residual = None if gated else random(rows, sum(outputs), **how)
-        kernel = module.TRUSTED.kernel(Specialization(rows, gated, dtype), x.device)
+        kernel = LinearKernel.of(Specialization(rows, gated, dtype), x.device)
         assert isinstance(kernel, LinearKernel)
         if not kernel.takes(width, True):
             assert rows * width > 35_000
             continue
-        found = kernel(x, weights, biases, norm, residual).double()
+        arguments = LinearArguments.of(x, weights, biases, norm, residual, gated)
+        found = kernel(arguments).double()
         # Not by products in 16 bit: PyTorch's may round partial sums, too.
         normed, exact = norm(x).double(), [weight.double() for weight in weights]
         around = [None if one is None else one.double() for one in (*biases, residual)]
-        expected = linear_by_torch(normed, exact, around[:-1], None, around[-1], gated)
+        expected = linear_by_torch(
+            LinearArguments.of(normed, exact, around[:-1], None, around[-1], gated)
+        )
         # Of five outputs all may be small by chance, with errors as of others.
         typical = 0.5 * expected.shape[1] ** 0.5
         error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=typical)
         assert error.max() < 1.5 * torch.finfo(dtype).eps
-        again = kernel(x, weights, biases, norm, residual).double()
+        again = kernel(arguments).double()
         assert torch.equal(found, again)
 
 

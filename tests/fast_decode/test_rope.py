@@ -12,9 +12,16 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb,
 )
 
-from oscar_mm.fast_decode import rope as module
-from oscar_mm.fast_decode.linear import Norm
-from oscar_mm.fast_decode.rope import HEAD_DIMS, Params, macros, rope_
+from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.rope import (
+    HEAD_DIMS,
+    Params,
+    RopeArguments,
+    RopeKernel,
+    Specialization,
+    rope_,
+    rope_by_torch,
+)
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 
 
@@ -45,23 +52,25 @@ def test_as_transformers(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "rope.cu").read_text() + (
+    text = (csrc_folder() / "rope/rope.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
     for head_dim in HEAD_DIMS:
-        report = compile_text("rope.cu", text, arch, macros(head_dim, torch.bfloat16))
+        macros = Specialization(head_dim, torch.bfloat16).macros
+        report = compile_text("rope/rope.cu", text, arch, macros)
         report = report.reports["rope"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("value", [None, 0.0, torch.nan])
 def test_one_wrong_head_of_one_problem_shows(value: float | None) -> None:
-    def kernel(heads: torch.Tensor, *rest) -> None:
-        module._by_torch(heads, *rest)
-        if value is not None and rest[-1] is not None:
-            heads[1, 2] = value
+    def kernel(arguments: RopeArguments) -> None:
+        rope_by_torch(arguments)
+        if value is not None and arguments.key_norm is not None:
+            arguments.heads[1, 2] = value
 
-    worst = module._disagreement((64, torch.float32), kernel, torch.device("cpu"))
+    made = Specialization(64, torch.float32)
+    worst = RopeKernel.disagreement(made, kernel, torch.device("cpu"))
     assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 
@@ -69,5 +78,6 @@ def test_one_wrong_head_of_one_problem_shows(value: float | None) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernel(dtype: torch.dtype, head_dim: int) -> None:
-    verdict = module.TRUSTED.check((head_dim, dtype), torch.device("cuda", 0))
+    made = Specialization(head_dim, dtype)
+    verdict = RopeKernel.checked.check(made, torch.device("cuda", 0))
     assert verdict.disagreement < 2e-3

@@ -10,7 +10,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
-from oscar_mm.ops.decode_kernel import Params, Specialization
+from oscar_mm.ops.decode import Params, Specialization
 from oscar_mm.pages.layout import PageFormat
 from tests.ops.arguments import channel_policy, stream_policy
 
@@ -25,7 +25,7 @@ SHARED_LIMITS = {
     "sm_120": 99,
 }
 """KiB of shared memory that a thread block may have."""
-BULK = {"sm_90a", "sm_100a", "sm_120"}
+TMA = {"sm_90a", "sm_100a", "sm_120"}
 COLUMNS = (4, 8)
 """Queries of a KV head: half of a fragment's columns, or all."""
 STREAM_BITS = ((2, 2), (3, 2), (4, 2), (3, 3), (4, 4), (2, 4))
@@ -69,14 +69,14 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
         if shape is None:
             return None
         # The host computes these sizes on its own: the twins must agree.
-        text = (csrc_folder() / "decode.cu").read_text() + (
+        text = (csrc_folder() / "decode/decode.cu").read_text() + (
             f"static_assert(sizeof(Shared) <= {made.shared_bytes(*shape)} &&"
             f" sizeof(Shared) > {made.shared_bytes(*shape) - 128});\n"
             f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
             "static_assert(sizeof(Assignment) == 64);\n"
         )
-        macros = made.macros(*shape, arch in BULK)
-        report = compile_text("decode.cu", text, arch, macros).reports["decode"]
+        macros = made.macros(*shape, arch in TMA)
+        report = compile_text("decode/decode.cu", text, arch, macros).reports["decode"]
         print(arch, head_dim, columns, shape, report)
         for name, value in asdict(report).items():
             record_property(name, value)

@@ -68,7 +68,7 @@ def test_architecture(
 
 def test_device_that_cannot_run_it() -> None:
     with pytest.raises(KernelError, match=r"decode\.cu needs an NVIDIA GPU .* 8\.0 .*, not cpu"):
-        load_kernel("decode.cu", {}, torch.device("cpu"))
+        load_kernel("decode/decode.cu", {}, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,23 @@ from oscar_mm.kernels import compile, self_check
 from oscar_mm.kernels import launch as kernel_module
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import SWITCH
-from oscar_mm.kernels.self_check import CheckedKernels
+from oscar_mm.kernels.self_check import CheckedKernels, OperationKernel, relative_error
 from oscar_mm.ops import append as append_module
-from oscar_mm.ops import decode_kernel, pack_kernel, store_kernel, unpack_kernel
-from oscar_mm.ops.decode_kernel import Specialization
-from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.pack_torch import pack_by_torch
-from oscar_mm.ops.store_torch import store_by_torch, store_layers_by_torch
-from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, unpack_by_torch
+from oscar_mm.ops import decode as decode_module
+from oscar_mm.ops import pack as pack_module
+from oscar_mm.ops import store_kernel
+from oscar_mm.ops import unpack as unpack_module
+from oscar_mm.ops.append import append_by_torch
+from oscar_mm.ops.decode import decode_by_torch
+from oscar_mm.ops.pack import pack_by_torch
+from oscar_mm.ops.store_torch import (
+    StoreArguments,
+    StoreLayersArguments,
+    store_by_torch,
+    store_layers_by_torch,
+)
+from oscar_mm.ops.unpack import UnpackArguments, slots_by_torch
+from oscar_mm.quant.quantize import Recipe
 from tests.ops.arguments import (
     ARGUMENTS,
     OPERATIONS,
@@ -185,8 +194,14 @@ def test_first_use_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_first_use_in_a_real_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (append_module, pack_kernel, decode_kernel, store_kernel, unpack_kernel):
-        monkeypatch.setattr(module.TRUSTED, "_chosen", {})
+    for kind in (
+        append_module.AppendKernel,
+        decode_module.DecodeKernel,
+        pack_module.PackKernel,
+        store_kernel.StoreKernel,
+        unpack_module.UnpackKernel,
+    ):
+        monkeypatch.setattr(kind.checked, "_chosen", {})
     arguments = ARGUMENTS[name]("cuda:0", torch.bfloat16)
     torch.cuda.synchronize()
     with (
@@ -232,8 +247,10 @@ def nothing(result: torch.Tensor) -> None:
     result.zero_()
 
 
-def check(trusted: CheckedKernels, specialization: object, kernel: object, agrees: bool) -> None:
-    assert trusted.verdict(specialization, kernel, CPU).agrees is agrees
+def check(kind: type[OperationKernel], specialization: object, run: Callable, agrees: bool) -> None:
+    """Judge what is called with the operation's arguments as a kernel is."""
+    run.key = "a"
+    assert kind.checked.verdict(specialization, run, CPU).agrees is agrees
 
 
 FAULTS = [(right, True), (one_element, False), (shifted, False), (nothing, False)]
@@ -241,63 +258,57 @@ FAULTS = [(right, True), (one_element, False), (shifted, False), (nothing, False
 
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_unpack_is_compared(
-    dtype: torch.dtype, fault: Wrong, agrees: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(kernel, pages, slots, sigma, made, keys, values) -> None:
-        sides = unpack_by_torch(pages[slots], made, Basis(made.head_dim, True, sigma), dtype)
-        for target, side in zip((keys, values), sides, strict=True):
-            target.copy_(side)
-        whole = keys.contiguous()
-        fault(whole)
-        keys.copy_(whole)
+def test_unpack_is_compared(dtype: torch.dtype, fault: Wrong, agrees: bool) -> None:
+    def kernel(arguments: UnpackArguments) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = slots_by_torch(arguments)
+        keys = keys.contiguous()
+        fault(keys)
+        return keys, values
 
-    monkeypatch.setattr(unpack_kernel, "launch", launch)
-    check(unpack_kernel.TRUSTED, (page_format(), True, dtype), Code(), agrees)
+    specialization = unpack_module.Specialization(page_format(), True, dtype)
+    check(unpack_module.UnpackKernel, specialization, kernel, agrees)
 
 
 @pytest.mark.parametrize(("fault", "agrees"), [*FAULTS[:1], *FAULTS[2:]])
-def test_pack_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(kernel, *arguments) -> None:
-        pack_by_torch(*arguments)
-        fault(arguments[6])
+def test_pack_is_compared(fault: Wrong, agrees: bool) -> None:
+    def kernel(arguments: pack_module.PackArguments) -> None:
+        pack_by_torch(arguments)
+        fault(arguments.pages)
 
-    monkeypatch.setattr(pack_kernel, "launch", launch)
     recipe = Recipe.of(page_format(), POLICY)
-    check(pack_kernel.TRUSTED, (recipe, torch.bfloat16), Code(), agrees)
+    specialization = pack_module.Specialization(recipe, torch.bfloat16)
+    check(pack_module.PackKernel, specialization, kernel, agrees)
 
 
 @pytest.mark.parametrize(("fault", "agrees"), [*FAULTS[:1], *FAULTS[2:]])
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("center", [True, False])
-def test_store_is_compared(
-    center: bool, several: bool, fault: Wrong, agrees: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(kernel, *arguments) -> None:
-        store_by_torch(*arguments)
+def test_store_is_compared(center: bool, several: bool, fault: Wrong, agrees: bool) -> None:
+    def kernel(arguments: StoreArguments) -> None:
+        store_by_torch(arguments)
         if not several:
-            fault(arguments[5])
+            fault(arguments.pages)
 
-    def launch_layers(kernel, *arguments) -> None:
-        store_layers_by_torch(*arguments)
+    def of_layers(arguments: StoreLayersArguments) -> None:
+        store_layers_by_torch(arguments)
         if several:
-            fault(arguments[3][-1])
+            fault(arguments.pages[-1])
 
-    monkeypatch.setattr(store_kernel, "launch", launch)
-    monkeypatch.setattr(store_kernel, "launch_layers", launch_layers)
+    kernel.of_layers = of_layers
     policy = stream_policy(center=center)
     recipe = Recipe.of(page_format((3, 2), policy=policy), policy)
-    check(store_kernel.TRUSTED, (recipe, torch.bfloat16), Code(), agrees)
+    specialization = store_kernel.Specialization(recipe, torch.bfloat16)
+    check(store_kernel.StoreKernel, specialization, kernel, agrees)
 
 
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)
-def test_append_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_kernel(kernel, keys, values, recent, writes, bad) -> None:
-        append_module._by_torch(keys, values, recent, writes, bad)
-        fault(recent)
+def test_append_is_compared(fault: Wrong, agrees: bool) -> None:
+    def kernel(arguments: append_module.AppendArguments) -> None:
+        append_by_torch(arguments)
+        fault(arguments.recent)
 
-    monkeypatch.setattr(append_module, "_by_kernel", by_kernel)
-    check(append_module.TRUSTED, (torch.bfloat16, 16), Code(), agrees)
+    specialization = append_module.Specialization(torch.bfloat16, 16)
+    check(append_module.AppendKernel, specialization, kernel, agrees)
 
 
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)
@@ -306,15 +317,21 @@ def test_append_is_compared(fault: Wrong, agrees: bool, monkeypatch: pytest.Monk
 def test_decode_is_compared(bits: tuple, columns: int, fault: Wrong, agrees: bool) -> None:
     policy = POLICY if isinstance(bits[0], int) else stream_policy()
     formats = [page_format(one, policy=policy) for one in bits]
-    specialization = Specialization.of(formats, 64, True, torch.bfloat16, columns)
+    specialization = decode_module.Specialization.of(formats, 64, True, torch.bfloat16, columns)
 
-    def kernel(*arguments) -> None:
-        *states, items, recents, counts, _, scaling, output = arguments
-        heads = states[1].shape[1]
-        made = [replace(one, kv_heads=heads) for one in specialization.formats]
-        found = decode_by_torch(*states, items, recents, counts, scaling, made, True)
-        fault(found)
-        output.copy_(found)
+    def kernel(arguments: decode_module.DecodeArguments) -> torch.Tensor:
+        output = decode_by_torch(arguments).contiguous()
+        fault(output)
+        return output
 
-    kernel.key = "a"
-    check(decode_kernel.TRUSTED, specialization, kernel, agrees)
+    check(decode_module.DecodeKernel, specialization, kernel, agrees)
+
+
+@pytest.mark.parametrize("value", [0.5, torch.nan])
+def test_relative_error_is_that_of_the_worst_row(value: float) -> None:
+    expected = torch.ones(3, 4)
+    found = expected.clone()
+    found[1] = value
+    worst = relative_error(found, expected)
+    assert isnan(worst) if isnan(value) else worst == 0.5
+    assert relative_error(expected, expected) == 0

@@ -11,7 +11,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.samples import (
     JOB_SLOTS,
@@ -84,7 +84,7 @@ def pack_arguments(device: str, dtype: torch.dtype) -> tuple:
         *random_jobs(made, dtype, torch.device(device)),
         zeros(JOB_SLOTS, made.page_bytes, dtype=torch.uint8, device=device),
         zeros(1, dtype=torch.int32, device=device),
-        *(random_basis(made, True, torch.device(device)).sigma, text_of(made)),
+        *(random_basis(made, True, torch.device(device)).sigma, numbers_of(made)),
         *(True, POLICY.fit, POLICY.norm, POLICY.value_scale),
     )
 
@@ -96,7 +96,7 @@ def store_arguments(device: str, dtype: torch.dtype) -> tuple:
         *random_stores(made, dtype, torch.device(device)),
         zeros(5, made.page_bytes, dtype=torch.uint8, device=device),
         zeros(1, dtype=torch.int32, device=device),
-        *(random_basis(made, True, torch.device(device)).sigma, text_of(made)),
+        *(random_basis(made, True, torch.device(device)).sigma, numbers_of(made)),
         *(True, policy.fit, policy.norm, policy.value_scale),
     )
 
@@ -109,7 +109,7 @@ def store_layers_arguments(device: str, dtype: torch.dtype) -> tuple:
         *states,
         [zeros(5, made.page_bytes, dtype=torch.uint8, device=device) for _ in states[0]],
         [zeros(1, dtype=torch.int32, device=device) for _ in states[0]],
-        *([random_basis(made, True, place).sigma, None], text_of(made)),
+        *([random_basis(made, True, place).sigma, None], numbers_of(made)),
         *(True, policy.fit, policy.norm, policy.value_scale),
     )
 
@@ -119,7 +119,7 @@ def unpack_arguments(device: str, dtype: torch.dtype) -> tuple:
     return (
         random_pages(4, made, torch.device(device)),
         torch.tensor([3, 0, 3], dtype=torch.int32, device=device),
-        *(random_basis(made, True, torch.device(device)).sigma, text_of(made), True, dtype),
+        *(random_basis(made, True, torch.device(device)).sigma, numbers_of(made), True, dtype),
     )
 
 
@@ -127,7 +127,7 @@ def decode_arguments(device: str, dtype: torch.dtype) -> tuple:
     formats = (page_format(2), page_format(4))
     place = torch.device(device)
     states, *tables = random_past(formats, True, dtype, place, multiprocessors(place))
-    return (*states, *tables, 0.125, [text_of(one) for one in formats], True)
+    return (*states, *tables, 0.125, numbers_of(*formats), True)
 
 
 ARGUMENTS: dict[str, Callable[[str, torch.dtype], tuple]] = {

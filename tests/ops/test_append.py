@@ -7,7 +7,7 @@ import torch
 
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 from oscar_mm.ops import append as module
-from oscar_mm.ops.append import append, macros
+from oscar_mm.ops.append import UNITS, Specialization, append
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -94,18 +94,19 @@ def test_nothing_to_write() -> None:
 def test_bytes_that_a_thread_takes(
     dtype: torch.dtype, width: int, part: slice, unit: int | None
 ) -> None:
-    assert module._unit(torch.zeros(2, 3, 5, width, dtype=dtype)[..., part]) == unit
+    assert module.unit_of(torch.zeros(2, 3, 5, width, dtype=dtype)[..., part]) == unit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "append.cu").read_text() + (
+    text = (csrc_folder() / "append/append.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(module.AppendParams)});\n"
     )
-    for unit in module._UNITS:
-        report = compile_text("append.cu", text, arch, macros(dtype, unit)).reports["append"]
+    for unit in UNITS:
+        report = compile_text("append/append.cu", text, arch, Specialization(dtype, unit).macros)
+        report = report.reports["append"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

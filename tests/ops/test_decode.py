@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.decode import decode
+from oscar_mm.ops.decode import DecodeArguments, decode, decode_by_torch
 from oscar_mm.ops.decode_tables import SECOND, START
-from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_past
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
@@ -57,8 +56,8 @@ def test_equals_plain_attention(
     formats = [PageFormat.of(policy, Bits(*one), 2, head_dim) for one in sorted(bits)]
     states, *tables = random_past(formats, policy.rotate, torch.float32, CPU, 1)
     queries, _, _, pages, recent, sigma = states
-    scaling, texts = head_dim**-0.5, [text_of(one) for one in formats]
-    found = decode(*states, *tables, scaling, texts, policy.rotate)
+    scaling, numbers = head_dim**-0.5, numbers_of(*formats)
+    found = decode(*states, *tables, scaling, numbers, policy.rotate)
     assert found.transpose(1, 2).is_contiguous()
     for row in range(len(queries)):
         past = past_of(row, pages, recent, sigma, *tables[:3], formats, policy.rotate)
@@ -100,7 +99,9 @@ def test_memory_does_not_grow_with_the_past(kind: str) -> None:
         counts = torch.tensor([[0, tokens // 128] if kind == "pages" else [tokens, 0]])
         states = (queries, queries[:, :1], queries[:, :1], [pages], recent, basis.sigma)
         tables = (items, recents, counts)
+        how = (torch.zeros(1, 16), 0.125, numbers_of(page_format), True)
+        arguments = DecodeArguments(*states, *tables, *how)
         with Largest(pages, recent, *tables, queries) as counted:
-            decode_by_torch(*states, *tables, 0.125, [page_format], True)
+            decode_by_torch(arguments)
         largest.append(counted.bytes)
     assert largest[0] == largest[1] <= 2 * 2048 * 64 * 4

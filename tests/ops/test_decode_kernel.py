@@ -12,8 +12,7 @@ from oscar_mm.cache.pending import attend_stored
 from oscar_mm.kernels.launch import SWITCH
 from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
-from oscar_mm.ops import decode_kernel as host
-from oscar_mm.ops.decode_kernel import PackedAttention, packed_attention
+from oscar_mm.ops.decode import DecodeArguments, DecodeKernel, Specialization, decode_kernel
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
 from tests.ops.arguments import channel_policy, stream_policy
 
@@ -60,12 +59,12 @@ def on_gpu(tokens: int, dtype: torch.dtype = torch.bfloat16, **shape: int) -> Ch
     return tuple(x.to("cuda", dtype) for x in chunk(1, tokens, **shape))
 
 
-def kernel_of(cache: OscarCache, columns: int = 4) -> PackedAttention | None:
+def kernel_of(cache: OscarCache, columns: int = 4) -> DecodeKernel | None:
     """What the operation uses for the cache's first layer."""
     layer = cache.layers[0]
     formats = tuple(layer.formats.values())
     rotate = cache.policy.rotate
-    return packed_attention(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
+    return decode_kernel(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
 
 
 def error_of(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -128,9 +127,9 @@ def test_fewer_buffers_than_warps(
     """As on GPUs with 99 KiB of shared memory; every warp has several pages."""
     monkeypatch.setenv(SWITCH, switch)
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
-    monkeypatch.setattr(host.Specialization, "shape", lambda self, limit: (8, buffers))
-    fresh = CheckedKernels("decode", PackedAttention, host._disagreement, host._WORST_ERROR)
-    monkeypatch.setattr(host, "TRUSTED", fresh)
+    monkeypatch.setattr(Specialization, "shape", lambda self, limit: (8, buffers))
+    fresh = CheckedKernels("decode", DecodeKernel, DecodeKernel.disagreement, 0.02)
+    monkeypatch.setattr(DecodeKernel, "checked", fresh)
     shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
     cache = filled(policy, images_and_text(70_000), **shape)
     output, expected = attention(cache, on_gpu(1, **shape))
@@ -256,17 +255,15 @@ def test_deterministic_on_any_stream_and_in_a_graph(policy: KVPolicy) -> None:
 def test_a_kernel_that_disagrees_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = PackedAttention.__call__
+    right = DecodeKernel.__call__
 
-    def wrong(kernel: PackedAttention, *arguments: object) -> None:
-        right(kernel, *arguments)
-        output = arguments[-1]
-        output.copy_(output.roll(1, dims=1))
+    def wrong(kernel: DecodeKernel, arguments: DecodeArguments) -> torch.Tensor:
+        return right(kernel, arguments).roll(1, dims=1)
 
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
-    monkeypatch.setattr(PackedAttention, "__call__", wrong)
-    fresh = CheckedKernels("decode", PackedAttention, host._disagreement, host._WORST_ERROR)
-    monkeypatch.setattr(host, "TRUSTED", fresh)
+    monkeypatch.setattr(DecodeKernel, "__call__", wrong)
+    fresh = CheckedKernels("decode", DecodeKernel, DecodeKernel.disagreement, 0.02)
+    monkeypatch.setattr(DecodeKernel, "checked", fresh)
     shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
     with caplog.at_level(logging.ERROR):
         cache = filled("compact", images_and_text(700), **shape)

@@ -1,11 +1,11 @@
-"""Page formats as text."""
+"""Page formats as numbers."""
 
 from itertools import product
 
 import pytest
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.library import format_of, text_of
+from oscar_mm.ops.library import FORMAT_NUMBERS, format_of, numbers_of
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 
@@ -16,31 +16,36 @@ from oscar_mm.policy import Bits
 )
 def test_there_and_back(preset: str, bits: tuple[int, int], head_dim: int) -> None:
     page_format = PageFormat.of(KVPolicy.preset(preset), Bits(*bits), 5, head_dim)
-    assert format_of(text_of(page_format)) == page_format
+    assert format_of(numbers_of(page_format)) == page_format
 
 
-def test_as_it_is_written() -> None:
-    page_format = PageFormat(Bits(2, 2), 8, 128, "channel", 128, 128, "per_head")
-    assert text_of(page_format) == "2 bits, 8 heads of 128, channel 128, value 128, per_head"
-    page_format = PageFormat(Bits(3, 2), 8, 64, "token", 64, 32, None, center=True)
-    text = "3/2 bits, 8 heads of 64, token 64, value 32, plain, center"
-    assert text_of(page_format) == text and format_of(text) == page_format
+def test_what_the_numbers_are() -> None:
+    first = PageFormat(Bits(2, 2), 8, 128, "channel", 128, 128, "per_head")
+    assert numbers_of(first) == [2, 2, 8, 128, 0, 128, 128, 1, 0]
+    second = PageFormat(Bits(3, 2), 8, 64, "token", 64, 32, None, center=True)
+    assert numbers_of(second) == [3, 2, 8, 64, 1, 64, 32, 0, 1]
+    assert numbers_of(first, second) == numbers_of(first) + numbers_of(second)
+    assert len(numbers_of(first)) == FORMAT_NUMBERS
 
 
 @pytest.mark.parametrize(
-    "text",
+    "numbers",
     [
-        "",
-        "compact",
-        "2 bits, 8 heads of 128, channel 128, value 128",
-        "2 bits, 8 heads of 128, channel 128, value 128, per_head ",
-        "02 bits, 8 heads of 128, channel 128, value 128, per_head",
-        "0 bits, 8 heads of 128, channel 128, value 128, per_head",
-        "2 bits, 8 heads of 128, channel 128, value 128, per_head, middle",
-        "2/2 bits, 8 heads of 128, channel 128, value 128, per_head",
-        "2 bits, 8 heads of 127, channel 128, value 128, per_head",
+        [],
+        [2, 2, 8, 128, 0, 128, 128, 1],
+        [2, 2, 8, 128, 0, 128, 128, 1, 0, 0],
+        [0, 0, 8, 128, 0, 128, 128, 1, 0],
+        [5, 2, 8, 128, 0, 128, 128, 1, 0],
+        [2, 2, 0, 128, 0, 128, 128, 1, 0],
+        [2, 2, -8, 128, 0, 128, 128, 1, 0],
+        [2, 2, 8, 127, 0, 128, 128, 1, 0],
+        [2, 2, 8, 128, 2, 128, 128, 1, 0],
+        [2, 2, 8, 128, 0, 0, 128, 1, 0],
+        [2, 2, 8, 128, 0, 128, 128, 3, 0],
+        [2, 2, 8, 128, 0, 128, 128, -1, 0],
+        [2, 2, 8, 128, 0, 128, 128, 1, 2],
     ],
 )
-def test_other_texts(text: str) -> None:
-    with pytest.raises(ValueError, match="must be like '3/2 bits, 8 heads of 128"):
-        format_of(text)
+def test_other_numbers(numbers: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be 9 numbers as"):
+        format_of(numbers)

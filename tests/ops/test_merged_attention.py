@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from oscar_mm.ops import merged_attention
 from oscar_mm.ops.merged_attention import MergedAttention
+from oscar_mm.quant.basis import Basis
 from tests.cache.invariants import chunk, plain_attention
 
 
@@ -29,6 +30,35 @@ def test_parts(data: st.DataObject, tokens: int, past: int) -> None:
     found = merged(queries, keys, values, past, cuts)
     expected = plain_attention(queries[:, :, past:], keys, values)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.integers(1, 7), st.integers(1, 60))
+def test_parts_in_two_coordinates(data: st.DataObject, tokens: int, past: int) -> None:
+    """Some balanced and rotated, with queries of their own; the two are merged at the end."""
+    queries, keys, values = chunk(0, past + tokens)
+    queries = queries[:, :, past:]
+    basis = Basis(64, True, torch.linspace(0.5, 2, 64)[None].expand(2, -1))
+    turned = basis.queries_in(queries[0].reshape(2, -1, 64)).view_as(queries)
+    plain, stored = MergedAttention(queries, 0.125), MergedAttention(turned, 0.125)
+    plain.add(keys[:, :, past:], values[:, :, past:], causal=True)
+    bounds = sorted(data.draw(st.sets(st.integers(0, past))) | {0, past})
+    for start, stop in data.draw(st.permutations(list(pairwise(bounds)))):
+        key, value = keys[:, :, start:stop], values[:, :, start:stop]
+        if start == 0 or data.draw(st.booleans()):
+            stored.add(basis.keys_in(key), basis.values_in(value))
+        else:
+            plain.add(key, value)
+    plain.merge(basis.values_out(stored.output()), stored.total)
+    expected = plain_attention(queries, keys, values)
+    torch.testing.assert_close(plain.output().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_part() -> None:
+    state = MergedAttention(torch.zeros(1, 2, 3, 64), 0.125)
+    for read in (state.output, lambda: state.total):
+        with pytest.raises(RuntimeError, match="attention to no part"):
+            read()
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])

@@ -76,7 +76,7 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
     ("name", "argument", "value", "message"),
     [
         ("unpack", "dtype", torch.int8, "dtype is torch.int8, must be one of"),
-        ("unpack", "format", "2 bits", "page format '2 bits': must be like"),
+        ("unpack", "format", [2, 2], r"page format \[2, 2\]: must be 9 numbers"),
         ("unpack", "sigma", torch.ones(3, 64), "sigma is of 3 rows, must be of 2 or 1"),
         ("unpack", "pages", torch.zeros(4, 7, dtype=torch.uint8), r"pages is of shape \(4, 7\)"),
         ("pack", "fit", "best", "fit is 'best', must be one of"),
@@ -89,20 +89,25 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
         ("store_layers", "fit", "best", "fit is 'best', must be one of"),
         ("store_layers", "pages", [], "pages is of 0 layers, must be of 2, as recent"),
         ("store_layers", "sigma", [None] * 3, "sigma is of 3 layers, must be of 2, as recent"),
-        ("store_layers", "bad", [torch.zeros(1)] * 2, "bad is torch.float32, must be torch.int32"),
+        (
+            "store_layers",
+            "not_finite",
+            [torch.zeros(1)] * 2,
+            "not_finite is torch.float32, must",
+        ),
         ("decode", "queries", torch.zeros(2, 8, 17, 64), "queries is of 17 tokens, must be of 1"),
         ("decode", "queries", torch.zeros(2, 7, 3, 64), "queries is of 7 heads, must be of a mul"),
         ("decode", "pages", [], "pages is of 0 pools, must be of 2, as formats"),
         (
             "decode",
             "formats",
-            ["4 bits, 2 heads of 64, channel 128, value 64, per_head"] * 2,
+            [4, 4, 2, 64, 0, 128, 64, 1, 0] * 2,
             r"formats is of .* bits, must be at most two, by ascending bits",
         ),
         (
             "decode",
             "formats",
-            [f"{bits} bits, 3 heads of 64, channel 128, value 64, per_head" for bits in (2, 4)],
+            [2, 2, 3, 64, 0, 128, 64, 1, 0, 4, 4, 3, 64, 0, 128, 64, 1, 0],
             "formats is for 3 heads of 64, must be for 2 of 64, as keys",
         ),
     ],
@@ -121,11 +126,11 @@ def test_schemas_tell_what_is_written() -> None:
         for name, operation in OPERATIONS.items()
     }
     assert written == {
-        "append": ["recent", "bad"],
+        "append": ["recent", "not_finite"],
         "decode": [],
-        "pack": ["pages", "bad"],
-        "store": ["pages", "bad"],
-        "store_layers": ["pages", "bad"],
+        "pack": ["pages", "not_finite"],
+        "store": ["pages", "not_finite"],
+        "store_layers": ["pages", "not_finite"],
         "unpack": [],
     }
 

@@ -7,7 +7,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.ops import store_torch
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.samples import JOB_SLOTS, random_jobs
 from oscar_mm.ops.unpack import unpack
@@ -174,7 +174,7 @@ def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> t
     """Pages, 255 where nothing is written, and the flag."""
     pages = torch.full((JOB_SLOTS, page.page_bytes), 255, dtype=torch.uint8)
     bad = torch.zeros(1, dtype=torch.int32)
-    recipe = (text_of(page), policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    recipe = (numbers_of(page), policy.rotate, policy.fit, policy.norm, policy.value_scale)
     pack_jobs(*jobs, pages, bad, basis.sigma, *recipe)
     return pages, bad
 

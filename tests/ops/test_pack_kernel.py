@@ -12,15 +12,15 @@ from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 from oscar_mm.kernels.launch import SWITCH
 from oscar_mm.kernels.self_check import CheckedKernels
-from oscar_mm.ops import pack_kernel
-from oscar_mm.ops.library import text_of
-from oscar_mm.ops.pack import pack, pack_jobs
-from oscar_mm.ops.pack_kernel import (
+from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.pack import (
     NormsParams,
+    PackArguments,
+    PackKernel,
     PackParams,
-    kernel_for,
-    macros,
-    norms_macros,
+    Specialization,
+    pack,
+    pack_jobs,
     shared_bytes,
 )
 from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
@@ -54,23 +54,24 @@ POLICIES = {
 )
 def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made = macros(Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy), torch.float16)
-    text = (csrc_folder() / "pack.cu").read_text()
-    report = compile_text("pack.cu", text, "sm_90a", made).reports["pack"]
+    recipe = Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy)
+    made = Specialization(recipe, torch.float16).macros
+    text = (csrc_folder() / "pack/pack.cu").read_text()
+    report = compile_text("pack/pack.cu", text, "sm_90a", made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "pack.cu").read_text() + (
+    text = (csrc_folder() / "pack/pack.cu").read_text() + (
         f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n"
         f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
     )
     policy = POLICIES["compact"]
     page_format = PageFormat.of(policy, Bits(2, 2), 8, 128)
-    made = macros(Recipe.of(page_format, policy), torch.bfloat16)
-    report = compile_text("pack.cu", text, arch, made).reports["pack"]
+    made = Specialization(Recipe.of(page_format, policy), torch.bfloat16).macros
+    report = compile_text("pack/pack.cu", text, arch, made).reports["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
 
@@ -79,11 +80,13 @@ def test_compiles(arch: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_norms_compile(head_dim: int, arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "norms.cu").read_text() + (
+    text = (csrc_folder() / "pack/norms.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(NormsParams)});\n"
     )
-    page_format = PageFormat.of(POLICIES["oscar"], Bits(2, 2), 8, head_dim)
-    report = compile_text("norms.cu", text, arch, norms_macros(page_format, torch.float16))
+    policy = POLICIES["oscar"]
+    recipe = Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy)
+    made = Specialization(recipe, torch.float16).norms_macros
+    report = compile_text("pack/norms.cu", text, arch, made)
     assert (report.reports["norms"].spill_stores, report.reports["norms"].spill_loads) == (0, 0)
 
 
@@ -119,7 +122,7 @@ def both(
     balanced = 1 / (random + 0.5).bfloat16().float()
     sigma = balanced if policy.balance else None
     basis = Basis(head_dim, policy.rotate, sigma)
-    assert kernel_for(Recipe.of(page_format, policy), dtype, keys.device) is not None
+    assert PackKernel.of(Specialization(Recipe.of(page_format, policy), dtype), keys.device)
     found = pack(keys, values, page_format, policy, basis)
     monkeypatch.setenv(SWITCH, "off")
     expected = pack(keys, values, page_format, policy, basis)
@@ -240,7 +243,7 @@ def test_jobs_equal_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
         monkeypatch.setenv(SWITCH, switch)
         pages = torch.full((JOB_SLOTS, page_format.page_bytes), 255, dtype=torch.uint8).to(place)
         bad = torch.zeros(1, dtype=torch.int32, device=place)
-        pack_jobs(*jobs, pages, bad, basis.sigma, text_of(page_format), *how)
+        pack_jobs(*jobs, pages, bad, basis.sigma, numbers_of(page_format), *how)
         assert not bool(bad)
         both.append(pages)
     untouched = sorted(set(range(JOB_SLOTS)) - set(jobs[5].tolist()))
@@ -252,17 +255,16 @@ def test_jobs_equal_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 def test_a_kernel_that_disagrees_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = pack_kernel.launch
+    right = PackKernel.__call__
 
-    def wrong(kernel: object, *arguments: object) -> None:
-        right(kernel, *arguments)
-        pages = arguments[6]
-        pages.copy_(pages.roll(1, dims=1))
+    def wrong(kernel: PackKernel, arguments: PackArguments) -> None:
+        right(kernel, arguments)
+        arguments.pages.copy_(arguments.pages.roll(1, dims=1))
 
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
-    monkeypatch.setattr(pack_kernel, "launch", wrong)
-    fresh = CheckedKernels("pack", pack_kernel._make, pack_kernel._disagreement, 0.01)
-    monkeypatch.setattr(pack_kernel, "TRUSTED", fresh)
+    monkeypatch.setattr(PackKernel, "__call__", wrong)
+    fresh = CheckedKernels("pack", PackKernel, PackKernel.disagreement, 0.01)
+    monkeypatch.setattr(PackKernel, "checked", fresh)
     keys, values = states(3, 2, 128, torch.bfloat16)
     policy = POLICIES["compact"]
     page_format = PageFormat.of(policy, Bits(2, 2), 2, 128)

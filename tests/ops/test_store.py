@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE
@@ -32,7 +32,7 @@ def run(
     """Pages, and the flag."""
     pages, bad = random_pages(5, page, CPU), torch.zeros(1, dtype=torch.int32)
     how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
-    store(*states, pages, bad, basis.sigma, text_of(page), *how)
+    store(*states, pages, bad, basis.sigma, numbers_of(page), *how)
     return pages, bad
 
 

@@ -8,16 +8,18 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
+from oscar_mm.ops.library import recipe_arguments
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
-from oscar_mm.ops.store_kernel import (
-    LayersParams,
-    StoreParams,
-    kernel_for,
-    launch,
-    launch_layers,
-    macros,
+from oscar_mm.ops.store_kernel import LayersParams, Specialization, StoreKernel, StoreParams
+from oscar_mm.ops.store_torch import (
+    CENTER_TOKENS,
+    HEAD,
+    NOTHING,
+    TILE,
+    StoreArguments,
+    StoreLayersArguments,
+    store_by_torch,
 )
-from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE, store_by_torch
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.quant.quantize import Recipe, unpack_stored
 from tests.ops.arguments import stream_policy
@@ -47,13 +49,14 @@ def recipe_of(name: str, head_dim: int, kv_heads: int = 3) -> Recipe:
 
 def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "store.cu").read_text() + (
+    text = (csrc_folder() / "store/store.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(StoreParams)});\n"
         f"static_assert(sizeof(LayersParams) == {ctypes.sizeof(LayersParams)});\n"
         "static_assert(WARPS == 4);\n"
         f"static_assert(JOB_HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS});\n"
     )
-    reports = compile_text("store.cu", text, arch, macros(recipe, dtype)).reports
+    macros = Specialization(recipe, dtype).macros
+    reports = compile_text("store/store.cu", text, arch, macros).reports
     assert set(reports) == {"store", "store_layers"} | (
         {"centers"} if recipe.page_format.center else set()
     )
@@ -79,12 +82,12 @@ def both(
     recipe: Recipe, states: tuple[torch.Tensor, ...], before: torch.Tensor, sigma: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages by the kernel and by PyTorch operations."""
-    kernel = kernel_for(recipe, states[0].dtype, before.device)
+    kernel = StoreKernel.of(Specialization(recipe, states[0].dtype), before.device)
     assert kernel is not None
     found, expected = before.clone(), before.clone()
     bad = torch.zeros(1, dtype=torch.int32, device=before.device)
-    launch(kernel, *states, found, bad, sigma, recipe)
-    store_by_torch(*states, expected, bad, sigma, recipe)
+    for run, pages in ((kernel, found), (store_by_torch, expected)):
+        run(StoreArguments(*states, pages, bad, sigma, *recipe_arguments(recipe)))
     assert not bool(bad)
     return found, expected
 
@@ -167,7 +170,7 @@ def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
     """Bit for bit, with the centers in the same launch or before; more layers than a launch has."""
     recipe, place = recipe_of(name, head_dim), torch.device("cuda", 0)
     page_format, count = recipe.page_format, 100
-    kernel = kernel_for(recipe, torch.bfloat16, place)
+    kernel = StoreKernel.of(Specialization(recipe, torch.bfloat16), place)
     assert kernel is not None
     _, _, first, _, _ = random_stores(page_format, torch.bfloat16, place)
     recent = [first.roll(index, 0) + index for index in range(count)]
@@ -178,17 +181,20 @@ def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
     before = random_pages(5, page_format, place)
     found, expected = ([before.clone() for _ in recent] for _ in range(2))
     bad = [torch.zeros(1, dtype=torch.int32, device=place) for _ in recent]
-    launch_layers(kernel, recent, jobs, begins, found, bad, sigma, recipe)
+    layers = (recent, jobs, begins, found, bad, sigma)
+    of_layers = StoreLayersArguments(*layers, *recipe_arguments(recipe))
+    kernel.of_layers(of_layers)
     none = first.new_empty(1, 3, 0, head_dim)
     for index, (stored, pages) in enumerate(zip(recent, expected, strict=True)):
         # A line more of beginnings has them launched first.
         more = begins[: index % 2 * page_format.center]
         more = torch.cat([begins, torch.full_like(more, -1)])
-        launch(kernel, none, none, stored, jobs, more, pages, bad[0], sigma[index], recipe)
+        states = (none, none, stored, jobs, more, pages, bad[0], sigma[index])
+        kernel(StoreArguments(*states, *recipe_arguments(recipe)))
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert (found[-1] != before).any() and not any(map(bool, bad))
     recent[98][38] = torch.nan
-    launch_layers(kernel, recent, jobs, begins, found, bad, sigma, recipe)
+    kernel.of_layers(of_layers)
     assert [index for index, flag in enumerate(bad) if flag] == [98]
 
 
@@ -198,7 +204,7 @@ def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
 def test_flag(where: str, wrong: float) -> None:
     recipe, place = recipe_of("3/2", 128), torch.device("cuda", 0)
     keys, values, recent, jobs, begins = random_stores(recipe.page_format, torch.bfloat16, place)
-    kernel = kernel_for(recipe, torch.bfloat16, place)
+    kernel = StoreKernel.of(Specialization(recipe, torch.bfloat16), place)
     assert kernel is not None
     if where == "center":
         jobs[:, 0] = -1
@@ -211,7 +217,8 @@ def test_flag(where: str, wrong: float) -> None:
             jobs[:, 0] = begins[:, 0] = -1
         pages = random_pages(5, recipe.page_format, place)
         bad = torch.zeros(1, dtype=torch.int32, device=place)
-        launch(kernel, keys, values, recent, jobs, begins, pages, bad, None, recipe)
+        states = (keys, values, recent, jobs, begins, pages, bad, None)
+        kernel(StoreArguments(*states, *recipe_arguments(recipe)))
         assert int(bad) == flag
     assert torch.equal(pages, random_pages(5, recipe.page_format, place))
 
@@ -219,4 +226,5 @@ def test_flag(where: str, wrong: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "dtype"), [(96, torch.bfloat16), (128, torch.float32)])
 def test_what_the_kernel_does_not_take(head_dim: int, dtype: torch.dtype) -> None:
-    assert kernel_for(recipe_of("3/2", head_dim), dtype, torch.device("cuda", 0)) is None
+    specialization = Specialization(recipe_of("3/2", head_dim), dtype)
+    assert StoreKernel.of(specialization, torch.device("cuda", 0)) is None

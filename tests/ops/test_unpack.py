@@ -9,10 +9,9 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import compile_text, csrc_folder
-from oscar_mm.ops.library import text_of
+from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_basis, random_pages
-from oscar_mm.ops.unpack import unpack_slots
-from oscar_mm.ops.unpack_kernel import UnpackParams, kernel_for, macros
+from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpack_slots
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.quantize import unpack_by_torch
@@ -44,8 +43,8 @@ def test_slots(name: str, rotate: bool) -> None:
     page_format = PageFormat.of(policy, Bits(2, 2), 2, 80)
     pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
     slots = torch.tensor([3, 1, 1], dtype=torch.int32)
-    text = text_of(page_format)
-    found = unpack_slots(pages, slots, basis.sigma, text, rotate, torch.float32)
+    numbers = numbers_of(page_format)
+    found = unpack_slots(pages, slots, basis.sigma, numbers, rotate, torch.float32)
     expected = unpack_by_torch(pages, page_format, basis, torch.float32)
     for one, every in zip(found, expected, strict=True):
         assert torch.equal(one, every[[3, 1, 1]])
@@ -55,24 +54,25 @@ def test_slots(name: str, rotate: bool) -> None:
 
 def test_none_and_sigma_of_all_heads() -> None:
     page_format = PageFormat.of(POLICIES["compact"], Bits(4, 4), 2, 64)
-    pages, text = random_pages(2, page_format, CPU), text_of(page_format)
+    pages, numbers = random_pages(2, page_format, CPU), numbers_of(page_format)
     slots = torch.arange(2, dtype=torch.int32)
-    none = unpack_slots(pages, slots[:0], None, text, True, torch.bfloat16)
+    none = unpack_slots(pages, slots[:0], None, numbers, True, torch.bfloat16)
     assert [x.shape for x in none] == [(0, 2, 128, 64)] * 2
     row = torch.rand(1, 64) + 0.5
-    one = unpack_slots(pages, slots, row, text, True, torch.bfloat16)
-    both = unpack_slots(pages, slots, row.repeat(2, 1), text, True, torch.bfloat16)
+    one = unpack_slots(pages, slots, row, numbers, True, torch.bfloat16)
+    both = unpack_slots(pages, slots, row.repeat(2, 1), numbers, True, torch.bfloat16)
     assert torch.equal(one[0], both[0]) and one[0].dtype == torch.bfloat16
 
 
 def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "unpack.cu").read_text() + (
+    text = (csrc_folder() / "unpack/unpack.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(UnpackParams)});\n"
         "static_assert(THREADS == 256);\n"
     )
-    made = macros(PageFormat.of(policy, Bits(*bits), 8, head_dim), policy.rotate, torch.bfloat16)
-    report = compile_text("unpack.cu", text, arch, made).reports["unpack"]
+    page_format = PageFormat.of(policy, Bits(*bits), 8, head_dim)
+    made = Specialization(page_format, policy.rotate, torch.bfloat16).macros
+    report = compile_text("unpack/unpack.cu", text, arch, made).reports["unpack"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.registers <= 64, "so that a multiprocessor holds all its threads"
 
@@ -96,11 +96,11 @@ def test_kernel_equals_torch(
 ) -> None:
     page_format = PageFormat.of(POLICIES[name], Bits(*bits), 5, head_dim)
     place = torch.device("cuda", 0)
-    assert kernel_for(page_format, rotate, dtype, place) is not None
+    assert UnpackKernel.of(Specialization(page_format, rotate, dtype), place) is not None
     pages, basis = random_pages(40, page_format, place), random_basis(page_format, rotate, place)
     slots = torch.randint(40, (100,), dtype=torch.int32, device=place)
     for sigma in (None, basis.sigma, basis.sigma[:1].contiguous()):
-        found = unpack_slots(pages, slots, sigma, text_of(page_format), rotate, dtype)
+        found = unpack_slots(pages, slots, sigma, numbers_of(page_format), rotate, dtype)
         expected = unpack_by_torch(
             pages[slots], page_format, replace(basis, sigma=sigma), torch.float32
         )
@@ -121,8 +121,8 @@ def test_what_the_kernel_does_not_make(caplog: pytest.LogCaptureFixture) -> None
     ):
         page_format = PageFormat.of(policy, Bits(2, 2), 2, head_dim)
         pages, slots = random_pages(3, page_format, place), torch.arange(3, device=place).int()
-        assert kernel_for(page_format, True, dtype, place) is None
-        found = unpack_slots(pages, slots, None, text_of(page_format), True, dtype)
+        assert UnpackKernel.of(Specialization(page_format, True, dtype), place) is None
+        found = unpack_slots(pages, slots, None, numbers_of(page_format), True, dtype)
         expected = unpack_by_torch(
             pages, page_format, random_basis(page_format, True, place), dtype
         )

@@ -1,4 +1,4 @@
-"""csrc/page.cuh states the bytes of a page as pages/layout.py does."""
+"""csrc/common/page.cuh states the bytes of a page as pages/layout.py does."""
 
 import re
 from itertools import product
@@ -34,7 +34,7 @@ FORMATS = [
 
 def page_header() -> tuple[str, str]:
     """Lines of page.cuh that include other headers, and the rest of it."""
-    text = (csrc_folder() / "page.cuh").read_text().replace("#pragma once", "")
+    text = (csrc_folder() / "common/page.cuh").read_text().replace("#pragma once", "")
     includes = re.findall(r"^#include .*$", text, re.MULTILINE)
     return "\n".join(includes), re.sub(r"^#include .*$", "", text, flags=re.MULTILINE)
 

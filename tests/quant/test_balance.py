@@ -66,7 +66,7 @@ def test_minimizes_the_bound() -> None:
 
 
 def test_reciprocals_are_bfloat16() -> None:
-    """So that csrc/pack.cu balances exactly."""
+    """So that csrc/pack/pack.cu balances exactly."""
     rms_keys, rms_queries = torch.rand(2, 256, generator=torch.Generator().manual_seed(1)) + 0.01
     reciprocal = 1 / sigma_from_rms(rms_keys, rms_queries)
     assert torch.allclose(reciprocal.bfloat16().float(), reciprocal, rtol=1e-6)

@@ -1,0 +1,118 @@
+// Codes of a page as a lane of a warp takes them: of one tile of 16 tokens.
+#pragma once
+
+#include "common/page.cuh"
+
+// The bits of a bit place of a byte, lowest first, in two bytes of a word.
+template <int LOW>
+__device__ constexpr uint32_t bit_mask(int place) {
+  return ((1u << LOW) - 1u) * 0x00010001u << (LOW * place);
+}
+
+// Bit place, within its byte, of a code of step (k-step of keys, channel tile of values) and half (of 8
+// channels).
+template <int LOW>
+__device__ __forceinline__ constexpr int bit_place(int step, int half) {
+  return LOW == 2 ? 2 * (step & 1) + half : half;
+}
+
+// The bits of x where `mask` has them, else those of y. One operation, which the compiler would take
+// apart for each of several masks that are laid over it.
+__device__ __forceinline__ uint32_t chosen(uint32_t x, uint32_t y, uint32_t mask) {
+  uint32_t z;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(z) : "r"(x), "r"(y), "r"(mask));
+  return z;
+}
+
+// COUNT words of a lane: at most four follow each other, then come those of the next lane.
+template <int COUNT>
+__device__ __forceinline__ void load_words(uint32_t (&words)[COUNT], const uint8_t* source,
+                                           int lane) {
+  if constexpr (COUNT == 1) {
+    words[0] = reinterpret_cast<const uint32_t*>(source)[lane];
+  } else if constexpr (COUNT == 2) {
+    const uint2 pair = reinterpret_cast<const uint2*>(source)[lane];
+    words[0] = pair.x, words[1] = pair.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) {
+      const uint4 four = load16(source + i * 512 + lane * 16);
+      words[4 * i] = four.x, words[4 * i + 1] = four.y;
+      words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+    }
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void save_words(uint8_t* target, const uint32_t (&words)[COUNT],
+                                           int lane) {
+  if constexpr (COUNT == 1) {
+    reinterpret_cast<uint32_t*>(target)[lane] = words[0];
+  } else if constexpr (COUNT == 2) {
+    reinterpret_cast<uint2*>(target)[lane] = make_uint2(words[0], words[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i)
+      reinterpret_cast<uint4*>(target + i * 512)[lane] =
+          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+  }
+}
+
+// One byte of each of a lane's words.
+template <int COUNT>
+__device__ __forceinline__ void save_bytes(uint8_t* target, const uint32_t (&words)[COUNT],
+                                           int lane, int byte) {
+  // Words of a lane that follow each other.
+  constexpr int RUN_WORDS = COUNT < 4 ? COUNT : 4;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    target[(i / RUN_WORDS * 32 * RUN_WORDS + lane * RUN_WORDS + i % RUN_WORDS) * 4 + byte] =
+        static_cast<uint8_t>(words[i] >> (8 * byte));
+}
+
+template <int BITS>
+struct Codes {
+  using Bytes = CodeBytes<BITS>;
+  static constexpr int LOW = Bytes::LOW;
+  uint32_t words[Bytes::WORDS];
+  uint32_t high[Bytes::HIGH_WORDS];  // of 3 bits
+
+  // codes: of all tokens.
+  __device__ __forceinline__ void load(const uint8_t* codes, int tile, int lane) {
+    load_words(words, codes + tile * Bytes::TILE_BYTES, lane);
+    if constexpr (BITS == 3)
+      load_words(high, codes + Bytes::HIGH + tile * Bytes::HIGH_TILE_BYTES, lane);
+  }
+
+  __device__ __forceinline__ void save(uint8_t* codes, int tile, int lane) const {
+    save_words(codes + tile * Bytes::TILE_BYTES, words, lane);
+    if constexpr (BITS == 3)
+      save_words(codes + Bytes::HIGH + tile * Bytes::HIGH_TILE_BYTES, high, lane);
+  }
+
+  // Only one byte of each word: the codes of one token.
+  __device__ __forceinline__ void save_byte(uint8_t* codes, int tile, int lane, int byte) const {
+    save_bytes(codes + tile * Bytes::TILE_BYTES, words, lane, byte);
+    if constexpr (BITS == 3)
+      save_bytes(codes + Bytes::HIGH + tile * Bytes::HIGH_TILE_BYTES, high, lane, byte);
+  }
+
+  // A fragment's register: two codes of step and half, from the lower or the upper byte of each
+  // half of their word.
+  template <int STEP, int HALF, bool UPPER>
+  __device__ __forceinline__ uint32_t get() const {
+    constexpr int place = bit_place<LOW>(STEP, HALF);
+    uint32_t word = words[LOW == 2 ? STEP / 2 : STEP];
+    if constexpr (BITS == 3) {
+      // A word of high bits is for four steps; of a byte's bits 2 place and 2 place + 1 the second
+      // is of the second two. They come to bit 2 place + 2, where every other place leaves room:
+      // two places of all four bytes are joined at once. Turned, as the last one's is bit 32.
+      constexpr int pair = STEP / 2 % 2;
+      constexpr uint32_t low = HALF ? 0xccccccccu : 0x33333333u;
+      const uint32_t bits = high[STEP / 4];
+      word = chosen(word, __funnelshift_l(bits, bits, 2 - pair), low);
+      return (UPPER ? __funnelshift_r(word, word, 8) : word) & 0x00070007u << (2 * place);
+    }
+    return (UPPER ? word >> 8 : word) & bit_mask<LOW>(place);
+  }
+};

@@ -1,0 +1,108 @@
+// Copies of page heads from global to shared memory, tracked by one mbarrier a buffer.
+//
+// USE_TMA 1: the bulk copy engine (sm_90 and newer), issued by one lane.
+// USE_TMA 0: cp.async by all lanes of a warp (sm_80 and newer).
+// A warp calls begin, copy for each piece, and end, with all its lanes.
+#pragma once
+
+#include "common/types.cuh"
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(USE_TMA ? 1 : 32)
+               : "memory");
+}
+
+// `bytes` of all pieces together.
+__device__ __forceinline__ void copy_begin(uint64_t* barrier, uint32_t bytes, int lane) {
+#if USE_TMA
+  if (lane == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+}
+
+// `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, uint32_t bytes,
+                                           uint64_t* barrier, int lane) {
+#if USE_TMA
+  if (lane == 0)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(target)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+#else
+  for (uint32_t at = lane * 16; at < bytes; at += 512)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) + at),
+                 "l"(source + at)
+                 : "memory");
+#endif
+}
+
+// A row of BYTES for each lane that has one: that of lane l to the l-th place.
+template <int BYTES>
+__device__ __forceinline__ void copy_rows(uint8_t* target, const uint8_t* source, bool has_one,
+                                          uint64_t* barrier, int lane) {
+#if USE_TMA
+  if (has_one)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(target) + lane * BYTES),
+        "l"(source), "r"(BYTES), "r"(shared_address(barrier))
+        : "memory");
+#else
+  constexpr int CHUNKS = BYTES / 16;
+  static_assert(32 % CHUNKS == 0, "lanes divide rows among them");
+  const uint32_t rows = __ballot_sync(~0u, has_one);
+#pragma unroll 4
+  for (int first = 0; first < 32; first += 32 / CHUNKS) {
+    const int row = first + lane / CHUNKS, at = lane % CHUNKS * 16;
+    const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), row);
+    if (rows >> row & 1)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) +
+                                                                     row * BYTES + at),
+                   "l"(from + at)
+                   : "memory");
+  }
+#endif
+}
+
+__device__ __forceinline__ void copy_end(uint64_t* barrier) {
+#if !USE_TMA
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{ .reg .pred p;\n"
+#if USE_TMA
+        "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_release(uint32_t* target, uint32_t value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(target)), "r"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* source) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(shared_address(source))
+               : "memory");
+  return value;
+}

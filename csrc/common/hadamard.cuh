@@ -1,0 +1,37 @@
+// Normalized Hadamard transform of one vector of HEAD_DIM by lanes of a warp (quant/basis.py).
+#pragma once
+
+#include "common/page.cuh"
+
+constexpr int PER_LANE = HEAD_DIM / 32;
+constexpr float HADAMARD_NORM = HEAD_DIM == 128 ? 0.08838834764831845f : 0.125f;
+
+// Channel of element i of a lane, where all 32 have a part of the vector.
+__device__ __forceinline__ int channel_of(int i, int lane) { return i * 32 + lane; }
+
+// The transform without its factor: COUNT elements of a lane, in the lanes FIRST, 2 FIRST, ... up to
+// END / 2 apart. (It is the same for any assignment of the channels' bits to lanes and elements.)
+template <int COUNT, int FIRST, int END>
+__device__ __forceinline__ void butterflies(float (&x)[COUNT], int lane) {
+#pragma unroll
+  for (int step = 1; step < COUNT; step *= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (!(i & step)) {
+        const float a = x[i], b = x[i + step];
+        x[i] = a + b, x[i + step] = a - b;
+      }
+#pragma unroll
+  for (int step = FIRST; step < END; step *= 2) {
+    const float sign = lane & step ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(~0u, x[i], step));
+  }
+}
+
+template <int COUNT = PER_LANE, int FIRST = 1, int END = 32>
+__device__ __forceinline__ void hadamard(float (&x)[COUNT], int lane) {
+  butterflies<COUNT, FIRST, END>(x, lane);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) x[i] *= HADAMARD_NORM;
+}

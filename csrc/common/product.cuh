@@ -1,0 +1,126 @@
+// Products of rows of weights, which come in pieces through shared memory, with a few rows of x.
+//
+// Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
+// (pieces of a warp on their way, at most 32), PIECE (elements, a multiple of 256), USE_TMA
+// (copy.cuh); SIDES: rows of weights that make an output together.
+#pragma once
+
+#include "common/copy.cuh"
+#include "common/rounding.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int AT_ONCE = 256;  // elements that a warp multiplies at a time: 16 bytes a lane
+constexpr int PIECE_BYTES = PIECE * 2;
+static_assert(PIECE % AT_ONCE == 0 && DEPTH <= 32, "a lane initializes a barrier");
+
+// A warp's way through its pieces.
+template <int SIDES>
+struct Cursor {
+  int output, side = 0, start = 0;
+
+  __device__ __forceinline__ explicit Cursor(int first) : output(first) {}
+
+  __device__ __forceinline__ void next(int width) {
+    start += PIECE;
+    if (start < width) return;
+    start = 0;
+    if (++side < SIDES) return;
+    side = 0;
+    ++output;
+  }
+};
+
+// Ask for the piece of a row of weights that begins at `start`; by all lanes of a warp.
+__device__ __forceinline__ void request_piece(const ELEMENT* row, int start, int width,
+                                              uint8_t* target, uint64_t* barrier, int lane) {
+  const uint32_t bytes = min(PIECE, width - start) * 2;
+  copy_begin(barrier, bytes, lane);
+  copy_piece(target, reinterpret_cast<const uint8_t*>(row + start), bytes, barrier, lane);
+  copy_end(barrier);
+}
+
+// Ask for a thread block's rows of x; by all lanes of a warp. Pieces that were asked for before keep
+// them waiting.
+__device__ __forceinline__ void request_rows(const ELEMENT* from, int elements, ELEMENT* x,
+                                             uint64_t* barrier, int lane) {
+  copy_begin(barrier, elements * 2, lane);
+  copy_piece(x, reinterpret_cast<const uint8_t*>(from), elements * 2, barrier, lane);
+  copy_end(barrier);
+}
+
+// Wait for them; with `norm`, which is there already, they are normalized. By all threads.
+__device__ __forceinline__ void take_rows(int width, bool normed, float epsilon, ELEMENT* x,
+                                          const ELEMENT* norm, uint64_t* barrier,
+                                          float (&sums)[WARPS][ROWS]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  barrier_wait(barrier, 0);
+  if (!normed) return;
+  float squares[ROWS] = {};
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row)
+    for (int i = threadIdx.x; i < width / 8; i += THREADS) {
+      const uint4 eight = load16(x + row * width + i * 8);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = unpacked(words[j], ELEMENT());
+        squares[row] = fmaf(two.x, two.x, fmaf(two.y, two.y, squares[row]));
+      }
+    }
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    const float sum = warp_sum(squares[row]);
+    if (lane == 0) sums[warp][row] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int other = 0; other < WARPS; ++other) sum += sums[other][row];
+    const float scale = rsqrtf(sum / width + epsilon);
+    // Other elements than this thread's above: the barrier is between.
+    for (int i = threadIdx.x; i < width / 2; i += THREADS) {
+      uint32_t* word = reinterpret_cast<uint32_t*>(x + row * width) + i;
+      const float2 two = unpacked(*word, ELEMENT());
+      const float2 by = unpacked(reinterpret_cast<const uint32_t*>(norm)[i], ELEMENT());
+      ELEMENT* both = reinterpret_cast<ELEMENT*>(word);
+      both[0] = ELEMENT(rounded(two.x * scale) * by.x);
+      both[1] = ELEMENT(rounded(two.y * scale) * by.y);
+    }
+  }
+  __syncthreads();
+}
+
+// Add products of a piece's elements from `at` on, 8 of each lane, with COUNT rows `width` apart.
+template <int COUNT>
+__device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* piece,
+                                         const ELEMENT* x, int width, int at, int lane) {
+  const uint4 eight = load16(piece + (at + lane * 8) * 2);
+  const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int row = 0; row < COUNT; ++row) {
+    const uint4 other = load16(x + row * width + at + lane * 8);
+    const uint32_t others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 a = unpacked(words[j], ELEMENT()), b = unpacked(others[j], ELEMENT());
+      sums[row] = fmaf(a.x, b.x, sums[row]);
+      sums[row] = fmaf(a.y, b.y, sums[row]);
+    }
+  }
+}
+
+// Of a whole piece, of rows that are `width` long, which begins at their element `start`.
+template <int COUNT>
+__device__ __forceinline__ void multiply_piece(float (&sums)[COUNT], const uint8_t* piece,
+                                               const ELEMENT* x, int start, int width, int lane) {
+  if (start + PIECE <= width) {
+#pragma unroll
+    for (int i = 0; i < PIECE; i += AT_ONCE)
+      multiply(sums, piece, x + start, width, i, lane);
+  } else {
+    for (int i = 0; start + i < width; i += AT_ONCE)
+      multiply(sums, piece, x + start, width, i, lane);
+  }
+}

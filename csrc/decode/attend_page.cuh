@@ -1,0 +1,252 @@
+// Attention of one warp to one packed page: what all pages have in common, and pages with scales of
+// keys by channel (attend_stream.cuh has those by token).
+#pragma once
+
+#include "common/codes.cuh"
+#include "common/mma.cuh"
+#include "common/page.cuh"
+#include "decode/state.cuh"
+
+constexpr int PRODUCTS = NARROW ? 1 : 2;  // of keys and queries: of high parts, of low ones
+
+// Add to the scores of COUNT tiles, a step of all of them at a time: their products do not wait for
+// each other.
+template <int BITS, int COUNT, int STEP = 0>
+__device__ __forceinline__ void key_products(float (*scores)[4], const Codes<BITS>* codes,
+                                             const uint32_t (&query)[PRODUCTS][KSTEPS][2]) {
+  if constexpr (STEP < KSTEPS) {
+#pragma unroll
+    for (int product = 0; product < PRODUCTS; ++product)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+        mma(scores[i], codes[i].template get<STEP, 0, false>(),
+            codes[i].template get<STEP, 0, true>(), codes[i].template get<STEP, 1, false>(),
+            codes[i].template get<STEP, 1, true>(), query[product][STEP][0],
+            query[product][STEP][1], __half());
+    key_products<BITS, COUNT, STEP + 1>(scores, codes, query);
+  }
+}
+
+template <int BITS, int STEP, int END>
+__device__ __forceinline__ void value_products(State& state, const Codes<BITS>& codes,
+                                               const uint32_t (&weights)[2]) {
+  if constexpr (STEP < END) {
+    mma(state.out[STEP], codes.template get<STEP, 0, false>(),
+        codes.template get<STEP, 1, false>(), codes.template get<STEP, 0, true>(),
+        codes.template get<STEP, 1, true>(), weights[0], weights[1], __half());
+    value_products<BITS, STEP + 1, END>(state, codes, weights);
+  }
+}
+
+// Two half2 of (tokens or channels) 16 * step + 8 * half + 2 quad, + 1 from a vector in
+// fragment order: (32 elements a run, quad, step parity, half).
+struct Pairs {
+  uint4 four;
+  __device__ __forceinline__ Pairs(const uint8_t* vector, int run, int quad)
+      : four(load16(vector + (run * 4 + quad) * 16)) {}
+  __device__ __forceinline__ uint32_t get(int parity, int half) const {
+    return parity ? (half ? four.w : four.z) : (half ? four.y : four.x);
+  }
+};
+
+constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
+constexpr int PARTS = TILES / PART_TILES;
+
+// A column and its low part are two lanes apart; both get the sum.
+__device__ __forceinline__ void join_parts(float& x) {
+  if (NARROW) x += __shfl_xor_sync(~0u, x, 2);
+}
+
+// Two numbers, or none of them, or one: of tokens that are in use, of [start, stop).
+__device__ __forceinline__ uint32_t in_use(uint32_t pair, int token, int start, int stop) {
+  if (token < start || token >= stop) pair &= 0xffff0000u;
+  if (token + 1 < start || token + 1 >= stop) pair &= 0x0000ffffu;
+  return pair;
+}
+
+// From the scores of a part of a page to its values. unit: what scores of the lane's columns are to
+// be multiplied by, in log2. Tokens [start, stop) are in use; of a stream page the others may never
+// have been written.
+template <class P>
+__device__ __forceinline__ void attend_part(State& state, const uint8_t* page, int part,
+                                            float (&scores)[PART_TILES][4],
+                                            const float (&unit)[2], int start, int stop,
+                                            int lane) {
+  constexpr uint32_t ONES = 0x3c003c00;
+  constexpr int VALUE_STEPS = VALUE_GROUP / TILE, LOW = P::Values::LOW;
+  const int group = lane >> 2, quad = lane & 3;
+  const bool is_partial = stop - start < PAGE_TOKENS;
+  // Of the first value group the state gathers probability * zero itself; others are added below.
+  float zero[VALUE_GROUPS][4] = {};
+  uint32_t weights[PART_TILES][2];
+  if (is_partial) {
+    asm volatile("");  // a branch, not selects in every page
+#pragma unroll
+    for (int i = 0; i < PART_TILES; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int token = (part * PART_TILES + i) * TILE + group + (c & 2) * 4;
+        if (token < start || token >= stop) scores[i][c] = -INFINITY;
+      }
+  }
+  float next[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < PART_TILES; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
+  next[0] *= unit[0], next[1] *= unit[1];
+  raise_maximum(state, next);
+#pragma unroll
+  for (int i = 0; i < PART_TILES; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      scores[i][c] = exp2_fast(fmaf(scores[i][c], unit[c & 1], -next[c & 1]));
+    weights[i][0] = transposed(packed(scores[i][0], scores[i][1], __half()));
+    weights[i][1] = transposed(packed(scores[i][2], scores[i][3], __half()));
+  }
+#pragma unroll
+  for (int i = 0; i < PART_TILES; ++i) {
+    const int tile = part * PART_TILES + i, run = tile >> 1, parity = i & 1;
+    Codes<P::Values::WIDTH> codes;
+    codes.load(page + P::value_codes, tile, lane);
+#pragma unroll
+    for (int value_group = 0; value_group < VALUE_GROUPS; ++value_group) {
+      const int at = value_group * PAGE_TOKENS * 2;
+      const Pairs scales(page + P::value_scales + at, run, quad);
+      const Pairs zeros(page + P::value_zeros + at, run, quad);
+      uint32_t scale[2] = {scales.get(parity, 0), scales.get(parity, 1)};
+      uint32_t point[2] = {zeros.get(parity, 0), zeros.get(parity, 1)};
+      if (STREAM && is_partial) {
+        asm volatile("");
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // 0 * NaN is not 0.
+          const int token = tile * TILE + 8 * half + 2 * quad;
+          scale[half] = in_use(scale[half], token, start, stop);
+          point[half] = in_use(point[half], token, start, stop);
+        }
+      }
+      // Rows 0 to 7 gather probability * zero, rows 8 to 15 probability.
+      float(&sums)[4] = value_group == 0 ? state.sums : zero[value_group];
+      mma(sums, point[0], ONES, point[1], ONES, weights[i][0], weights[i][1], __half());
+      const uint32_t scaled[2] = {times(weights[i][0], scale[0]), times(weights[i][1], scale[1])};
+      if (value_group == 0) value_products<P::Values::WIDTH, 0, VALUE_STEPS>(state, codes, scaled);
+      if constexpr (VALUE_GROUPS > 1)
+        if (value_group == 1)
+          value_products<P::Values::WIDTH, VALUE_STEPS, 2 * VALUE_STEPS>(state, codes, scaled);
+      if constexpr (VALUE_GROUPS > 2) {
+        if (value_group == 2)
+          value_products<P::Values::WIDTH, 2 * VALUE_STEPS, 3 * VALUE_STEPS>(state, codes, scaled);
+        if (value_group == 3)
+          value_products<P::Values::WIDTH, 3 * VALUE_STEPS, 4 * VALUE_STEPS>(state, codes, scaled);
+      }
+    }
+  }
+  if constexpr (VALUE_GROUPS > 1) {
+    // The maximum may rise with the next part, so these are added part by part.
+#pragma unroll
+    for (int tile = VALUE_STEPS; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        state.out[tile][c] += zero[tile / VALUE_STEPS][c & 1] / out_unit<LOW>(tile, c >> 1);
+  }
+}
+
+// Queries times the scales of a key group, and their product with its zeros (all rows the same).
+template <class P>
+struct GroupQuery {
+  uint32_t scaled[PRODUCTS][KSTEPS][2];
+  float zero[4];
+
+  __device__ __forceinline__ void prepare(const uint8_t* page, int key_group,
+                                          const QueryParts& query, int lane) {
+    const uint8_t* scales = page + P::key_scales + key_group * HEAD_DIM * 2;
+    const uint8_t* zeros = page + P::key_zeros + key_group * HEAD_DIM * 2;
+    const int quad = lane & 3;
+    const uint32_t upper = lane >= 16 ? ~0u : 0u;  // columns 4 to 7
+    zero[0] = zero[1] = zero[2] = zero[3] = 0.0f;
+#pragma unroll
+    for (int run = 0; run < KSTEPS / 2; ++run) {
+      const Pairs scale(scales, run, quad), point(zeros, run, quad);
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int step = 2 * run + parity;
+        uint32_t whole[PRODUCTS][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint2 parts = query[step][half][lane];
+          // Codes come with the factor of their place.
+          constexpr int LOW = P::Keys::LOW;
+          const float factor = 1.0f / (1 << (LOW * bit_place<LOW>(step, half)));
+          const uint32_t by = packed(factor, factor, __half());
+          const uint32_t high = times(parts.x, by), low = times(parts.y, by);
+          const uint32_t by_scale = scale.get(parity, half);
+          uint32_t rounded = times(high, by_scale);
+          // What rounding lost is a float16 too, and the low part's product joins it.
+          if (NARROW) {
+            // Columns 0 to 3 have no low part, and nothing is taken off.
+            rounded &= upper;
+            scaled[0][step][half] = times_add(low, by_scale, times_less(high, by_scale, rounded));
+            whole[0][half] = upper ? parts.y : parts.x;
+          } else {
+            scaled[0][step][half] = rounded;
+            scaled[PRODUCTS - 1][step][half] =
+                times_add(low, by_scale, times_less(high, by_scale, rounded));
+            whole[0][half] = parts.x, whole[PRODUCTS - 1][half] = parts.y;
+          }
+        }
+#pragma unroll
+        for (int product = 0; product < PRODUCTS; ++product)
+          mma(zero, point.get(parity, 0), point.get(parity, 0), point.get(parity, 1),
+              point.get(parity, 1), whole[product][0], whole[product][1], __half());
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) zero[c] *= 1.0f / SUBNORMAL;
+  }
+};
+
+// Tokens [start, stop) are in use.
+template <class P>
+__device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
+                                            const uint8_t* norms,
+                                            const QueryParts& query, const float (&unit)[2],
+                                            int start, int stop, int lane) {
+  constexpr int GROUP_TILES = KEY_GROUP / TILE;
+  constexpr int RUN_TILES = GROUP_TILES < PART_TILES ? GROUP_TILES : PART_TILES;
+  const int group = lane >> 2;
+  GroupQuery<P> keys;
+  if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query, lane);
+#pragma unroll 1
+  for (int part = 0; part < PARTS; ++part) {
+    float scores[PART_TILES][4];
+#pragma unroll
+    for (int i = 0; i < PART_TILES; i += RUN_TILES) {
+      const int tile = part * PART_TILES + i;
+      if constexpr (KEY_GROUPS > 1) keys.prepare(page, tile / GROUP_TILES, query, lane);
+      Codes<P::Keys::WIDTH> codes[RUN_TILES];
+#pragma unroll
+      for (int j = 0; j < RUN_TILES; ++j) {
+        codes[j].load(page + P::key_codes, tile + j, lane);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i + j][c] = keys.zero[c];
+      }
+      key_products<P::Keys::WIDTH, RUN_TILES>(scores + i, codes, keys.scaled);
+    }
+#pragma unroll
+    for (int i = 0; i < PART_TILES; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) join_parts(scores[i][c]);
+    if constexpr (SCALING) {
+      const uint4 eight = load16(norms + (part * 8 + group) * 16);
+      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int i = 0; i < PART_TILES; ++i) {
+        const float2 norm = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+        scores[i][0] *= norm.x, scores[i][1] *= norm.x;
+        scores[i][2] *= norm.y, scores[i][3] *= norm.y;
+      }
+    }
+    attend_part<P>(state, page, part, scores, unit, start, stop, lane);
+  }
+}

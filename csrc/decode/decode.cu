@@ -1,0 +1,247 @@
+// decode: attention of a few queries per sequence over packed pages, 16-bit tokens and new ones.
+//
+// Work is a line of items, segment after segment: a segment is one (sequence, KV head, tile of up
+// to 8 query columns), its items are first the new tokens, then stored tokens in 16 bit (up to 16
+// each), then pages. Every thread block takes an equal part of the line; its warps take items in
+// turn. Keys are operand A (16 tokens x 16 channels), queries B (16 channels x 8 columns), then
+// values transposed A (16 channels x 16 tokens) and probabilities B, so that a column keeps its
+// lanes throughout. Codes are used as float16 subnormals (page.cuh): the power of two of their
+// place and a channel's scale go into the query, a token's scale of its key into its score, that of
+// its value into its probability.
+//
+// One float16 is too coarse for a query times a scale: at scores of 100 its rounding moves
+// probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits.
+//
+// Compiled with, besides page.cuh's: KEY_BITS_A, VALUE_BITS_A, KEY_BITS_B, VALUE_BITS_B (0: none)
+// of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at least 8), BUFFERS (of
+// fewer than WARPS some warps wait), USE_TMA (copy.cuh), ROTATE, NARROW (1: at most 4 columns are
+// in use, and columns 4 to 7 take the low parts of 0 to 3, which costs no product; 0: the low parts
+// have products of their own).
+
+#include "common/hadamard.cuh"
+#include "common/overlap.cuh"
+#include "decode/attend_page.cuh"
+#include "decode/attend_plain.cuh"
+#include "decode/attend_stream.cuh"
+#include "decode/merge.cuh"
+#include "decode/params.cuh"
+#include "decode/request.cuh"
+
+// The column whose queries a fragment's column has.
+__device__ __forceinline__ int query_column(int column) {
+  return NARROW ? column % (COLUMNS / 2) : column;
+}
+
+// A column's queries, a warp a column. They are fetched before the first pages are requested, which
+// would keep them waiting.
+struct Query {
+  ELEMENT plain[PER_LANE];
+  float sigma[PER_LANE];
+
+  __device__ __forceinline__ void fetch(const Params& params, const Assignment& part, int warp,
+                                        int lane) {
+    if (warp >= COLUMNS) return;
+    const int column = part.column_tile * COLUMNS + query_column(warp);
+    const int token = column / params.group, head = column % params.group;
+    const ELEMENT* row = params.queries + part.sequence * params.query_stride[0] +
+                         (part.head * params.group + head) * params.query_stride[1] +
+                         token * params.query_stride[2];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int channel = channel_of(i, lane);
+      plain[i] = token < params.tokens ? row[channel] : ELEMENT(0.0f);
+      sigma[i] = 1.0f;
+      if (params.sigma != nullptr)
+        sigma[i] = params.sigma[(params.sigma_rows > 1 ? part.head : 0) * HEAD_DIM + channel];
+    }
+  }
+
+  // As they came; and balanced, rotated, brought within [-QUERY_RANGE, QUERY_RANGE] by a power of
+  // two, in two parts.
+  __device__ __forceinline__ void store(Shared& shared, int warp, int lane) const {
+    if (warp >= COLUMNS) return;
+    float x[PER_LANE];
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      shared.plain[warp][channel_of(i, lane)] = plain[i];
+      x[i] = static_cast<float>(plain[i]) * sigma[i];
+    }
+#if ROTATE
+    hadamard(x, lane);
+#endif
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) largest = fmaxf(largest, fabsf(x[i]));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    // A power of two whose inverse is a float32 too.
+    const float exponent = largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f;
+    const float inverse = exp2f(-exponent);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const float even = x[i] * inverse * QUERY_RANGE;
+      const float odd = __shfl_down_sync(~0u, even, 1);
+      const int channel = channel_of(i, lane);
+      const uint32_t high = packed(even, odd, __half());
+      const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
+      uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
+      if (NARROW && warp < COLUMNS / 2) low = 0;  // columns 4 to 7 have it
+      if (lane % 2 == 0)
+        shared.query[channel / TILE][channel / 8 % 2][4 * warp + channel / 2 % 4] = {high, low};
+    }
+    if (lane == 0) shared.unit[warp] = exp2f(exponent) / QUERY_RANGE;
+  }
+};
+
+// Take State::out from the units of one format to those of the other.
+template <class From, class To>
+__device__ __forceinline__ void change_units(State& state) {
+  constexpr int FROM = From::Values::LOW, TO = To::Values::LOW;
+  if (FROM == TO) return;
+#pragma unroll
+  for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      state.out[tile][c] *= out_unit<FROM>(tile, c >> 1) / out_unit<TO>(tile, c >> 1);
+}
+
+__device__ __forceinline__ void attend_segment(const Params& params, Shared& shared,
+                                               const Assignment& part, State& state,
+                                               uint32_t taken, int warp, int lane) {
+  float unit[2];  // of the lane's columns
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+    unit[c] = shared.unit[2 * (lane & 3) + c] * params.scaling * LOG2E * SUBNORMAL;
+  bool second = false;  // whether the state is in units of the second format
+#if STREAM
+  StreamQuery keys;  // for the format of `second`
+  keys.prepare<PageA::Keys::LOW>(shared.query, lane);
+#endif
+  const Run run = run_of(part);
+  // Item run.first + i is the (taken + i)-th of this thread block. Entries are read an item ahead.
+  int i = (warp + WARPS - taken % WARPS) % WARPS;
+  int2 entry = {0, 0}, coming = {0, 0}, next = {0, 0};
+  if (run.first + i < run.last) entry = entry_of(params, part, run.first + i, lane);
+  for (; run.first + i < run.last; i += WARPS, entry = coming) {
+    const int item = run.first + i, refill = item + BUFFERS;
+    if (item + WARPS < run.last) coming = entry_of(params, part, item + WARPS, lane);
+    if (refill < run.last) next = entry_of(params, part, refill, lane);
+    const uint32_t turn = taken + i;
+    const int buffer = turn % BUFFERS;
+    const uint8_t* rows = shared.buffers[buffer];
+    const int stop = entry.y & 0xff, start = entry.y >> 8 & 0xff;
+    // Warps run ahead of each other: a barrier's parity alone could be that of two turns before.
+    while (load_acquire(&shared.turns[buffer]) != turn) {
+    }
+    barrier_wait(&shared.full[buffer], turn / BUFFERS & 1);
+    if (item <= part.tiles) {
+      int visible[2] = {TILE, TILE};
+      if (item == 0)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          visible[c] =
+              (part.column_tile * COLUMNS + query_column(2 * (lane & 3) + c)) / params.group + 1;
+      attend_plain(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
+      // Unless the warp's next item is such a one too, its output goes over to the units of pages.
+      if (item + WARPS > part.tiles || item + WARPS >= run.last)
+        settle_plain<PageA::Values::LOW>(state, lane);
+    } else {
+      if constexpr (HAS_B) {
+        if (second != (entry.y >> 16 != 0)) {
+          second = !second;
+          if (second)
+            change_units<PageA, PageB>(state);
+          else
+            change_units<PageB, PageA>(state);
+#if STREAM
+          if (PageA::Keys::LOW != PageB::Keys::LOW) {
+            if (second)
+              keys.prepare<PageB::Keys::LOW>(shared.query, lane);
+            else
+              keys.prepare<PageA::Keys::LOW>(shared.query, lane);
+          }
+#endif
+        }
+      }
+#if STREAM
+      if (!HAS_B || !second)
+        attend_stream<PageA>(state, rows, keys, shared.query, unit, start, stop, lane);
+      else if constexpr (HAS_B)
+        attend_stream<PageB>(state, rows, keys, shared.query, unit, start, stop, lane);
+#else
+      const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
+      if (!HAS_B || !second) {
+        attend_page<PageA>(state, rows, norms, shared.query, unit, start, stop, lane);
+      } else if constexpr (HAS_B) {
+        if constexpr (SCALING == 1) norms = rows + PageB::norms;
+        attend_page<PageB>(state, rows, norms, shared.query, unit, start, stop, lane);
+      }
+#endif
+    }
+    __syncwarp();
+    if (refill < run.last) request(params, shared, part, refill, next, turn + BUFFERS, lane);
+  }
+  if constexpr (HAS_B)
+    if (second) change_units<PageB, PageA>(state);
+#pragma unroll
+  for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      state.out[tile][c] *= out_unit<PageA::Values::LOW>(tile, c >> 1);
+      if (tile < VALUE_GROUP / TILE) state.out[tile][c] += state.sums[c & 1];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    decode(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) uint8_t raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
+  // By a shuffle, so that the compiler knows that a warp's branches on it do not diverge.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  Assignment part = params.assignments[blockIdx.x];
+  if (threadIdx.x < BUFFERS) {
+    barrier_init(&shared.full[threadIdx.x]);
+    shared.turns[threadIdx.x] = ~0u;
+  }
+#if USE_TMA
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  __syncthreads();
+  let_next_begin();
+  if (part.begin == part.end) return;
+  wait_for_previous();
+  uint32_t taken = 0;
+  Query query;
+  query.fetch(params, part, warp, lane);
+  request_first(params, shared, part, taken, warp, lane);
+  while (true) {
+    query.store(shared, warp, lane);
+    __syncthreads();
+    State state;
+    state.clear();
+    attend_segment(params, shared, part, state, taken, warp, lane);
+    if (WARPS > SLOTS) {
+      // Shared memory has room for half the states: the upper warps' first.
+      if (warp >= SLOTS) store_state(shared, state, warp - SLOTS, lane);
+      __syncthreads();
+      if (warp < WARPS - SLOTS) add_state(shared, state, warp, lane);
+      __syncwarp();
+    }
+    if (warp < SLOTS) store_state(shared, state, warp, lane);
+    __syncthreads();
+    const Assignment done = part;
+    const Run run = run_of(part);
+    taken += run.last - run.first;
+    const bool goes_on = part.start + part.items() < part.end;
+    if (goes_on) {
+      // The next segment's pages are on their way while this one's states are added up.
+      part.advance(params);
+      query.fetch(params, part, warp, lane);
+      request_first(params, shared, part, taken, warp, lane);
+    }
+    finish_segment(params, shared, done, goes_on, warp, lane);
+    if (!goes_on) return;
+    __syncthreads();
+  }
+}

@@ -1,0 +1,194 @@
+// From the states of warps and the parts of thread blocks to the output of a segment.
+#pragma once
+
+#include "common/hadamard.cuh"
+#include "decode/params.cuh"
+
+constexpr int PART = COLUMNS * RECORD;  // floats of a warp's or thread block's records
+static_assert(WARPS >= COLUMNS && PART % 4 == 0);
+
+// Store a warp's state in a slot of shared memory, where finish_segment finds it.
+__device__ __forceinline__ void store_state(Shared& shared, const State& state, int slot,
+                                            int lane) {
+  const int group = lane >> 2, quad = lane & 3;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    float* column = shared.merge[slot][2 * quad + (c & 1)];
+#pragma unroll
+    for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+      column[value_channel(tile, c >> 1, group)] = state.out[tile][c];
+    if (group == 0 && c >= 2) {
+      column[HEAD_DIM] = state.sums[c];
+      column[HEAD_DIM + 1] = state.maximum[c & 1];
+    }
+  }
+}
+
+// Add the state in a slot to a warp's state.
+__device__ __forceinline__ void add_state(const Shared& shared, State& state, int slot, int lane) {
+  const int group = lane >> 2, quad = lane & 3;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float* column = shared.merge[slot][2 * quad + c];
+    const float other = column[HEAD_DIM + 1];
+    const float next = fmaxf(state.maximum[c], other);
+    const float ours = next == -INFINITY ? 0.0f : exp2_fast(state.maximum[c] - next);
+    const float theirs = next == -INFINITY ? 0.0f : exp2_fast(other - next);
+    state.maximum[c] = next;
+    state.sums[2 + c] = state.sums[2 + c] * ours + column[HEAD_DIM] * theirs;
+#pragma unroll
+    for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& x = state.out[tile][2 * half + c];
+        x = x * ours + column[value_channel(tile, half, group)] * theirs;
+      }
+  }
+}
+
+// Sum of records, in their order.
+struct Column {
+  float x[PER_LANE];
+  float total, maximum;
+
+  __device__ __forceinline__ void clear() {
+    total = 0.0f, maximum = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
+  }
+
+  // Up to 32 records, PART floats apart. Each lane takes one record's maximum and sum, and all take
+  // the outputs.
+  __device__ __forceinline__ void add(const float* records, int count, int lane) {
+    float top = -INFINITY, sum = 0.0f;
+    if (lane < count) {
+      sum = records[lane * PART + HEAD_DIM];
+      top = records[lane * PART + HEAD_DIM + 1];
+    }
+    float next = fmaxf(top, maximum);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
+    if (next == -INFINITY) return;
+    const float mine = exp2_fast(top - next), before = exp2_fast(maximum - next);
+    sum *= mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    total = total * before + sum;
+    maximum = next;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) x[i] *= before;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const float factor = __shfl_sync(~0u, mine, i);
+#pragma unroll
+      for (int j = 0; j < PER_LANE; ++j)
+        x[j] = fmaf(factor, records[i * PART + channel_of(j, lane)], x[j]);
+    }
+  }
+};
+
+// One column's output, rotated back: x is its sum over all items, total that of the weights.
+__device__ __forceinline__ void write_column(const Params& params, const Assignment& part,
+                                             int column, float (&x)[PER_LANE], float total,
+                                             int lane) {
+  column += part.column_tile * COLUMNS;
+  const int token = column / params.group, head = column % params.group;
+#if ROTATE
+  hadamard(x, lane);
+#endif
+  ELEMENT* row =
+      params.output +
+      ((static_cast<int64_t>(part.sequence) * params.tokens + token) * params.kv_heads *
+           params.group +
+       part.head * params.group + head) *
+          HEAD_DIM;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) row[channel_of(i, lane)] = ELEMENT(x[i] / total);
+}
+
+// Whether this thread block is the last one to have written its part of a segment.
+__device__ __forceinline__ bool is_last_of(const Params& params, Shared& shared,
+                                           const Assignment& part, int parts) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Takes along what the whole thread block wrote before the barrier.
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(params.arrivals + part.index)
+                 : "memory");
+    shared.is_last = before == parts - 1;
+    if (shared.is_last) params.arrivals[part.index] = 0;
+  }
+  __syncthreads();
+  return shared.is_last;
+}
+
+// The columns in use of some thread blocks' parts, to shared memory; by all threads. Not through L1,
+// as other thread blocks wrote them.
+__device__ __forceinline__ void copy_parts(float* target, const float* source, int count,
+                                           int columns) {
+  const int used = (columns * RECORD + 3) / 4 * 4;
+  for (int part = threadIdx.x / 32; part < count; part += WARPS)
+    for (int i = part * PART + threadIdx.x % 32 * 4; i < part * PART + used; i += 128)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target + i)),
+                   "l"(source + i)
+                   : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+}
+
+// Write the segment's output, or this thread block's part of it; the last to come adds the parts.
+//
+// Warps' states and thread blocks' parts are added up by the same instructions, a warp a column: at
+// short contexts it is fetching instructions that takes the time. So parts go through shared
+// memory, `buffers` unless the next segment's pages are on their way to it.
+__device__ __forceinline__ void finish_segment(const Params& params, Shared& shared,
+                                               const Assignment& part, bool goes_on, int warp,
+                                               int lane) {
+  int first, parts = part.parts;
+  if (parts) {
+    first = part.first;
+  } else {
+    first = part.worker(part.start);
+    parts = part.worker(part.start + part.items() - 1) - first + 1;
+  }
+  const int columns =
+      min(COLUMNS, params.group * params.tokens - part.column_tile * COLUMNS);
+  // Along the line segment and thread block never both stay, so their sum names a part.
+  float* partials = params.partials + static_cast<int64_t>(part.index) * PART;
+  float* records = shared.merge[0][0];
+  int count = SLOTS, added = 0;  // records in shared memory; parts that came there so far
+  bool is_part = parts > 1;
+  Column sum;
+  sum.clear();
+#pragma unroll 1
+  while (true) {
+    if (warp < columns)
+#pragma unroll 1
+      for (int i = 0; i < count; i += 32)
+        sum.add(records + i * PART + warp * RECORD, min(count - i, 32), lane);
+    if (is_part) {
+      if (warp < columns) {
+        float* record = partials + static_cast<int64_t>(blockIdx.x) * PART + warp * RECORD;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) record[channel_of(i, lane)] = sum.x[i];
+        if (lane == 0) record[HEAD_DIM] = sum.total, record[HEAD_DIM + 1] = sum.maximum;
+      }
+      if (!is_last_of(params, shared, part, parts)) return;
+      is_part = false;
+      sum.clear();
+      partials += static_cast<int64_t>(first) * PART;
+    } else if (parts == 1 || added == parts) {
+      break;
+    } else {
+      __syncthreads();
+    }
+    if (!goes_on) records = reinterpret_cast<float*>(shared.buffers);
+    count = min(goes_on ? SLOTS : static_cast<int>(sizeof(shared.buffers) / (PART * 4)),
+                parts - added);
+    copy_parts(records, partials + added * PART, count, columns);
+    added += count;
+  }
+  if (warp < columns) write_column(params, part, warp, sum.x, sum.total, lane);
+}

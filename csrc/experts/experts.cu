@@ -1,0 +1,190 @@
+// experts: a mixture of experts for a few rows, each row by the experts that it chooses. Two
+// launches like those of linear.cu:
+//
+//   DOWN 0: out[row][k] = silu(x Wg^T) * (x Wu^T), of the k-th chosen expert, x normalized
+//   DOWN 1: out[row] = residual[row] + sum over k of share[row][k] * (x[row][k] Wd^T)
+//
+// A row's shares are the softmax of its router's logits, of which the CHOSEN largest count. Every
+// thread block finds them by itself. The first launch cannot ask for weights before the router has
+// ended; it lets the second one begin only then, so that this one can.
+//
+// Compiled with: DOWN, CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,536), NORMALIZE
+// (1: shares add up to 1), ROWS (1 to 4), EARLY (pieces that a warp of the second launch asks for
+// before it waits: more would keep the first one's last ones waiting), and as product.cuh says.
+
+#include "common/overlap.cuh"
+#include "common/product.cuh"
+
+constexpr int SIDES = DOWN ? CHOSEN : 2;
+constexpr int KEYS = (EXPERTS + 3) / 4 * 4;  // of a row
+
+struct Params {
+  const ELEMENT* x;         // (ROWS, width), or with DOWN (ROWS, CHOSEN, width)
+  const ELEMENT* norm;      // (width), not with DOWN
+  const ELEMENT* logits;    // (ROWS, EXPERTS)
+  const ELEMENT* weights;   // (EXPERTS, outputs, width): first the gates' outputs, then the others
+  const ELEMENT* residual;  // (ROWS, total), with DOWN
+  ELEMENT* output;          // (ROWS, CHOSEN, total), or with DOWN (ROWS, total)
+  int total, width;         // outputs of a row and expert; width: a multiple of 256
+  float epsilon;
+};
+
+// An integer for each logit of a row: the larger the logit the larger, of equal ones the first's.
+// NaN is above or below all numbers, so that there are always CHOSEN largest.
+__device__ __forceinline__ uint32_t key_of(unsigned short bits, int expert) {
+  const uint32_t ordered = bits & 0x8000 ? ~bits & 0xffff : bits | 0x8000;
+  return ordered << 16 | (0xffff - expert);
+}
+
+__device__ __forceinline__ float logit_of(uint32_t key) {
+  const uint32_t ordered = key >> 16;
+  const unsigned short bits = ordered & 0x8000 ? ordered & 0x7fff : ~ordered & 0xffff;
+  return static_cast<float>(*reinterpret_cast<const ELEMENT*>(&bits));
+}
+
+// The experts of all rows, the largest logit's first; by all threads.
+__device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[ROWS][KEYS],
+                                       int (&chosen)[ROWS * CHOSEN]) {
+  const unsigned short* bits = reinterpret_cast<const unsigned short*>(logits);
+  for (int i = threadIdx.x; i < ROWS * KEYS; i += THREADS) {
+    const int row = i / KEYS, expert = i % KEYS;
+    // Not through L1: this may run before the launch in front has ended.
+    keys[row][expert] =
+        expert < EXPERTS ? key_of(__ldcg(bits + row * EXPERTS + expert), expert) : 0;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < ROWS * EXPERTS; i += THREADS) {
+    const int row = i / EXPERTS, expert = i % EXPERTS;
+    const uint4* others = reinterpret_cast<const uint4*>(keys[row]);
+    const uint32_t mine = keys[row][expert];
+    int above[4] = {};
+#pragma unroll 8
+    for (int j = 0; j < KEYS / 4; ++j) {
+      const uint4 four = others[j];
+      above[0] += four.x > mine, above[1] += four.y > mine;
+      above[2] += four.z > mine, above[3] += four.w > mine;
+    }
+    const int rank = above[0] + above[1] + above[2] + above[3];
+    if (rank < CHOSEN) chosen[row * CHOSEN + rank] = expert;
+  }
+  __syncthreads();
+}
+
+// Shares of a row's chosen experts; by a warp.
+__device__ __forceinline__ void share(const uint32_t (&keys)[KEYS], const int* chosen,
+                                      float* shares, int lane) {
+  const float largest = logit_of(keys[chosen[0]]);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < EXPERTS; i += 32)
+    if (i + lane < EXPERTS) sum += expf(logit_of(keys[i + lane]) - largest);
+  sum = warp_sum(sum);
+  const float mine = lane < CHOSEN ? expf(logit_of(keys[chosen[lane]]) - largest) / sum : 0.0f;
+  const float all = warp_sum(mine);
+  if (lane < CHOSEN) shares[lane] = rounded(NORMALIZE ? mine / all : mine);
+}
+
+// A unit of work is an output: of DOWN a row's, else of a row and one of its experts.
+struct Unit {
+  int item, output;
+
+  __device__ __forceinline__ Unit(int unit, int total)
+      : item(unit / total), output(unit % total) {}
+
+  __device__ __forceinline__ void next(int total) {
+    if (++output == total) output = 0, ++item;
+  }
+
+  __device__ __forceinline__ const ELEMENT* weights(const Params& params, const int* chosen,
+                                                    int side) const {
+    const int expert = chosen[DOWN ? item * CHOSEN + side : item];
+    const int64_t row = DOWN ? static_cast<int64_t>(expert) * params.total + output
+                             : (2ll * expert + side) * params.total + output;
+    return params.weights + row * params.width;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    experts(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ uint64_t full[WARPS][DEPTH], rows;
+  __shared__ float sums[WARPS][ROWS], shares[ROWS * CHOSEN];
+  __shared__ int chosen[ROWS * CHOSEN];
+  __shared__ alignas(16) uint32_t keys[ROWS][KEYS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int width = params.width, total = params.total;
+  uint8_t* ring = memory + warp * DEPTH * PIECE_BYTES;
+  ELEMENT* x = reinterpret_cast<ELEMENT*>(memory + WARPS * DEPTH * PIECE_BYTES);
+  ELEMENT* norm = x + (DOWN ? CHOSEN : 1) * ROWS * width;
+
+  const int64_t number = blockIdx.x * WARPS + warp, warps = gridDim.x * WARPS;
+  const int64_t units = static_cast<int64_t>(DOWN ? 1 : CHOSEN) * ROWS * total;
+  const int first = number * units / warps, last = (number + 1) * units / warps;
+  Unit current(first, total), wanted = current;
+  Cursor<SIDES> ahead(first);
+  if (lane < DEPTH) barrier_init(&full[warp][lane]);
+  if (threadIdx.x == 0) barrier_init(&rows);
+#if USE_TMA
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  if (!DOWN) {
+    for (int i = threadIdx.x; i < width / 8; i += THREADS)
+      *reinterpret_cast<uint4*>(norm + i * 8) = load16(params.norm + i * 8);
+    wait_for_previous();
+    if (warp == 0) request_rows(params.x, ROWS * width, x, &rows, lane);
+  }
+  let_next_begin();
+  choose(params.logits, keys, chosen);
+  auto request = [&](int slot) {
+    const ELEMENT* row = wanted.weights(params, chosen, ahead.side);
+    request_piece(row, ahead.start, width, ring + slot * PIECE_BYTES, &full[warp][slot], lane);
+    const int unit = ahead.output;
+    ahead.next(width);
+    if (ahead.output != unit) wanted.next(total);
+  };
+  int slot = 0;
+  if (DOWN) {
+#pragma unroll 1
+    for (; slot < EARLY && ahead.output < last; ++slot) request(slot);
+    // Not by the first warp, which asks for x.
+    const int row = WARPS - 1 - warp;
+    if (row < ROWS) share(keys[row], chosen + row * CHOSEN, shares + row * CHOSEN, lane);
+    __syncthreads();
+    wait_for_previous();
+    if (warp == 0) request_rows(params.x, ROWS * CHOSEN * width, x, &rows, lane);
+  }
+#pragma unroll 1
+  for (; slot < DEPTH && ahead.output < last; ++slot) request(slot);
+  take_rows(width, !DOWN, params.epsilon, x, norm, &rows, sums);
+
+  slot = 0;
+  uint32_t parity = 0;
+  for (int unit = first; unit < last; ++unit, current.next(total)) {
+    float y = 0.0f, gate = 0.0f, residual = 0.0f;
+    if (DOWN && lane == 0) residual = static_cast<float>(params.residual[unit]);
+#pragma unroll 1
+    for (int side = 0; side < SIDES; ++side) {
+      float dot[1] = {};
+      const int item = DOWN ? current.item * CHOSEN + side : current.item / CHOSEN;
+      const ELEMENT* row = x + item * width;
+      for (int start = 0; start < width; start += PIECE) {
+        barrier_wait(&full[warp][slot], parity);
+        multiply_piece(dot, ring + slot * PIECE_BYTES, row, start, width, lane);
+        __syncwarp();
+        if (ahead.output < last) request(slot);
+        if (++slot == DEPTH) slot = 0, parity ^= 1;
+      }
+      const float product = warp_sum(dot[0]);
+      if (DOWN)
+        y += rounded(rounded(product) * shares[current.item * CHOSEN + side]);
+      else if (side == 0)
+        gate = product;
+      else
+        y = gated(gate, product);
+    }
+    if (lane == 0) {
+      if (DOWN) y = rounded(y) + residual;
+      params.output[unit] = ELEMENT(y);
+    }
+  }
+}

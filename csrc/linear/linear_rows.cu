@@ -1,0 +1,279 @@
+// linear_rows: up to COLUMNS rows of x times weight matrices, y = x W^T, as in a decode step of many
+// sequences: W is read once, at the speed of memory. On the way out a bias is added, or the residual
+// stream, or two products become silu(gate) * up. x is normalized already (rms_norm.cu).
+//
+// A thread block takes a run of outputs, in sweeps of `step`. A sweep passes over the width once, in
+// stages of SPAN elements of each of its rows of W and of all rows of x, `depth` of which are on
+// their way at any time. So x, which is too large to stay in shared memory, comes from the L2 cache
+// once a sweep. Producer warps ask for stages, a row a lane: W's before the kernel that makes x has
+// ended (overlap.cuh), x's after that. Consumer warps multiply tiles of TILE rows of W as the 16-row
+// operand by x as the other, and share a stage's elements; their sums meet in shared memory at the
+// end of a sweep. Rows lie 16 bytes further apart than they are long: no bank conflicts. What lies in
+// rows that were not asked for may be anything: it comes into their own products only.
+//
+// With a gate a sweep's rows of W alternate, eight of the gate's and eight of the other's: 16 rows
+// make eight outputs. Rounding is that of the separate operations, as in linear.cu.
+//
+// Compiled with: COLUMNS (8, 16, 24, 32), GATED and ELEMENT (matrices.cuh),
+// CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (rows of W at most), SPAN (elements, a
+// multiple of 32), USE_TMA (1: without bulk copies cuBLAS is five times as fast).
+
+#include "common/copy.cuh"
+#include "common/mma.cuh"
+#include "common/overlap.cuh"
+#include "linear/matrices.cuh"
+
+constexpr int THREADS = (CONSUMERS + PRODUCERS) * 32, CONSUMING = CONSUMERS * 32;
+constexpr int STRIDE = SPAN * 2 + 16;  // bytes between rows of a stage
+constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
+constexpr int MOST_DEPTH = 16;
+constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
+static_assert(SWEEP <= PRODUCERS * 32 && COLUMNS <= PRODUCERS * 32, "a producers' lane has a row");
+static_assert(SWEEP % TILE == 0 && SWEEP / TILE <= CONSUMERS, "a consumer has a tile");
+static_assert(SPAN % 32 == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragments");
+
+struct Params {
+  const ELEMENT* x;  // (rows, width), width a multiple of 32
+  Matrices matrices;
+  int rows;          // at most COLUMNS
+  int step;          // outputs of a sweep, at most SWEEP / SIDES
+  int depth;         // stages, at most MOST_DEPTH
+};
+
+// Rows of W in a stage, of the tiles of `outputs`.
+__device__ __forceinline__ int stage_rows(int outputs) {
+  const int rows = GATED ? (outputs + 7) / 8 * 16 : outputs;
+  return (rows + TILE - 1) / TILE * TILE;
+}
+
+// Row of an output's weights in a stage: with a gate the gate's, and the other's is 8 further.
+__device__ __forceinline__ int stage_row(int output) {
+  return GATED ? output / 8 * 16 + output % 8 : output;
+}
+
+// Stages in shared memory. `full` completes when a stage is there, `empty` when all have read it.
+struct Ring {
+  uint8_t* memory;
+  uint64_t *full, *empty;
+  int x_row;  // where x begins in a stage
+  int depth;
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ uint8_t* stage() const {
+    return memory + slot * (x_row + COLUMNS) * STRIDE;
+  }
+
+  __device__ __forceinline__ void next() {
+    if (++slot == depth) slot = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  uint64_t state;
+  asm volatile("mbarrier.arrive.shared.b64 %0, [%1];"
+               : "=l"(state)
+               : "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_for_consumers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMING) : "memory");
+}
+
+// A producer's way through the stages of its thread block.
+struct Producer {
+  const Params& params;
+  const int last, row;  // row: this lane's of a stage, of W and of x
+  int output, start = 0;
+  const ELEMENT* weights;  // this lane's row of W in the sweep; null: none
+  const ELEMENT* x;
+
+  __device__ __forceinline__ Producer(const Params& params, int first, int last)
+      : params(params),
+        last(last),
+        row(threadIdx.x % 32 * PRODUCERS + threadIdx.x / 32 - CONSUMERS),
+        output(first) {
+    x = row < params.rows ? params.x + static_cast<int64_t>(row) * width() : nullptr;
+    find_weights();
+  }
+
+  __device__ __forceinline__ void find_weights() {
+    const int within = GATED ? row / 16 * 8 + row % 8 : row, side = GATED ? row / 8 % 2 : 0;
+    weights = nullptr;
+    if (within < min(params.step, last - output))
+      weights = WeightRow(params.matrices, output + within, side).weights(params.matrices);
+  }
+
+  __device__ __forceinline__ int width() const { return params.matrices.width; }
+
+  __device__ __forceinline__ bool more() const { return output < last; }
+
+  __device__ __forceinline__ void next() {
+    start += SPAN;
+    if (start < width()) return;
+    start = 0;
+    output += params.step;
+    find_weights();
+  }
+
+  __device__ __forceinline__ uint32_t bytes() const { return min(SPAN, width() - start) * 2; }
+
+  // Copy the rows that this warp's lanes point at.
+  __device__ __forceinline__ void copy_rows(uint8_t* target, const ELEMENT* from,
+                                            uint64_t* barrier) const {
+    if (from != nullptr)
+      copy_piece(target + row * STRIDE, reinterpret_cast<const uint8_t*>(from + start), bytes(),
+                 barrier, 0);
+  }
+
+  __device__ __forceinline__ void request_weights(const Ring& ring) const {
+    const int outputs = min(params.step, last - output);
+    copy_begin(&ring.full[ring.slot], bytes() * (outputs * SIDES + params.rows), row);
+    copy_rows(ring.stage(), weights, &ring.full[ring.slot]);
+  }
+
+  __device__ __forceinline__ void request_x(const Ring& ring) const {
+    copy_rows(ring.stage() + ring.x_row * STRIDE, x, &ring.full[ring.slot]);
+    copy_end(&ring.full[ring.slot]);
+  }
+};
+
+__device__ __forceinline__ void produce(const Params& params, Ring ring, int first, int last) {
+  Producer ahead(params, first, last), behind = ahead;
+  Ring requested = ring;
+  int stages = 0;
+#pragma unroll 1
+  for (; stages < params.depth && ahead.more(); ++stages, ahead.next(), ring.next())
+    ahead.request_weights(ring);
+  let_next_begin();
+  wait_for_previous();
+#pragma unroll 1
+  for (; stages > 0; --stages, behind.next(), requested.next()) behind.request_x(requested);
+  // A slot's first stage is consumed in the phase of parity 0.
+#pragma unroll 1
+  for (; ahead.more(); ahead.next(), ring.next()) {
+    barrier_wait(&ring.empty[ring.slot], ring.parity ^ 1);
+    ahead.request_weights(ring);
+    ahead.request_x(ring);
+  }
+}
+
+using Sums = float[TILE / 16][COLUMNS / 8][4];
+
+// Add products of 32 elements of a tile's rows of W and all rows of x.
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x) {
+  uint4 b[COLUMNS / 8];
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) b[j] = load_fragments(x + j * 8 * STRIDE);
+#pragma unroll
+  for (int i = 0; i < TILE / 16; ++i) {
+    const uint4 a = load_fragments(weights + i * 16 * STRIDE);
+    const uint4 c = load_fragments(weights + i * 16 * STRIDE + 32);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+      mma(sums[i][j], a.x, a.y, a.z, a.w, b[j].x, b[j].y, ELEMENT());
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+      mma(sums[i][j], c.x, c.y, c.z, c.w, b[j].z, b[j].w, ELEMENT());
+  }
+}
+
+// partials: (CONSUMERS, COLUMNS, RECORD), a tile's sums over a part of the width.
+__device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials, int first,
+                                        int last) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const Matrices& matrices = params.matrices;
+  let_next_begin();
+  wait_for_previous();
+#pragma unroll 1
+  for (int output = first; output < last; output += params.step) {
+    const int outputs = min(params.step, last - output);
+    const int tiles = stage_rows(outputs) / TILE, parts = CONSUMERS / tiles;
+    const int tile = warp % tiles, part = warp / tiles;
+
+    // Asked for now, needed at the end.
+    float bias[ITEMS] = {}, residual[ITEMS] = {};
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int item = thread + i * CONSUMING, column = item / outputs;
+      if (column >= params.rows) continue;
+      const int at = output + item % outputs;
+      bias[i] = WeightRow(matrices, at, 0).bias(matrices);
+      if (matrices.residual != nullptr)
+        residual[i] = static_cast<float>(
+            matrices.residual[static_cast<int64_t>(column) * matrices.total + at]);
+    }
+
+    Sums sums = {};
+    const int row = tile * TILE + lane % 16, x_row = ring.x_row + lane % 8;
+#pragma unroll 1
+    for (int start = 0; start < matrices.width; start += SPAN) {
+      const int elements = min(SPAN, matrices.width - start);
+      const uint32_t stage = shared_address(ring.stage());
+      const uint32_t weights = stage + row * STRIDE + lane / 16 * 16;
+      const uint32_t x = stage + x_row * STRIDE + lane / 8 * 16;
+      barrier_wait(&ring.full[ring.slot], ring.parity);
+      if (part < parts)
+#pragma unroll 2
+        for (int k = part * 32; k < elements; k += parts * 32)
+          multiply(sums, weights + k * 2, x + k * 2);
+      __syncwarp();
+      if (lane == 0) arrive(&ring.empty[ring.slot]);
+      ring.next();
+    }
+
+    const int group = lane / 4, quad = lane % 4;
+    float* partial = partials + (warp * COLUMNS + 2 * quad) * RECORD + group;
+#pragma unroll
+    for (int i = 0; i < TILE / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          partial[(j * 8 + k % 2) * RECORD + i * 16 + k / 2 * 8] = sums[i][j][k];
+    wait_for_consumers();
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int item = thread + i * CONSUMING, column = item / outputs, which = item % outputs;
+      if (column >= params.rows) continue;
+      const int row = stage_row(which);
+      const float* sum = partials + (row / TILE * COLUMNS + column) * RECORD + row % TILE;
+      float products[SIDES] = {};
+#pragma unroll 4
+      for (int other = 0; other < parts; ++other, sum += tiles * COLUMNS * RECORD)
+#pragma unroll
+        for (int side = 0; side < SIDES; ++side) products[side] += sum[side * 8];
+      finish(matrices, static_cast<int64_t>(column) * matrices.total + output + which, products,
+             bias[i], residual[i]);
+    }
+    wait_for_consumers();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    linear_rows(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ uint64_t full[MOST_DEPTH], empty[MOST_DEPTH];
+  const int thread = threadIdx.x;
+  if (thread < params.depth) {
+    barrier_init(&full[thread], 1);
+    barrier_init(&empty[thread], CONSUMERS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  float* partials = reinterpret_cast<float*>(memory);
+  uint8_t* stages = memory + CONSUMERS * COLUMNS * RECORD * sizeof(float);
+  const Ring ring{stages, full, empty, stage_rows(params.step), params.depth};
+  const int64_t block = blockIdx.x, blocks = gridDim.x, total = params.matrices.total;
+  const int first = block * total / blocks, last = (block + 1) * total / blocks;
+  if (thread < CONSUMING)
+    consume(params, ring, partials, first, last);
+  else
+    produce(params, ring, first, last);
+}

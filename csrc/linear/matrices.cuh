@@ -1,0 +1,51 @@
+// The matrices of a launch, the row of weights of an output, and what becomes of its products.
+//
+// Compiled with: GATED (1: weights[0] is the gate's, weights[1] the other's), ELEMENT (__half,
+// __nv_bfloat16).
+#pragma once
+
+#include "common/rounding.cuh"
+
+constexpr int SIDES = GATED ? 2 : 1;  // rows of weights that make an output together
+
+struct Matrices {
+  const ELEMENT* weights[3];  // (outputs[i], width)
+  const ELEMENT* biases[3];   // (outputs[i]), or null
+  const ELEMENT* residual;    // (rows, total) to be added, or null
+  ELEMENT* output;            // (rows, total)
+  int outputs[3];
+  int total, width;
+};
+
+// Which of the matrices an output's weights are in, and which row.
+struct WeightRow {
+  int matrix, row;
+
+  __device__ __forceinline__ WeightRow(const Matrices& matrices, int output, int side)
+      : matrix(side), row(output) {
+    if (GATED) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (matrix == i && row >= matrices.outputs[i]) row -= matrices.outputs[i], ++matrix;
+  }
+
+  __device__ __forceinline__ const ELEMENT* weights(const Matrices& matrices) const {
+    return matrices.weights[matrix] + static_cast<int64_t>(row) * matrices.width;
+  }
+
+  __device__ __forceinline__ float bias(const Matrices& matrices) const {
+    const ELEMENT* biases = matrices.biases[matrix];
+    return biases != nullptr ? static_cast<float>(biases[row]) : 0.0f;
+  }
+};
+
+// Finish an output, `at` in (rows, total): silu(gate) * up of two products, or one and its bias; then
+// the residual, which is 0 where there is none.
+__device__ __forceinline__ void finish(const Matrices& matrices, int64_t at,
+                                       const float (&products)[SIDES], float bias,
+                                       float residual) {
+  float y = rounded(products[0] + bias);
+  if (GATED) y = gated(products[0], products[SIDES - 1]);
+  if (matrices.residual != nullptr) y += residual;
+  matrices.output[at] = ELEMENT(y);
+}

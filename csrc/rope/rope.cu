@@ -1,0 +1,67 @@
+// rope: rotary position embedding of the query and key heads of a token of each row, in place; before
+// it, where the model has that, the RMSNorm of each head. A warp a head.
+//
+// Channels i and i + HEAD_DIM / 2 turn together. Rounding is that of the separate operations.
+//
+// Compiled with: HEAD_DIM (a multiple of 64), ELEMENT (__half, __nv_bfloat16), WARPS.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/overlap.cuh"
+#include "common/types.cuh"
+
+constexpr int HALF = HEAD_DIM / 2, PAIRS = HALF / 32;
+
+struct Params {
+  ELEMENT* heads;             // (rows, row_stride): query heads, then key heads
+  const ELEMENT* query_norm;  // (HEAD_DIM), or null; of the key heads likewise
+  const ELEMENT* key_norm;
+  const ELEMENT* cosine;      // (rows, HEAD_DIM); of the sine likewise
+  const ELEMENT* sine;
+  int64_t row_stride;         // elements
+  int query_heads, all_heads;
+  float epsilon;              // of the norms
+};
+
+__device__ __forceinline__ float rounded(float x) { return static_cast<float>(ELEMENT(x)); }
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    rope(const __grid_constant__ Params params) {
+  const int head = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+  let_next_begin();
+  wait_for_previous();
+  if (head >= params.all_heads) return;
+  ELEMENT* at = params.heads + blockIdx.y * params.row_stride + head * HEAD_DIM;
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * HEAD_DIM;
+  const ELEMENT* norm = head < params.query_heads ? params.query_norm : params.key_norm;
+  float x[2][PAIRS], sum = 0.0f;
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      x[side][i] = static_cast<float>(at[side * HALF + i * 32 + lane]);
+      sum = fmaf(x[side][i], x[side][i], sum);
+    }
+  if (norm != nullptr) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    const float scale = rsqrtf(sum / HEAD_DIM + params.epsilon);
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i)
+        x[side][i] = rounded(rounded(x[side][i] * scale) *
+                             static_cast<float>(norm[side * HALF + i * 32 + lane]));
+  }
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      const int channel = side * HALF + i * 32 + lane;
+      const float cosine = static_cast<float>(params.cosine[row + channel]);
+      const float sine = static_cast<float>(params.sine[row + channel]);
+      const float turned = side ? x[0][i] : -x[1][i];
+      at[channel] = ELEMENT(rounded(x[side][i] * cosine) + rounded(turned * sine));
+    }
+}

@@ -1,0 +1,211 @@
+// Scale, zero point and codes of vectors that lanes hold in parts: those of one token at a time
+// (oscar_mm/quant/fit.py, in PyTorch).
+//
+// A group is COUNT values of each of some lanes: those that differ in the bits FIRST, 2 FIRST, ...
+// up to END / 2 of their number.
+//
+// Compiled with, besides page.cuh's: ROTATE, FIT (0 min-max, 1 least squares), LSQ_ROUNDS.
+#pragma once
+
+#include "common/code_numbers.cuh"
+#include "common/codes.cuh"
+
+template <int FIRST, int END>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int step = FIRST; step < END; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// Sum of codes that come as floats which are ROUND more: as whole numbers, of which the adder takes
+// two at a time.
+struct CodeSum {
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ void add(float raised) { bits += __float_as_uint(raised); }
+
+  // Of COUNT codes.
+  template <int COUNT>
+  __device__ __forceinline__ float sum() const {
+    return static_cast<float>(bits - COUNT * ROUND_BITS);
+  }
+};
+
+// Codes as they come: each added to a word in its place, as a float that is ROUND more than it. The
+// bits of ROUND cancel against those that words start with.
+//
+// Of keys (IS_KEY) a lane has both codes of a pair, which are in the two halves of a word; of
+// values one. Words are those of the first byte: of 3 bits there is one for each half of 8
+// channels, with 4 bits for a code, until `join` takes them apart.
+template <int BITS, bool IS_KEY>
+struct RawCodes {
+  using Bytes = CodeBytes<BITS>;
+  static constexpr int WORDS = BITS == 3 ? 2 * Bytes::WORDS : Bytes::WORDS;
+  uint32_t words[WORDS];
+
+  __device__ static constexpr int word_of(int step, int half) {
+    return BITS == 4 ? step : BITS == 3 ? step / 2 * 2 + half : step / 2;
+  }
+
+  __device__ static constexpr int shift_of(int step, int half, int odd) {
+    return 16 * odd + (BITS == 4 ? 4 * half : BITS == 3 ? step % 2 * 4 : step % 2 * 4 + half * 2);
+  }
+
+  __device__ static constexpr uint32_t first_word() {
+    uint32_t sum = 0;
+    for (int step = 0; step < 2; ++step)
+      for (int half = 0; half < 2; ++half)
+        for (int odd = 0; odd < (IS_KEY ? 2 : 1); ++odd)
+          if (word_of(step, half) == 0) sum += ROUND_BITS << shift_of(step, half, odd);
+    return 0u - sum;
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) words[i] = first_word();
+  }
+
+  __device__ __forceinline__ void add(float raised, int step, int half, int odd) {
+    words[word_of(step, half)] += __float_as_uint(raised) << shift_of(step, half, odd);
+  }
+
+  // Add them to codes of a lane, as the byte `byte` (and byte + 2) of each word.
+  __device__ __forceinline__ void join(Codes<BITS>& codes, int byte) const {
+#pragma unroll
+    for (int i = 0; i < Bytes::WORDS; ++i) {
+      if constexpr (BITS == 3) {
+        const uint32_t near = words[2 * i], far = words[2 * i + 1];
+        codes.words[i] |= (near & 0x33333333u | (far & 0x33333333u) << 2) << (8 * byte);
+        const uint32_t high = near >> 2 & 0x11111111u | far & 0x44444444u;
+        codes.high[i / 2] |= high << (i % 2 + 8 * byte);
+      } else {
+        codes.words[i] |= words[i] << (8 * byte);
+      }
+    }
+  }
+};
+
+// Scale and zero point as a page stores them, and the squared error of what is read.
+struct Fit {
+  float scale, zero, error;
+};
+
+// How values become codes: by one multiplication and addition to [0, 1], then steps. Values that
+// are not rotated are few-digit numbers, which often lie half way between two codes: the difference
+// from the zero point, which is exact, decides then.
+template <int BITS>
+struct Assign {
+  static constexpr float STEPS = (1 << BITS) - 1;
+  static constexpr float TOP = ROTATE ? 1 : STEPS;  // position of the highest code; the lowest: 0
+  static constexpr float STEP = TOP / STEPS;
+  float factor, offset;
+
+  __device__ __forceinline__ Assign(float scale, float zero) {
+    factor = scale > 0.0f ? (ROTATE ? reciprocal(scale) * STEP : 1.0f / scale) : 0.0f;
+    offset = ROTATE ? -zero * factor : -zero;
+  }
+
+  __device__ __forceinline__ float position(float x) const {
+    return ROTATE ? fmaf(x, factor, offset) : (x + offset) * factor;
+  }
+
+  // The code in the low bits of a float that is ROUND more than it.
+  __device__ __forceinline__ static float raised(float position) {
+    if (ROTATE) return fmaf(__saturatef(position), STEPS, ROUND);
+    return fminf(fmaxf(position, 0.0f), STEPS) + ROUND;
+  }
+};
+
+// Fit a group, the values [AT, AT + COUNT) of x in each of its lanes, and hand over its codes:
+// take(i, raised) of value i. `start` is the first range of the least-squares fit, as a part of the
+// min-max range. WITH_ERROR: also tell the error.
+template <int BITS, int FIRST, int END, bool UNBIASED, bool WITH_ERROR, int AT, int COUNT, int ALL,
+          typename Take>
+__device__ __forceinline__ Fit fit_group(const float (&x)[ALL], float start, Take take) {
+  using A = Assign<BITS>;
+  constexpr float N = COUNT * (END / FIRST);
+  float least = x[AT], most = x[AT], sum = x[AT];
+#pragma unroll
+  for (int i = 1; i < COUNT; ++i) {
+    least = fminf(least, x[AT + i]), most = fmaxf(most, x[AT + i]);
+    sum += x[AT + i];
+  }
+#pragma unroll
+  for (int step = FIRST; step < END; step *= 2) {
+    least = fminf(least, __shfl_xor_sync(~0u, least, step));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  }
+  sum = sum_of_lanes<FIRST, END>(sum);
+  // fminf and fmaxf pass over NaN, the sum does not. (Infinity makes a range that is none.)
+  if (isnan(sum)) least = sum;
+  const float range = most - least;
+  Fit fit = {range * (1.0f / A::STEPS), least, 0.0f};
+  if (FIT == 1) {
+    fit.scale = range * (start / A::STEPS), fit.zero = (most + least - range * start) * 0.5f;
+#pragma unroll 1
+    for (int round = 0; round < LSQ_ROUNDS; ++round) {
+      // Linear regression of the values on their codes. Sums of codes are whole numbers below 2^24.
+      const A assign(fit.scale, fit.zero);
+      CodeSum sum_of_codes;
+      float squares = 0.0f, products = 0.0f;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const float raised = A::raised(assign.position(x[AT + i])), code = raised - ROUND;
+        sum_of_codes.add(raised);
+        squares = fmaf(code, code, squares), products = fmaf(code, x[AT + i], products);
+      }
+      const float codes = sum_of_lanes<FIRST, END>(sum_of_codes.template sum<COUNT>());
+      squares = sum_of_lanes<FIRST, END>(squares);
+      products = sum_of_lanes<FIRST, END>(products);
+      const float variance = fmaf(N, squares, -codes * codes);
+      // Rounding must not make it negative: the sign of a scale has a meaning of its own.
+      const float covariance = fmaxf(fmaf(N, products, -codes * sum), 0.0f);
+      if (variance > 0.0f) fit.scale = covariance * reciprocal(variance);
+      fit.zero = fmaf(-fit.scale, codes, sum) * (1.0f / N);
+    }
+  }
+  fit.scale = as_half(fit.scale), fit.zero = as_half(fit.zero);
+  const A assign(fit.scale, fit.zero);
+  CodeSum sum_of_codes;
+  float code_squares = 0.0f, squares = 0.0f, products = 0.0f;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const float position = assign.position(x[AT + i]), raised = A::raised(position);
+    take(i, raised);
+    const float code = raised - ROUND;
+    if (UNBIASED) {
+      sum_of_codes.add(raised);
+      squares = fmaf(position, position, squares), products = fmaf(position, code, products);
+      if (WITH_ERROR) code_squares = fmaf(code, code, code_squares);
+    } else if (WITH_ERROR) {
+      const float apart = fmaf(code, A::STEP, -position);
+      squares = fmaf(apart, apart, squares);
+    }
+  }
+  const float unit = fit.scale * (1.0f / A::STEP);  // of positions
+  if (!UNBIASED) {
+    if (WITH_ERROR) fit.error = sum_of_lanes<FIRST, END>(squares) * unit * unit;
+    return fit;
+  }
+  // What is read is not to be shrunk (quant/fit.py, unbiased_scale). By positions, in which a mean
+  // far from zero is gone before anything is squared.
+  const float codes = sum_of_lanes<FIRST, END>(sum_of_codes.template sum<COUNT>());
+  squares = sum_of_lanes<FIRST, END>(squares), products = sum_of_lanes<FIRST, END>(products);
+  const float mean = sum * (1.0f / N), mean_code = codes * (1.0f / N);
+  const float middle = fit.scale > 0.0f ? (mean - fit.zero) / unit : 0.0f;
+  const float variance = fmaf(-N * middle, middle, squares);
+  const float covariance = fmaf(-N * middle, mean_code, products) * A::STEP;
+  const float whole = fit.scale * fminf(fmaxf(variance / covariance, 0.5f), 2.0f);
+  const float scale = as_half(whole), zero = as_half(fmaf(-whole, mean_code, mean));
+  Fit found = fit;
+  if (covariance > 0.0f && isfinite(scale) && isfinite(zero)) found = {scale, zero, 0.0f};
+  if (WITH_ERROR) {
+    // Sum of (scale * code + apart - unit * position)^2.
+    const float apart = found.zero - fit.zero;
+    code_squares = sum_of_lanes<FIRST, END>(code_squares);
+    const float of_codes = found.scale * fmaf(found.scale, code_squares, 2.0f * apart * codes);
+    const float of_both = unit * fmaf(found.scale, products, apart * N * middle);
+    found.error = fmaf(N * apart, apart, of_codes) + fmaf(unit * unit, squares, -2.0f * of_both);
+  }
+  return found;
+}

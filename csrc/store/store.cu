@@ -1,0 +1,343 @@
+// store: 16-bit keys and values of tokens -> slots of stream pages. A warp for the keys, and one
+// for the values, of a job (up to 16 tokens of a tile) and KV head.
+//
+// Lanes have the elements whose codes they write (page.cuh, pages/fragments.py): of keys those of
+// two tokens and a quarter of their channels, of values those of four tokens and an eighth. Eight
+// tokens' keys, or four tokens' values, are in registers at a time; the rotation's butterflies run
+// over the elements of a lane and, by shuffles, over the lanes that share a token, as do the sums
+// of the fit. A tile that is written as a whole is written in whole words, single tokens byte by
+// byte.
+//
+// store_layers: the same jobs in each of several layers, of tokens that are there in 16 bit.
+//
+// centers: the mean of some tokens' keys -> the center of a page. A warp for a page and KV head.
+// Where there are few jobs, as in a decode step, each looks for its page among those that begin and
+// does this itself: a launch less, though two jobs of a page both do it, to the same bytes.
+//
+// (oscar_mm/ops/store.py says what jobs are, oscar_mm/quant/quantize.py all of it in PyTorch.)
+//
+// Compiled with, besides page.cuh's (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT (__half,
+// __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS
+// (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1).
+
+#include "common/hadamard.cuh"
+#include "common/overlap.cuh"
+#include "common/rounding.cuh"
+#include "common/rows.cuh"
+#include "store/fit.cuh"
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * 32;
+constexpr int RUNS = HEAD_DIM / 32;     // of 32 channels
+constexpr int OF_KEY = HEAD_DIM / 4;    // channels that a lane has of a token
+constexpr int OF_VALUE = HEAD_DIM / 8;
+constexpr int JOB_HEAD = 4;             // numbers of a job, or a beginning, before its sources
+constexpr int CENTER_TOKENS = 32;
+constexpr int NOTHING = -2147483647 - 1;  // source of a place that is left alone
+using P = Page<KEY_BITS, VALUE_BITS>;
+
+constexpr int MOST_LAYERS = 96;         // that a launch has room for in its 4 KiB of parameters
+
+// What is the same in all layers.
+struct Work {
+  const ELEMENT* keys;  // (batch, KV heads, tokens, HEAD_DIM), strides in elements
+  const ELEMENT* values;
+  const int* jobs;      // (count, 20): page, tile, row, 0, sources of 16 tokens
+  const int* begins;    // (begin_count, 36): page, row, tokens, 0, their sources
+  int64_t key_stride[3];
+  int64_t value_stride[3];
+  int count, begin_count, kv_heads;  // begin_count: 0 where `centers` is launched before
+};
+
+struct Layer {
+  const ELEMENT* recent;  // (slots, 2, KV heads, HEAD_DIM)
+  uint8_t* pages;         // (slots, page_bytes)
+  const float* sigma;     // (sigma_rows: KV heads or 1, HEAD_DIM) or null
+  int* not_finite;        // set to 1 where a center, scale or zero is no finite float16
+  int sigma_rows;
+};
+
+struct Params {
+  Work work;
+  Layer layer;
+};
+
+struct LayersParams {
+  Work work;
+  Layer layers[MOST_LAYERS];
+};
+static_assert(sizeof(LayersParams) <= 4096, "what every driver takes");
+
+__device__ __forceinline__ uint8_t* head_of(const Work& work, const Layer& layer, int slot,
+                                            int head) {
+  return layer.pages + static_cast<int64_t>(slot) * P::page_bytes(work.kv_heads) +
+         static_cast<int64_t>(head) * P::head_bytes;
+}
+
+__device__ __forceinline__ const float* sigma_of(const Layer& layer, int head) {
+  if (layer.sigma == nullptr) return nullptr;
+  return layer.sigma + (layer.sigma_rows > 1 ? head * HEAD_DIM : 0);
+}
+
+// Write a token's scale and zero; one lane does. Returns NaN where one is not finite, else 0.
+__device__ __forceinline__ float write_fit(uint8_t* scales, uint8_t* zeros, int place,
+                                           const Fit& fit, bool negative) {
+  const uint32_t scale = __half_as_ushort(__float2half_rn(fit.scale));
+  reinterpret_cast<unsigned short*>(scales)[place] = scale | (negative ? 0x8000u : 0u);
+  reinterpret_cast<__half*>(zeros)[place] = __float2half_rn(fit.zero);
+  return (fit.scale + fit.zero) * 0.0f;
+}
+
+__device__ __forceinline__ float store_keys(const Work& work, const Layer& layer, const int* job,
+                                            int head, int lane) {
+  const int group = lane >> 2, quad = lane & 3, tile = job[1];
+  const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, job[2], head,
+                                 work.kv_heads);
+  const float* sigma = sigma_of(layer, head);
+  uint8_t* page = head_of(work, layer, job[0], head);
+  Codes<KEY_BITS> codes = {};
+  bool has[2];
+  float not_finite = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int source = job[JOB_HEAD + 8 * half + group];
+    has[half] = source != NOTHING;
+    if (!__any_sync(~0u, has[half])) continue;
+    const uint8_t* row = rows.row(has[half] ? source : 0) + quad * 4;
+    // Elements of a lane: step, half of 8 channels, odd.
+    float x[OF_KEY];
+#pragma unroll
+    for (int i = 0; i < OF_KEY / 2; ++i) {
+      const uint32_t two =
+          has[half] ? *reinterpret_cast<const uint32_t*>(row + 16 * i) : 0u;
+      const float2 pair = unpacked(two, ELEMENT());
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+      if (sigma != nullptr) {
+        const float* by = sigma + 8 * i + 2 * quad;
+        x[2 * i] *= reciprocal(by[0]), x[2 * i + 1] *= reciprocal(by[1]);
+      }
+    }
+#if ROTATE
+    hadamard<OF_KEY, 1, 4>(x, lane);
+#endif
+    RawCodes<KEY_BITS, true> raw;
+    raw.clear();
+    Fit fit = fit_group<KEY_BITS, 1, 4, UNBIASED_KEYS, CENTER, 0, OF_KEY>(
+        x, KEY_START,
+        [&](int i, float raised) { raw.add(raised, i / 4, i / 2 % 2, i % 2); });
+    bool centered = false;
+#if CENTER
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      const uint4 eight = load16(page + P::center + (run * 4 + quad) * 16);
+      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 center = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+        x[8 * run + 2 * i] -= center.x, x[8 * run + 2 * i + 1] -= center.y;
+      }
+    }
+    RawCodes<KEY_BITS, true> apart;
+    apart.clear();
+    const Fit other = fit_group<KEY_BITS, 1, 4, UNBIASED_KEYS, true, 0, OF_KEY>(
+        x, KEY_START,
+        [&](int i, float raised) { apart.add(raised, i / 4, i / 2 % 2, i % 2); });
+    centered = other.error < fit.error;
+    if (centered) fit = other, raw = apart;
+#endif
+    raw.join(codes, half);
+    const int place = tile / 4 * 64 + group * 8 + tile % 4 * 2 + half;
+    if (has[half] && quad == 0)
+      not_finite += write_fit(page + P::key_scales, page + P::key_zeros, place, fit, centered);
+  }
+  uint8_t* target = page + P::key_codes;
+  if (__all_sync(~0u, has[0] && has[1])) {
+    codes.save(target, tile, lane);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (has[half]) {
+        codes.save_byte(target, tile, lane, half);
+        codes.save_byte(target, tile, lane, half + 2);
+      }
+  }
+  return not_finite;
+}
+
+// Fit the value groups from GROUP on.
+template <int GROUP = 0>
+__device__ __forceinline__ float store_groups(RawCodes<VALUE_BITS, false>& raw,
+                                              const float (&x)[OF_VALUE], uint8_t* page, int place,
+                                              bool leaves) {
+  if constexpr (GROUP < VALUE_GROUPS) {
+    constexpr int COUNT = VALUE_GROUP / 8, AT = GROUP * COUNT;
+    const Fit fit = fit_group<VALUE_BITS, 4, 32, UNBIASED_VALUES, false, AT, COUNT>(
+        x, VALUE_START,
+        [&](int i, float raised) { raw.add(raised, (AT + i) / 2, (AT + i) % 2, 0); });
+    float not_finite = 0.0f;
+    if (leaves)
+      not_finite = write_fit(page + P::value_scales, page + P::value_zeros,
+                             place + GROUP * PAGE_TOKENS, fit, false);
+    return not_finite + store_groups<GROUP + 1>(raw, x, page, place, leaves);
+  }
+  return 0.0f;
+}
+
+__device__ __forceinline__ float store_values(const Work& work, const Layer& layer,
+                                              const int* job, int head, int lane) {
+  const int group = lane >> 2, quad = lane & 3, tile = job[1];
+  const Source rows = Source::of(work.values, work.value_stride, layer.recent, 1, job[2], head,
+                                 work.kv_heads);
+  uint8_t* page = head_of(work, layer, job[0], head);
+  Codes<VALUE_BITS> codes = {};
+  bool has[4];
+  float not_finite = 0.0f;
+#pragma unroll
+  for (int byte = 0; byte < 4; ++byte) {
+    const int half = byte % 2, odd = byte / 2;
+    const int source = job[JOB_HEAD + 8 * half + 2 * quad + odd];
+    has[byte] = source != NOTHING;
+    if (!__any_sync(~0u, has[byte])) continue;
+    const uint8_t* row = rows.row(has[byte] ? source : 0) + group / 2 * 16;
+    // Elements of a lane: step, half of the channels. A lane and its neighbour read the same 16
+    // bytes and take every other element.
+    float x[OF_VALUE];
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      uint4 eight = {};
+      if (has[byte]) eight = load16(row + run * 64);
+      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpacked(pairs[i], ELEMENT());
+        x[4 * run + i] = group & 1 ? pair.y : pair.x;
+      }
+    }
+#if ROTATE
+    hadamard<OF_VALUE, 4, 32>(x, lane);
+#endif
+    RawCodes<VALUE_BITS, false> raw;
+    raw.clear();
+    const int place = tile / 2 * 32 + quad * 8 + tile % 2 * 4 + half * 2 + odd;
+    not_finite += store_groups(raw, x, page, place, has[byte] && group == 0);
+    raw.join(codes, byte);
+  }
+  uint8_t* target = page + P::value_codes;
+  if (__all_sync(~0u, has[0] && has[1] && has[2] && has[3])) {
+    codes.save(target, tile, lane);
+  } else {
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte)
+      if (has[byte]) codes.save_byte(target, tile, lane, byte);
+  }
+  return not_finite;
+}
+
+#if CENTER
+// Give a page its center; by a warp.
+__device__ __forceinline__ float store_center(const Work& work, const Layer& layer,
+                                              const int* begin, int head, int lane) {
+  const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, begin[1], head,
+                                 work.kv_heads);
+  const int count = begin[2];
+  // A lane has PER_LANE channels that follow each other.
+  float sums[PER_LANE] = {};
+#pragma unroll 8
+  for (int token = 0; token < count; ++token) {
+    const uint8_t* row = rows.row(begin[JOB_HEAD + token]) + lane * PER_LANE * 2;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i += 2) {
+      const float2 pair = unpacked(*reinterpret_cast<const uint32_t*>(row + 2 * i), ELEMENT());
+      sums[i] += pair.x, sums[i + 1] += pair.y;
+    }
+  }
+  const float* sigma = sigma_of(layer, head);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    if (sigma != nullptr) sums[i] *= reciprocal(sigma[lane * PER_LANE + i]);
+    sums[i] /= count;
+  }
+#if ROTATE
+  hadamard(sums, lane);
+#endif
+  uint8_t* center = head_of(work, layer, begin[0], head) + P::center;
+  float not_finite = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i += 2) {
+    // Place of a pair in a run of 32 channels: quad, step % 2, half.
+    const int channel = lane * PER_LANE + i, within = channel % 32;
+    const int place = channel - within + within / 2 % 4 * 8 + within / 16 * 4 + within / 8 % 2 * 2;
+    const __half2 pair = __floats2half2_rn(sums[i], sums[i + 1]);
+    *reinterpret_cast<__half2*>(center + place * 2) = pair;
+    const float2 stored = __half22float2(pair);
+    not_finite += (stored.x + stored.y) * 0.0f;
+  }
+  return not_finite;
+}
+
+// Give the job's page its center, if it is one of those that begin.
+__device__ __forceinline__ float begin_page(const Work& work, const Layer& layer, const int* job,
+                                            int head, int lane) {
+  for (int first = 0; first < work.begin_count; first += 32) {
+    const int* begin =
+        work.begins + static_cast<int64_t>(first + lane) * (JOB_HEAD + CENTER_TOKENS);
+    const bool is_same = first + lane < work.begin_count && begin[0] == job[0];
+    const uint32_t same = __ballot_sync(~0u, is_same);
+    if (same == 0) continue;
+    const int line = first + __ffs(same) - 1;
+    const float not_finite = store_center(
+        work, layer, work.begins + static_cast<int64_t>(line) * (JOB_HEAD + CENTER_TOKENS), head,
+        lane);
+    __syncwarp();  // other lanes read it
+    return not_finite;
+  }
+  return 0.0f;
+}
+#endif
+
+__device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int item = blockIdx.x * WARPS + warp, side = item % 2;
+  const int which = item / 2 / work.kv_heads, head = item / 2 % work.kv_heads;
+  if (which >= work.count) return;
+  const int* job = work.jobs + static_cast<int64_t>(which) * (JOB_HEAD + TILE);
+  if (job[0] < 0) return;
+  float not_finite = 0.0f;
+#if CENTER
+  if (!side) not_finite = begin_page(work, layer, job, head, lane);
+#endif
+  not_finite += side ? store_values(work, layer, job, head, lane)
+                     : store_keys(work, layer, job, head, lane);
+  if (isnan(not_finite)) *layer.not_finite = 1;
+}
+
+// Five thread blocks: what the compiler chooses by itself spills a register on some GPUs.
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    store(const __grid_constant__ Params params) {
+  let_next_begin();
+  wait_for_previous();
+  store_jobs(params.work, params.layer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    store_layers(const __grid_constant__ LayersParams params) {
+  let_next_begin();
+  wait_for_previous();
+  store_jobs(params.work, params.layers[blockIdx.y]);
+}
+
+#if CENTER
+extern "C" __global__ void __launch_bounds__(THREADS)
+    centers(const __grid_constant__ Params params) {
+  let_next_begin();
+  wait_for_previous();
+  const Work& work = params.work;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int item = blockIdx.x * WARPS + warp;
+  const int which = item / work.kv_heads, head = item % work.kv_heads;
+  if (which >= work.begin_count) return;
+  const int* begin = work.begins + static_cast<int64_t>(which) * (JOB_HEAD + CENTER_TOKENS);
+  if (begin[0] < 0) return;
+  if (isnan(store_center(work, params.layer, begin, head, lane))) *params.layer.not_finite = 1;
+}
+#endif

@@ -1,0 +1,189 @@
+"""Products of 3 to 24 rows by kernel: how they are cut up, that they compile, what they give."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from oscar_mm.fast_decode import linear_kernels as module
+from oscar_mm.fast_decode.linear import kernel_for
+from oscar_mm.fast_decode.linear_kernels import (
+    LinearKernel,
+    LinearRowsKernel,
+    Matrices,
+    NormParams,
+    RowsParams,
+    RowsSpecialization,
+)
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
+from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.launch import multiprocessors, uses_tma
+
+LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
+"""Architecture -> KiB of shared memory that a thread block may have."""
+
+
+def random(*shape: int, dtype: torch.dtype, beyond: int = 0) -> torch.Tensor:
+    """On the GPU, with so many NaN in front of it and behind."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    values = torch.randn(shape, generator=generator)
+    whole = torch.full((values.numel() + 2 * beyond,), torch.nan, dtype=dtype, device="cuda")
+    part = whole[beyond : beyond + values.numel()].view(shape)
+    return part.copy_(values)
+
+
+def test_matrices_are_those_of_the_tensors() -> None:
+    weights = [torch.zeros(outputs, 256) for outputs in (4, 6, 2)]
+    biases = [torch.zeros(4), None, torch.zeros(2)]
+    residual, output = torch.zeros(3, 12), torch.zeros(3, 12)
+    x = torch.zeros(3, 256)
+    made = Matrices.of(LinearArguments.of(x, weights, biases, residual=residual), output)
+    assert list(made.weights) == [weight.data_ptr() for weight in weights]
+    assert list(made.biases) == [biases[0].data_ptr(), None, biases[2].data_ptr()]
+    assert (made.residual, made.output) == (residual.data_ptr(), output.data_ptr())
+    assert (list(made.outputs), made.total, made.width) == ([4, 6, 2], 12, 256)
+
+
+def test_what_is_not_there_is_null() -> None:
+    x, weights = torch.zeros(1, 256), [torch.zeros(4, 256)]
+    made = Matrices.of(LinearArguments.of(x, weights), torch.zeros(1, 4))
+    assert made.residual is None
+    assert list(made.weights)[1:] == [None, None] and list(made.biases) == [None] * 3
+    assert list(made.outputs) == [4, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [3, 8, 9, 16, 17, 24])
+def test_rows_are_rounded_up(rows: int) -> None:
+    columns = RowsSpecialization.of(rows, False, torch.bfloat16).columns
+    assert columns % 8 == 0 and rows <= columns < rows + 8
+
+
+@pytest.mark.parametrize("limit", sorted(set(LIMITS.values())))
+@pytest.mark.parametrize("columns", [8, 16, 24])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool) -> None:
+    made = RowsSpecialization(columns, gated, torch.bfloat16)
+    tiling = module.tiling_for(limit << 10)
+    most = tiling.sweep // (2 if gated else 1)
+    for outputs in (1, 7, 8, 9, 31, 32, 33, 47, 94, 1152):
+        step, depth, shared_bytes = tiling.launch(made, outputs, limit << 10)
+        assert 1 <= step <= most
+        assert -(-outputs // step) == -(-outputs // most), "no more sweeps than are needed"
+        assert 2 <= depth <= 16
+        assert shared_bytes <= limit << 10
+
+
+@pytest.mark.parametrize("arch", LIMITS)
+@pytest.mark.parametrize(("gated", "columns"), [(False, 8), (True, 8), (True, 16), (False, 24)])
+def test_compiles(arch: str, gated: bool, columns: int) -> None:
+    """And the host's picture of the kernel is right."""
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    dtype = torch.bfloat16 if gated else torch.float16
+    made = RowsSpecialization(columns, gated, dtype)
+    tiling = module.tiling_for(LIMITS[arch] << 10)
+    step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
+    text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(RowsParams)});\n"
+        f"static_assert(MOST_DEPTH == {module.MOST_DEPTH});\n"
+        f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
+        "constexpr int STAGE_ROWS = (ROWS + TILE - 1) / TILE * TILE + COLUMNS;\n"
+        "static_assert(CONSUMERS * COLUMNS * RECORD * sizeof(float) +"
+        f" {depth} * STAGE_ROWS * STRIDE == {shared_bytes});\n"
+    )
+    macros = tiling.macros(made)
+    report = compile_text("linear/linear_rows.cu", text, arch, macros).reports["linear_rows"]
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_norm_compiles(arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (csrc_folder() / "linear/rms_norm.cu").read_text() + (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(NormParams)});\n"
+        f"static_assert(THREADS == {module.NORM_THREADS});\n"
+        f"static_assert(THREADS * EACH * 8 == {module.WIDEST_NORM});\n"
+    )
+    macros = {"ELEMENT": "__nv_bfloat16"}
+    report = compile_text("linear/rms_norm.cu", text, arch, macros).reports["rms_norm"]
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.fixture
+def added_in_float32() -> Iterator[None]:
+    """cuBLAS may add in 16 bit otherwise."""
+    matmul = torch.backends.cuda.matmul
+    flags = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
+    before = [getattr(matmul, flag) for flag in flags]
+    for flag in flags:
+        setattr(matmul, flag, False)
+    yield
+    for flag, value in zip(flags, before, strict=True):
+        setattr(matmul, flag, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [32, 256, 4096, 12288])
+@pytest.mark.parametrize("rows", [3, 5, 8, 9, 16, 17, 24])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("added_in_float32")
+def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
+    """Also fewer outputs than thread blocks, several sweeps, and NaN around all that is read."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernel = LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
+    assert isinstance(kernel, LinearRowsKernel) and kernel.takes(width, True)
+    many = kernel.tiling.sweep * multiprocessors(device) + 77 if width == 256 else 2500
+    for outputs in ((5, 5), (many, many)) if gated else ((7,), (many, 9, 300)):
+        x = random(rows, width, dtype=dtype, beyond=4096)
+        norm = Norm(random(width, dtype=dtype, beyond=64), 1e-5)
+        weights = [random(one, width, dtype=dtype, beyond=4096) for one in outputs]
+        for weight in weights:
+            weight /= width**0.5
+        biases = [None if gated else random(one, dtype=dtype, beyond=64) for one in outputs]
+        total = outputs[0] if gated else sum(outputs)
+        residual = random(rows, total, dtype=dtype, beyond=64)
+        arguments = LinearArguments.of(x, weights, biases, norm, residual, gated)
+        found, expected = kernel(arguments).double(), linear_by_torch(arguments).double()
+        # Sums in another order round to another neighbour here and there: of a few outputs any
+        # may be the only large one.
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        most = 1e-3 if dtype == torch.float16 else 8e-3
+        assert error.max() < (most if total > 100 else 4 * most), (outputs, error.max())
+        assert torch.equal(found, kernel(arguments).double())
+
+
+@pytest.mark.gpu
+def test_which_kernel_takes_how_many_rows() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not uses_tma(device):
+        pytest.skip("without bulk copies cuBLAS is faster")
+    dtype = torch.bfloat16
+    weights = [random(64, 256, dtype=dtype)]
+    for rows, kind in ((2, LinearKernel), (3, LinearRowsKernel), (24, LinearRowsKernel)):
+        x = random(rows, 256, dtype=dtype)
+        assert isinstance(kernel_for(LinearArguments.of(x, weights)), kind)
+        # Rows that do not begin at multiples of 16 bytes are nobody's.
+        others = [random(65, 256, dtype=dtype, beyond=1)[1:]]
+        assert kernel_for(LinearArguments.of(x, others)) is None
+    assert kernel_for(LinearArguments.of(random(25, 256, dtype=dtype), weights)) is None
+
+
+@pytest.mark.gpu
+def test_a_chain_of_dependent_launches() -> None:
+    """Each begins before the one in front of it has ended, on what that makes."""
+    dtype = torch.bfloat16
+    square = random(2048, 2048, dtype=dtype) / 2048**0.5
+    norm = Norm(torch.ones(2048, dtype=dtype, device="cuda"), 1e-6)
+    x = again = start = random(16, 2048, dtype=dtype)
+    kernel = LinearRowsKernel.of(RowsSpecialization.of(16, False, dtype), x.device)
+    assert isinstance(kernel, LinearRowsKernel)
+    for _ in range(200):
+        x = kernel(LinearArguments.of(x, [square], (), norm, x))
+    torch.cuda.synchronize()
+    for _ in range(200):
+        again = kernel(LinearArguments.of(again, [square], (), norm, again))
+        torch.cuda.synchronize()
+    assert torch.equal(x, again) and x.isfinite().all() and not torch.equal(x, start)
