@@ -26,7 +26,7 @@ def begin(cache: OscarCache, keys: torch.Tensor, values: torch.Tensor) -> tuple[
     """Bring new tokens to layer 0: the layer, and the step that it is to carry out."""
     cache.attend_packed(None)
     cache.update(keys, values, 0)
-    return cache.layers[0], cache.ledger.last
+    return cache.layers[0], cache.step
 
 
 def feed(

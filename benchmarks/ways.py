@@ -224,7 +224,7 @@ class Oscar(Way):
                 layer = cache.layers[index]
                 if queries is not None:
                     layer.settle_basis(some, queries, attention)
-                layer.append(keys, values, cache.ledger.last)
+                layer.append(keys, values, cache.step)
 
 
 WAYS: dict[str, Way] = {

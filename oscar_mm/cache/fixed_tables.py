@@ -111,9 +111,18 @@ class FixedTables:
         for (key, _), tensor in self._on_device.items():
             _write(tensor, self._tokens[key])
 
-    @staticmethod
-    def takes(step: Step) -> bool:
-        """Whether there is room for what a step packs: a token of each row."""
+    def write(self, step: Step) -> None:
+        """Write all tables of a step that ``takes`` accepts."""
+        self.refill(step.past)
+        self.refill_tokens(step)
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step copies no page, and packs a token of each row at most; of a policy that
+        packs whole pages, none of the new tokens."""
+        if not self._policy.by_token:
+            return not any((filling.source >= 0).any() for filling in step.fillings)
+        if step.copies:
+            return False
         rows = [filling.row for filling in step.fillings]
         return len(set(rows)) == len(rows) and all(len(one.source) == 1 for one in step.fillings)
 

@@ -8,6 +8,7 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.rows import NOWHERE, Row
+from oscar_mm.cache.step import Step
 from oscar_mm.errors import InputError
 
 
@@ -52,8 +53,8 @@ def join(caches: SequenceOf[OscarCache]) -> OscarCache:
     rows = [row for cache in caches for row in cache.ledger.sequences or [Row()]]
     longest = max(len(row.codes) for row in rows)
     joined.ledger.hold([_padded(row, longest) for row in rows])
-    joined.ledger.steps = source.ledger.steps
     joined.layers += [layer.fork(joined) for layer in source.layers]
+    joined.replayed(Step())
     return joined
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -83,14 +83,12 @@ class Ledger:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
         # Always the same list: the store takes its slots back once the ledger is gone.
         self.sequences: list[Row] = []
-        self.steps = self.changes = 0
-        self.last = Step()
+        self.changes = 0
         store.register(self)
 
     def fork(self) -> Ledger:
         """A ledger of the same sequences, over the same slots; what it adds is its own."""
         twin = Ledger(self.store)
-        twin.steps = self.steps
         twin.hold([sequence.copy() for sequence in self.sequences])
         return twin
 
@@ -108,15 +106,21 @@ class Ledger:
         """Tokens of a row, padding included; the same for all rows."""
         return len(self.sequences[0].codes) if self.sequences else 0
 
+    @property
+    def version(self) -> tuple[Any, ...]:
+        """The same as long as the sequences and the ids of their slots are."""
+        return self, self.changes, self.store.trims
+
     def advance(self, modalities: np.ndarray) -> Step:
         """Take in new tokens: (batch, tokens) modality ids, -1 for padding."""
         self.store.collect()
+        version, promises = self.version, self.store.promises
         self.changes += 1
         if not self.sequences:
             self.sequences += [Row() for _ in range(len(modalities))]
-        self.last = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
-        self.steps += 1
-        return self.last
+        step = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
+        step.past_version, step.promises = version, promises
+        return step
 
     def foretold(self, modalities: np.ndarray) -> Step | None:
         """The ``Step`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
@@ -134,7 +138,8 @@ class Ledger:
             step = _Advance(self.policy, free).of(copies, modalities)
         except _NoRoomError:
             return None
-        step.past = self.sequences
+        step.past, step.past_version = self.sequences, self.version
+        step.promises = self.store.promises
         step.promised = any(slots.taken for slots in free.values())
         stores = step.writes is not None or step.fillings
         return step if stores and not step.copies else None

@@ -292,10 +292,10 @@ class PageStore:
         One layer's pool at a time is copied, so that much memory is needed on the way.
         """
         self.collect()
-        self.trims += 1
         for bits, slots in self.allocators.items():
             if not slots.free:
                 continue
+            self.trims += 1
             for pools in self.layers.values():
                 # Of a forward pass that was interrupted a pool may not have all slots yet.
                 pools.by_bits[bits].reserve(slots.capacity)
@@ -308,7 +308,7 @@ class PageStore:
                     sequence.renumber(bits, new_ids)
 
     @property
-    def layout(self) -> tuple[int, ...]:
+    def version(self) -> tuple[int, ...]:
         """The same as long as no pool needs to grow or has been trimmed."""
         return self.trims, *(slots.capacity for slots in self.allocators.values())
 
