@@ -13,8 +13,14 @@ import torch
 from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
 from oscar_mm.admission.request_size import RequestSize
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.ledger import first_page_tokens
-from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
+from oscar_mm.cache.slot_growth import (
+    Growth,
+    bytes_over_time,
+    first_page_tokens,
+    pool_bytes,
+    slot_growth,
+)
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.errors import Busy, NoRoom
 from oscar_mm.generation.prompt import Prompt
@@ -378,32 +384,21 @@ class Bounded:
 
     def _bytes_held(self, cache: OscarCache) -> int:
         sizes = self._slot_bytes()
-        return sum(len(slots) * sizes[bits] for bits, slots in self._slots_held(cache).items())
+        return sum(count * sizes[bits] for bits, count in self._slots_held(cache).items())
 
-    def _slots_held(self, cache: OscarCache) -> dict[Bits, set[int]]:
+    def _slots_held(self, cache: OscarCache) -> Mapping[Bits, int]:
         """Slots of each kind that a cache holds."""
-        held: dict[Bits, set[int]] = {PLAIN: set()}
-        for stream in cache.ledger.streams():
-            held[PLAIN].update(stream.slots)
-            held.setdefault(stream.bits, set()).update(stream.pages)
-        return held
+        return SlotSet.of(cache.ledger.streams()).counts
 
     def _free_slots(self, device: torch.device) -> int:
         """Bytes of the store's pools on a device that are used again before they grow."""
-        return self._slots_on(device, {bits: x.free for bits, x in self.store.allocators.items()})
+        return self.store.bytes_of(
+            {bits: x.free for bits, x in self.store.allocators.items()}, device
+        )
 
     def _others(self, device: torch.device, past: OscarCache | None) -> int:
         """Bytes of the store's pools on a device that only others hold."""
         used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
-        for bits, slots in self._slots_held(past).items() if past is not None else ():
-            used[bits] -= len(slots)
-        return self._slots_on(device, used)
-
-    def _slots_on(self, device: torch.device, counts: Mapping[Bits, int]) -> int:
-        """Bytes of so many slots of each kind, in the layers of a device."""
-        return sum(
-            counts[bits] * pool.slot_bytes
-            for pools in self.store.layers.values()
-            if pools.device == device
-            for bits, pool in pools.by_bits.items()
-        )
+        for bits, count in self._slots_held(past).items() if past is not None else ():
+            used[bits] -= count
+        return self.store.bytes_of(used, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -14,8 +13,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.errors import Busy, InputError
-from oscar_mm.policy import PLAIN, Bits
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
@@ -180,15 +179,9 @@ class KVBudget:
         """Bytes of the slots that nobody but these caches holds."""
         total = 0
         for store in self.stores:
-            owners: dict[Bits, Counter[int]] = {bits: Counter() for bits in store.allocators}
-            for cache in caches:
-                for stream in cache.ledger.streams() if cache.store is store else ():
-                    owners[PLAIN].update(stream.slots)
-                    owners[stream.bits].update(stream.pages)
-            for bits, slots in owners.items():
-                size = sum(pools.by_bits[bits].slot_bytes for pools in store.layers.values())
-                held = store.allocators[bits]
-                total += size * sum(count == held.owners(slot) for slot, count in slots.items())
+            some = [cache.ledger for cache in caches if cache.store is store]
+            held = SlotSet.of(stream for ledger in some for stream in ledger.streams())
+            total += held.bytes(store, unshared=True)
         return total
 
     def _refusal(self, used: int, needed: int) -> str:

@@ -208,9 +208,9 @@ class OscarCache(Cache):
         self.step = step
 
     @property
-    def version(self) -> tuple[Any, ...]:
+    def version(self) -> tuple[int, ...]:
         """The same as long as a captured step holds: slots and pools stay where they are."""
-        return self.ledger, *self.store.version
+        return self.ledger.number, *self.store.version
 
     def end_step(self, indices: Iterable[int] | None = None) -> None:
         """Pack what a step on fixed tables leaves for its end, of some layers at once.

@@ -134,7 +134,7 @@ class Step:
     real: list[np.ndarray] | None = None
     past: list[Row] = field(default_factory=list)
     from_pages: bool | None = None
-    past_version: tuple[Any, ...] = ()
+    past_version: tuple[int, ...] = ()
     promises: int = 0
     promised: bool = False
     layers: frozenset[int] | None = None

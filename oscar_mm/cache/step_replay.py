@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ class StepReplay:
 
     def __init__(self, cache: OscarCache, rows: int) -> None:
         self._cache, self._tables = cache, FixedTables(rows, cache.policy)
-        self._reserved: tuple[Any, ...] | None = None
+        self._reserved: tuple[int, ...] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -35,7 +34,7 @@ class StepReplay:
         return self._tables.known
 
     @property
-    def version(self) -> tuple[Any, ...]:
+    def version(self) -> tuple[int, ...]:
         """The same as long as a capture holds: tables, slots and pools stay where they are."""
         return self._tables.version, *self._cache.version
 

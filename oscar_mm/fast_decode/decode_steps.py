@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class DecodeSteps:
         self._record = self._recorder() if record == "auto" else record
         self._early: EarlyStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
-        self._version: tuple[Any, ...] | None = None
+        self._version: tuple[int, ...] | None = None
         """Of the steps when one was captured."""
 
     def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:

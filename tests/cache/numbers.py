@@ -9,8 +9,9 @@ from collections import Counter
 import numpy as np
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.ledger import Ledger, first_page_tokens
+from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.rows import Row
+from oscar_mm.cache.slot_growth import first_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.cache.ledger import Ledger, first_page_tokens
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.slot_growth import first_page_tokens
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING, Modality
