@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.rows import Row
-from oscar_mm.cache.token_places import TokenPlaces
+from oscar_mm.cache.rows import Row, TokenPlaces
 
 
 def stored_pair(

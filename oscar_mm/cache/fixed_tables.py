@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ _WRITES = "writes"
 class _Kind:
     """Tables of all layers that attend in the same way."""
 
-    make: Callable[[SequenceOf[Row], tuple[int, int]], tuple[np.ndarray, ...]]
+    make: Callable[[Sequence[Row], tuple[int, int]], tuple[np.ndarray, ...]]
     longest: tuple[int, int]
     whole: torch.Tensor
     tables: Tables
@@ -33,8 +32,8 @@ class _Kind:
     @classmethod
     def with_room(
         cls,
-        make: Callable[[SequenceOf[Row], tuple[int, int]], tuple[np.ndarray, ...]],
-        past: SequenceOf[Row],
+        make: Callable[[Sequence[Row], tuple[int, int]], tuple[np.ndarray, ...]],
+        past: Sequence[Row],
         device: torch.device,
     ) -> _Kind:
         """In new tensors with room for twice the items, and tokens in 16 bit."""
@@ -75,7 +74,7 @@ class FixedTables:
         """Whether layers have asked yet."""
         return bool(self._kinds)
 
-    def refill(self, past: SequenceOf[Row]) -> None:
+    def refill(self, past: Sequence[Row]) -> None:
         """Write the tables of attention of a step that is to come: of sequences before it."""
         for key, kind in self._kinds.items():
             arrays = kind.make(past, kind.longest)
@@ -128,7 +127,7 @@ class FixedTables:
 
     def tables(
         self,
-        past: SequenceOf[Row],
+        past: Sequence[Row],
         bits: tuple[Bits | None, Bits | None],
         kv_heads: int,
         columns: int,
@@ -139,7 +138,7 @@ class FixedTables:
         key = (bits, kv_heads, columns, workers, device)
         if key not in self._kinds:
 
-            def make(past: SequenceOf[Row], longest: tuple[int, int]) -> tuple[np.ndarray, ...]:
+            def make(past: Sequence[Row], longest: tuple[int, int]) -> tuple[np.ndarray, ...]:
                 entries = [row.entries(bits) for row in past]
                 return arrays_of(entries, kv_heads, columns, workers, longest)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from oscar_mm.cache.step import Step
 from oscar_mm.errors import InputError
 
 
-def can_join(caches: SequenceOf[OscarCache]) -> bool:
+def can_join(caches: Sequence[OscarCache]) -> bool:
     """Whether caches can be rows of one batch: one store, and layer by layer one balancing.
 
     The balancing differs where it is taken from the prompt, that is on models without QK-norm.
@@ -25,7 +25,7 @@ def can_join(caches: SequenceOf[OscarCache]) -> bool:
     )
 
 
-def join(caches: SequenceOf[OscarCache]) -> OscarCache:
+def join(caches: Sequence[OscarCache]) -> OscarCache:
     """A cache whose rows are those of several caches, one after the other; an empty one is a row.
 
     Shorter rows get padding on the left, so whoever goes on with it gives every row positions of

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from oscar_mm.cache.rows import Row
+from oscar_mm.cache.rows import Row, TokenPlaces
 from oscar_mm.cache.step import Step
-from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.library import text_of
@@ -212,14 +211,14 @@ class OscarLayer(CacheLayerMixin):
             raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
 
     def parts(
-        self, held: TokenPlaces, dtype: torch.dtype
+        self, places: TokenPlaces, dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, (KV heads, n, head_dim) each, a part at a time.
 
         In the model's coordinates; first those in pages, then those in 16 bit.
         """
         most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
-        for bits, (slots, used) in held.pages.items():
+        for bits, (slots, used) in places.pages.items():
             for start in range(0, len(slots), most):
                 run = slice(start, start + most)
                 sides = unpack_slots(
@@ -228,7 +227,7 @@ class OscarLayer(CacheLayerMixin):
                 )
                 keys, values = (_joined(side, used and used[run]) for side in sides)
                 yield keys, values
-        for slots in held.slots.split(most * PAGE_TOKENS) if len(held.slots) else ():
+        for slots in places.slots.split(most * PAGE_TOKENS) if len(places.slots) else ():
             keys, values = self.recent.storage[slots].permute(1, 2, 0, 3).to(dtype)
             yield keys, values
 

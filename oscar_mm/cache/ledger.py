@@ -11,8 +11,7 @@ Crop, fork, beam reordering, forgetting tokens and reset are changes of the ledg
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -117,7 +116,7 @@ class Ledger:
             sequence.stored -= int((removed != NOWHERE).sum())
             del sequence.codes[-count:]
 
-    def select(self, rows: SequenceOf[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Make the batch these rows of it, in this order, with repetition: slots are shared."""
         for row in rows:
             if not 0 <= row < len(self.sequences):
@@ -186,7 +185,7 @@ class _Foretold:
             raise _NoRoomError
         return [slot for slot in found if slot is not None]
 
-    def release(self, slots: SequenceOf[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         pass
 
     def is_shared(self, slot: int) -> bool:

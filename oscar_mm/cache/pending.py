@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.rows import TokenPlaces
 from oscar_mm.cache.step import Step
-from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.decode import decode, empty_output
 from oscar_mm.ops.decode_kernel import (
