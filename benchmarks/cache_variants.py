@@ -223,7 +223,7 @@ class Oscar(CacheVariant):
                 layer = cache.layers[index]
                 if queries is not None:
                     layer.settle_basis(sample, queries, attention)
-                layer.append(keys, values, cache.ledger.last)
+                layer.append(keys, values, cache.step)
 
 
 VARIANTS: dict[str, CacheVariant] = {

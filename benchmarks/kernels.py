@@ -32,9 +32,8 @@ from benchmarks.synthetic_cache import begin_step, synthetic_cache
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.pending import attend_stored
-from oscar_mm.cache.rows import Row
+from oscar_mm.cache.rows import Row, TokenPlaces
 from oscar_mm.cache.step import Step
-from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.ops.decode import decode_kernel
 
 POLICIES = {

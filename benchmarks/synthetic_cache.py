@@ -28,7 +28,7 @@ def begin_step(
     """Bring new tokens to layer 0; returns the layer and the step that it has to carry out."""
     cache.attend_packed(None)
     cache.update(keys, values, 0)
-    return cache.layers[0], cache.ledger.last
+    return cache.layers[0], cache.step
 
 
 def store_tokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
@@ -16,8 +16,14 @@ from oscar_mm.admission.kv_budget import KVBudget, Reservation, Spillable
 from oscar_mm.admission.request_size import RequestSize
 from oscar_mm.admission.token_counts import medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.ledger import first_page_tokens
-from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
+from oscar_mm.cache.slot_growth import (
+    Growth,
+    bytes_over_time,
+    first_page_tokens,
+    pool_bytes,
+    slot_growth,
+)
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.cache.store import LayerShape, PageStore
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family
@@ -410,34 +416,18 @@ class Admission:
 
     def _cache_bytes(self, cache: OscarCache) -> int:
         sizes = self._slot_bytes()
-        return sum(len(slots) * sizes[bits] for bits, slots in _slots(cache).items())
+        counts = SlotSet.of(cache.ledger.streams()).counts
+        return sum(count * sizes[bits] for bits, count in counts.items())
 
     def _free_bytes(self, device: torch.device) -> int:
         """Bytes of free slots on a device, which are filled before pools grow."""
         free = {bits: allocator.free for bits, allocator in self.store.allocators.items()}
-        return self._slots_on(device, free)
+        return self.store.bytes_of(free, device)
 
     def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
         """Bytes of slots on a device that only other caches hold."""
         used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
-        for bits, slots in _slots(cache).items() if cache is not None else ():
-            used[bits] -= len(slots)
-        return self._slots_on(device, used)
-
-    def _slots_on(self, device: torch.device, counts: Mapping[Bits, int]) -> int:
-        """Bytes of so many slots of each kind, in the layers of a device."""
-        return sum(
-            counts[bits] * pool.slot_bytes
-            for pools in self.store.layers.values()
-            if pools.device == device
-            for bits, pool in pools.by_bits.items()
-        )
-
-
-def _slots(cache: OscarCache) -> dict[Bits, set[int]]:
-    """Slots of each kind that a cache holds."""
-    slots: dict[Bits, set[int]] = {PLAIN: set()}
-    for stream in cache.ledger.streams():
-        slots[PLAIN].update(stream.slots)
-        slots.setdefault(stream.bits, set()).update(stream.pages)
-    return slots
+        if cache is not None:
+            for bits, count in SlotSet.of(cache.ledger.streams()).counts.items():
+                used[bits] -= count
+        return self.store.bytes_of(used, device)

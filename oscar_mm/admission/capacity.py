@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from oscar_mm.cache.ledger import packed_of
+from oscar_mm.cache.slot_growth import bytes_over_time, slot_growth
 from oscar_mm.modality import Modality
-from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 HIDDEN_STATES = 6
@@ -95,13 +96,13 @@ class ModelShape:
             policy: how keys and values are stored.
             tokens: by modality ("text", "image", "video", "audio"), text first of all.
         """
-        sizes, total = self.slot_bytes(policy), 0
-        for modality in Modality:
-            count, bits = tokens.get(modality.label, 0), policy.bits_for(modality)
-            recent = policy.sinks + policy.window if modality is Modality.TEXT else 0
-            packed = packed_of(policy, bits, max(0, count - recent), begun=False)
-            total += -(-packed // PAGE_TOKENS) * sizes[bits] + (count - packed) * sizes[PLAIN]
-        return self.layers * total
+        text = tokens.get(Modality.TEXT.label, 0)
+        sinks = min(text, policy.sinks)
+        media = [(one, tokens.get(one.label, 0)) for one in Modality if one is not Modality.TEXT]
+        order = [(Modality.TEXT, sinks), *media, (Modality.TEXT, text - sinks)]
+        row = np.concatenate([np.full(count, int(one), np.int8) for one, count in order])
+        held = slot_growth(policy, row, 0).held
+        return self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
         """How many such conversations fit beside the weights; 0 where these alone do not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,10 +14,10 @@ from uuid import uuid4
 import numpy as np
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.prefix_cache import PrefixCache
-from oscar_mm.policy import PLAIN, Bits
 
 
 class Spillable(Protocol):
@@ -194,15 +193,9 @@ class KVBudget:
         """Bytes of slots that only these caches hold."""
         total = 0
         for store in self.stores:
-            owners: dict[Bits, Counter[int]] = {bits: Counter() for bits in store.allocators}
-            for cache in caches:
-                for stream in cache.ledger.streams() if cache.store is store else ():
-                    owners[PLAIN].update(stream.slots)
-                    owners[stream.bits].update(stream.pages)
-            for bits, slots in owners.items():
-                size = sum(pools.by_bits[bits].slot_bytes for pools in store.layers.values())
-                owned = store.allocators[bits].owners
-                total += size * sum(count == owned(slot) for slot, count in slots.items())
+            ledgers = [cache.ledger for cache in caches if cache.store is store]
+            slots = SlotSet.of(stream for ledger in ledgers for stream in ledger.streams())
+            total += slots.bytes(store, unshared=True)
         return total
 
     def _refusal(self, used: int, needed: int) -> str:

@@ -12,9 +12,8 @@ import torch
 from transformers import Cache
 
 from oscar_mm.cache.announcements import Announcements
-from oscar_mm.cache.layer import OscarLayer, pack_together
+from oscar_mm.cache.layer import LinearLayer, OscarLayer, pack_together
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.linear_state import LinearLayer
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.pending import Chunk, KeyLength
 from oscar_mm.cache.step import Step
@@ -23,10 +22,6 @@ from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
 
-_INCOMPLETE = (
-    "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
-    "start again. (An encoder-decoder takes EncoderDecoderCache(OscarCache(...), DynamicCache()).)"
-)
 _UNBALANCED = (
     "OscarCache: keys are stored without query-key balancing, so this is another method than {} "
     "with attention 'oscar': layer {} shows no QK-norm weights, and no attention but 'oscar' shows "
@@ -73,6 +68,8 @@ class OscarCache(Cache):
 
     layers: list[Any]
     """OscarLayers, and LinearLayers of models that have such; see ``packed_layers``."""
+    step: Step | None
+    """What the latest forward pass does; None before the first one."""
 
     def __init__(
         self,
@@ -88,6 +85,7 @@ class OscarCache(Cache):
         self._own_store, self.closed = store is None, False
         self.store = PageStore(self.policy) if store is None else store
         self.ledger = Ledger(self.store)
+        self.step = None
         self._sigmas = sigmas_of_model(model) if model is not None else {}
         self._expected = Announcements()
         self._warned = False
@@ -149,39 +147,24 @@ class OscarCache(Cache):
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = Chunk(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
             return key_states, value_states
-        self._settle_without_queries(layer, key_states)
-        keys, values = self.with_past(layer, step, key_states, value_states)
+        if layer.settle_without_queries(key_states) and not self._warned:
+            self._warned = True
+            wanted = f"balance={self.policy.balance!r}"
+            warnings.warn(_UNBALANCED.format(wanted, layer_idx), stacklevel=2)
+        keys, values = layer.with_past(step, key_states, value_states)
         layer.append(key_states, value_states, step)
         return keys, values
 
-    def _settle_without_queries(self, layer: OscarLayer, keys: torch.Tensor) -> None:
-        """Choose a layer's balancing; warn once if it is none though the policy wants some."""
-        policy, was_final = self.policy, layer.sigma_is_final
-        layer.settle_basis(keys)
-        unbalanced = policy.packs and policy.balance is not None and layer.sigma is None
-        if unbalanced and not was_final and not self._warned:
-            self._warned = True
-            warnings.warn(
-                _UNBALANCED.format(f"balance={policy.balance!r}", layer.index),
-                stacklevel=3,  # who called update
-            )
-
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> Step:
         """The step of this forward pass: made by the first layer, carried out by all."""
-        ledger = self.ledger
-        if layer.waits:
-            raise RuntimeError(_INCOMPLETE.format(layer.index))
-        if layer.steps == ledger.steps:
+        step, rows = self.step, self.ledger.sequences
+        if step is None or step.is_finished(layer.index):
             batch, _, tokens, _ = key_states.shape
-            if ledger.sequences and len(ledger.sequences) != batch:
-                raise InputError(
-                    f"the cache holds {len(ledger.sequences)} sequences, the new keys {batch}"
-                )
-            self.begin(self._expected.take(batch, tokens))
-        elif layer.steps != ledger.steps - 1:
-            raise RuntimeError(_INCOMPLETE.format(layer.index))
-        layer.waits = True
-        return ledger.last
+            if rows and len(rows) != batch:
+                raise InputError(f"the cache holds {len(rows)} sequences, the new keys {batch}")
+            step = self.begin(self._expected.take(batch, tokens))
+        step.enter(layer.index)
+        return step
 
     def _layer(self, index: int) -> OscarLayer | LinearLayer:
         """A layer, made an empty ``OscarLayer`` if it was not there."""
@@ -200,12 +183,34 @@ class OscarCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
     def begin(self, modalities: np.ndarray) -> Step:
-        """Decide what becomes of new tokens, (batch, tokens) modality ids: all layers carry it out.
+        """Begin the next forward pass: decide what every layer is to do with the new tokens.
 
         ``update`` does this by itself; a caller that does it first gives the next forward pass.
+
+        Args:
+            modalities: (batch, tokens) int8 modality ids, -1 for padding.
+
+        Raises:
+            RuntimeError, FloatingPointError: as ``check_complete``.
         """
         self.check_complete()
-        return self.ledger.advance(modalities)
+        step = self.ledger.advance(modalities)
+        if self.step is not None:
+            step.layers = frozenset(layer.index for layer in self.packed_layers)
+        self.step = step
+        return step
+
+    def replayed(self, step: Step) -> None:
+        """Take a step as done by all layers, whose code did not run: a graph did it, or the pages
+        come from a file or other caches."""
+        for layer in self.packed_layers:
+            step.finish(layer.index)
+        self.step = step
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The same as long as a captured step holds: slots and pools stay where they are."""
+        return self.ledger.number, *self.store.version
 
     def end_step(self, indices: Iterable[int] | None = None) -> None:
         """Pack what a step on fixed tables leaves for its end, of some layers at once.
@@ -213,9 +218,9 @@ class OscarCache(Cache):
         Args:
             indices: of layers that have taken in the step's tokens; by default all.
         """
-        if self.ledger.last.packs_at_end:
+        if self.step is not None and self.step.packs_at_end:
             some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
-            pack_together(some, self.ledger.last)
+            pack_together(some, self.step)
 
     def check_complete(self) -> None:
         """Raise if a forward pass did not reach all layers, or brought what cannot be stored.
@@ -227,9 +232,8 @@ class OscarCache(Cache):
             FloatingPointError: of a prompt, on a GPU; on a CPU its forward pass raises it.
         """
         layers = self.packed_layers
-        for layer in layers:
-            if layer.waits or layer.steps < self.ledger.steps:
-                raise RuntimeError(_INCOMPLETE.format(layer.index))
+        if self.step is not None:
+            self.step.check_finished(layer.index for layer in layers)
         if self.unchecked:
             for layer in layers:
                 layer.check_stored()
@@ -239,16 +243,6 @@ class OscarCache(Cache):
         """(batch, count) bool on the CPU: which of the last ``count`` tokens are no padding."""
         rows = [sequence.real_tokens(count) for sequence in self.ledger.sequences]
         return torch.from_numpy(np.stack(rows))
-
-    def with_past(
-        self, layer: OscarLayer, step: Step, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unpacked past and new tokens, (batch, KV heads, length, head_dim) each."""
-        past = self.ledger.length - keys.shape[2]
-        if not past:
-            return keys, values
-        unpacked = layer.unpacked(step.past, past)
-        return torch.cat([unpacked[0], keys], dim=2), torch.cat([unpacked[1], values], dim=2)
 
     def unpacked(
         self, layer_idx: int, dtype: torch.dtype | None = None
@@ -286,6 +280,8 @@ class OscarCache(Cache):
             layer.fork(twin) if isinstance(layer, OscarLayer) else layer.fork()
             for layer in self.layers
         ]
+        if self.step is not None:
+            twin.replayed(Step())
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
         return twin
 
@@ -421,7 +417,7 @@ class OscarCache(Cache):
         self.ledger.clear()
         if self._own_store:
             self.store = PageStore(self.policy)
-        self.ledger = Ledger(self.store)
+        self.ledger, self.step = Ledger(self.store), None
         self.layers.clear()
         self._expected, self.unchecked = Announcements(), False
 

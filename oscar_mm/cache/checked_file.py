@@ -1,7 +1,10 @@
-"""A safetensors file with a checksum over every byte, written as a whole or not at all.
+"""A safetensors file with a checksum over all that it holds, written as a whole or not at all.
 
-The file's metadata holds a SHA-256 of the whole file, computed with zeros in the checksum's own
-place. Anything that reads safetensors can read the file.
+The file's metadata holds a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
+bytes. Anything that reads safetensors can read the file.
+
+Older files hold a SHA-256 of the whole file instead, computed with zeros in the checksum's own
+place; they are read too.
 """
 
 from __future__ import annotations
@@ -9,22 +12,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file
 
-_NAME = "oscar_mm.sha256"
+_NAME = "oscar_mm.digest"
+_OLD_NAME = "oscar_mm.sha256"
 _BLANK = "0" * 64
-# Unique: within any other text of the header, quotes are escaped.
-_PLACE = f'"{_NAME}":"'.encode()
+# Each is unique in a header: within a text, quotes are escaped.
+_OLD_PLACE = f'"{_OLD_NAME}":"'.encode()
+_END_OF_TENSOR = re.compile(rb'"data_offsets":\[\d+,(\d+)\]')
 _MAX_HEADER = 1 << 24
 """Bytes; a text of a million tokens has room. What is parsed may take twenty times as much."""
 _SHOWN = 200
@@ -54,17 +59,13 @@ def write_checked(
     path = Path(path)
     try:
         with whole_file(path, private=True) as part:
-            save_file(dict(tensors), part, {**texts, _NAME: _BLANK})
-            with part.open("r+b") as file:
+            save_file(dict(tensors), part, {**texts, _NAME: _digest(tensors, texts)})
+            with part.open("rb") as file:
                 if int.from_bytes(file.read(8), "little") > _MAX_HEADER:
                     raise InputError(
                         f"{path}: cannot be written: names and texts of a file may take "
                         f"{_MAX_HEADER:,} bytes"
                     )
-                file.seek(0)
-                digest, place = _digest(file, _header(file, path)[0])
-                file.seek(place)
-                file.write(digest.encode())
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written: {_reason(error)}") from None
 
@@ -84,28 +85,32 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            header, parsed = _header(file, path)
-            texts = _texts(header, parsed, path)
-            kinds = _kinds(parsed, path)
-            accept(texts, kinds)
-            digest, _ = _digest(file, header)
-        if digest != texts[_NAME]:
+            header = _header(file, path)
+            with safe_open(path, "pt") as content:
+                texts = content.metadata() or {}
+                old = _NAME not in texts
+                digest = texts.pop(_OLD_NAME if old else _NAME, "")
+                if len(digest) != len(_BLANK) or (old and header.count(_OLD_PLACE) != 1):
+                    raise InputError(f"{path}: is a safetensors file, but none that oscar_mm saved")
+                slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+                kinds = {
+                    name: Kind(one.get_dtype(), tuple(one.get_shape()))
+                    for name, one in slices.items()
+                }
+                accept(texts, kinds)
+                tensors = {name: content.get_tensor(name) for name in kinds}
+            found = _old_digest(file, header) if old else _digest(tensors, texts)
+        if digest != found:
             raise InputError(f"{path}: was altered since it was saved (its checksum is wrong)")
-        return load_file(path), texts
-    except (OSError, SafetensorError) as error:
+        return tensors, texts
+    except SafetensorError:
+        raise _refusal(path, header) from None
+    except OSError as error:
         raise InputError(f"{path}: cannot be read: {_reason(error)}") from None
 
 
-@contextmanager
-def _as_no_safetensors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise InputError(f"{path}: is not a safetensors file") from None
-
-
-def _header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The header's bytes, and as JSON; the file's size fits what they say."""
+def _header(file: BinaryIO, path: Path) -> bytes:
+    """The header's bytes, of which safetensors may still say that they are no header."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:
@@ -115,49 +120,39 @@ def _header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
         raise InputError(f"{path}: is not a safetensors file")
     if len(header) < length:
         raise InputError(f"{path}: is truncated: {size:,} bytes end within its header")
-    with _as_no_safetensors(path):
-        parsed = json.loads(header, object_pairs_hook=_unique)
-        ends = [int(x["data_offsets"][1]) for name, x in parsed.items() if name[:2] != "__"]
-    whole = 8 + length + max(ends, default=0)
-    if size != whole:
-        state = "is truncated" if size < whole else "goes on behind its end"
-        raise InputError(f"{path}: {state}: {size:,} bytes, where its header says {whole:,}")
-    return header, parsed
+    return header
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a name that is there twice, two parsers may see different entries."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
+def _refusal(path: Path, header: bytes) -> InputError:
+    """Why safetensors does not read a file."""
+    size, ends = path.stat().st_size, [int(end) for end in _END_OF_TENSOR.findall(header)]
+    whole = 8 + len(header) + max(ends, default=0)
+    if not ends or size == whole:
+        return InputError(f"{path}: is not a safetensors file")
+    state = "is truncated" if size < whole else "goes on behind its end"
+    return InputError(f"{path}: {state}: {size:,} bytes, where its header says {whole:,}")
 
 
-def _texts(header: bytes, parsed: dict[str, Any], path: Path) -> dict[str, str]:
-    texts = parsed.get("__metadata__", {})
-    usable = isinstance(texts, dict) and all(isinstance(x, str) for x in texts.values())
-    if not usable or len(texts.get(_NAME, "")) != len(_BLANK) or header.count(_PLACE) != 1:
-        raise InputError(f"{path}: is a safetensors file, but none that oscar_mm saved")
-    return texts
+def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:
+    """SHA-256 of texts and of tensors' names, dtypes, shapes and bytes."""
+    kinds = {name: [str(tensor.dtype), [*tensor.shape]] for name, tensor in tensors.items()}
+    checksum = hashlib.sha256(json.dumps([dict(texts), kinds], sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        # A tensor of one element counts as contiguous whatever its strides are.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        checksum.update(flat.view(torch.uint8).numpy().data)
+    return checksum.hexdigest()
 
 
-def _kinds(parsed: dict[str, Any], path: Path) -> dict[str, Kind]:
-    with _as_no_safetensors(path):
-        return {
-            name: Kind(entry["dtype"], tuple(entry["shape"]))
-            for name, entry in parsed.items()
-            if name != "__metadata__"
-        }
-
-
-def _digest(file: BinaryIO, header: bytes) -> tuple[str, int]:
-    """SHA-256 of a file without its checksum, and the checksum's place in the file."""
-    place = header.index(_PLACE) + len(_PLACE)
+def _old_digest(file: BinaryIO, header: bytes) -> str:
+    """SHA-256 of a whole file, with zeros in the place of its checksum."""
+    place = header.index(_OLD_PLACE) + len(_OLD_PLACE)
     blank = header[:place] + _BLANK.encode() + header[place + len(_BLANK) :]
     checksum = hashlib.sha256(len(header).to_bytes(8, "little") + blank)
     file.seek(8 + len(header))
     hashlib.file_digest(file, lambda: checksum)  # pyright: ignore[reportArgumentType] is a file
-    return checksum.hexdigest(), 8 + place
+    return checksum.hexdigest()
 
 
 def _reason(error: Exception) -> str:

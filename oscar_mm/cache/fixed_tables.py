@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ _WRITES = "writes"
 class _Kind:
     """Tables of all layers that attend in the same way."""
 
-    make: Callable[[SequenceOf[Row], tuple[int, int]], tuple[np.ndarray, ...]]
+    make: Callable[[Sequence[Row], tuple[int, int]], tuple[np.ndarray, ...]]
     longest: tuple[int, int]
     whole: torch.Tensor
     tables: Tables
@@ -33,8 +32,8 @@ class _Kind:
     @classmethod
     def with_room(
         cls,
-        make: Callable[[SequenceOf[Row], tuple[int, int]], tuple[np.ndarray, ...]],
-        past: SequenceOf[Row],
+        make: Callable[[Sequence[Row], tuple[int, int]], tuple[np.ndarray, ...]],
+        past: Sequence[Row],
         device: torch.device,
     ) -> _Kind:
         """In new tensors with room for twice the items, and tokens in 16 bit."""
@@ -75,7 +74,7 @@ class FixedTables:
         """Whether layers have asked yet."""
         return bool(self._kinds)
 
-    def refill(self, past: SequenceOf[Row]) -> None:
+    def refill(self, past: Sequence[Row]) -> None:
         """Write the tables of attention of a step that is to come: of sequences before it."""
         for key, kind in self._kinds.items():
             arrays = kind.make(past, kind.longest)
@@ -111,15 +110,24 @@ class FixedTables:
         for (key, _), tensor in self._on_device.items():
             _write(tensor, self._tokens[key])
 
-    @staticmethod
-    def takes(step: Step) -> bool:
-        """Whether there is room for what a step packs: a token of each row."""
+    def write(self, step: Step) -> None:
+        """Write all tables of a step that ``takes`` accepts."""
+        self.refill(step.past)
+        self.refill_tokens(step)
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step copies no page, and packs a token of each row at most; of a policy that
+        packs whole pages, none of the new tokens."""
+        if not self._policy.by_token:
+            return not any((filling.source >= 0).any() for filling in step.fillings)
+        if step.copies:
+            return False
         rows = [filling.row for filling in step.fillings]
         return len(set(rows)) == len(rows) and all(len(one.source) == 1 for one in step.fillings)
 
     def tables(
         self,
-        past: SequenceOf[Row],
+        past: Sequence[Row],
         bits: tuple[Bits | None, Bits | None],
         kv_heads: int,
         columns: int,
@@ -130,7 +138,7 @@ class FixedTables:
         key = (bits, kv_heads, columns, workers, device)
         if key not in self._kinds:
 
-            def make(past: SequenceOf[Row], longest: tuple[int, int]) -> tuple[np.ndarray, ...]:
+            def make(past: Sequence[Row], longest: tuple[int, int]) -> tuple[np.ndarray, ...]:
                 entries = [row.entries(bits) for row in past]
                 return arrays_of(entries, kv_heads, columns, workers, longest)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.rows import NOWHERE, Row
+from oscar_mm.cache.step import Step
 from oscar_mm.errors import InputError
 
 
-def can_join(caches: SequenceOf[OscarCache]) -> bool:
+def can_join(caches: Sequence[OscarCache]) -> bool:
     """Whether caches can be rows of one batch: one store, and layer by layer one balancing.
 
     The balancing differs where it is taken from the prompt, that is on models without QK-norm.
@@ -24,7 +25,7 @@ def can_join(caches: SequenceOf[OscarCache]) -> bool:
     )
 
 
-def join(caches: SequenceOf[OscarCache]) -> OscarCache:
+def join(caches: Sequence[OscarCache]) -> OscarCache:
     """A cache whose rows are those of several caches, one after the other; an empty one is a row.
 
     Shorter rows get padding on the left, so whoever goes on with it gives every row positions of
@@ -52,8 +53,8 @@ def join(caches: SequenceOf[OscarCache]) -> OscarCache:
     rows = [row for cache in caches for row in cache.ledger.sequences or [Row()]]
     longest = max(len(row.codes) for row in rows)
     joined.ledger.hold([_padded(row, longest) for row in rows])
-    joined.ledger.steps = source.ledger.steps
     joined.layers += [layer.fork(joined) for layer in source.layers]
+    joined.replayed(Step())
     return joined
 
 

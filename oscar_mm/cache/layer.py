@@ -1,4 +1,7 @@
-"""OscarLayer: one layer of a cache, which moves its bytes in and out of the store's pools."""
+"""OscarLayer: one layer of a cache, which moves its bytes in and out of the store's pools.
+
+LinearLayer: a layer of linear attention in the same cache.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from oscar_mm.cache.rows import Row
+from oscar_mm.cache.rows import Row, TokenPlaces
 from oscar_mm.cache.step import Step
-from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.library import numbers_of
@@ -47,8 +49,6 @@ class OscarLayer(CacheLayerMixin):
         self.is_initialized = False
         # Weak, so that slots go back as soon as nobody has the cache.
         self._cache, self.index = weakref.ref(cache), index
-        # Steps carried out, and whether the next one has come in but is not carried out yet.
-        self.steps, self.waits = 0, False
         self.sigma: torch.Tensor | None = None
         self.sigma_is_final = False
 
@@ -145,6 +145,18 @@ class OscarLayer(CacheLayerMixin):
         self.sigma = None if sigma is None else sigma.to(keys.device)
         self.sigma_is_final = True
 
+    def settle_without_queries(self, keys: torch.Tensor) -> bool:
+        """Choose the balancing by the first keys alone, as ``settle_basis``.
+
+        Returns:
+            whether there is none now though the policy wants some.
+        """
+        if self.sigma_is_final:
+            return False
+        self.settle_basis(keys)
+        policy = self.cache.policy
+        return policy.packs and policy.balance is not None and self.sigma is None
+
     @torch.no_grad()
     def append(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
         """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
@@ -168,8 +180,7 @@ class OscarLayer(CacheLayerMixin):
             self.check_stored()
         elif keys.shape[2] > 1:
             self.cache.unchecked = True
-        self.steps += 1
-        self.waits = False
+        step.finish(self.index)
 
     def reserve(self) -> None:
         """Let the pools hold all slots that the ledger has given out."""
@@ -200,14 +211,14 @@ class OscarLayer(CacheLayerMixin):
             raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
 
     def parts(
-        self, held: TokenPlaces, dtype: torch.dtype
+        self, places: TokenPlaces, dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, (KV heads, n, head_dim) each, a part at a time.
 
         In the model's coordinates; first those in pages, then those in 16 bit.
         """
         most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
-        for bits, (slots, used) in held.pages.items():
+        for bits, (slots, used) in places.pages.items():
             for start in range(0, len(slots), most):
                 run = slice(start, start + most)
                 sides = unpack_slots(
@@ -216,9 +227,19 @@ class OscarLayer(CacheLayerMixin):
                 )
                 keys, values = (_joined(side, used and used[run]) for side in sides)
                 yield keys, values
-        for slots in held.slots.split(most * PAGE_TOKENS) if len(held.slots) else ():
+        for slots in places.slots.split(most * PAGE_TOKENS) if len(places.slots) else ():
             keys, values = self.recent.storage[slots].permute(1, 2, 0, 3).to(dtype)
             yield keys, values
+
+    def with_past(
+        self, step: Step, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unpacked past and new tokens of a step, (batch, KV heads, length, head_dim) each."""
+        past = self.cache.get_seq_length() - keys.shape[2]
+        if not past:
+            return keys, values
+        unpacked = self.unpacked(step.past, past)
+        return torch.cat([unpacked[0], keys], dim=2), torch.cat([unpacked[1], values], dim=2)
 
     def unpacked(
         self, sequences: list[Row], length: int, dtype: torch.dtype | None = None
@@ -257,6 +278,25 @@ class OscarLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """-1: unbounded."""
         return -1
+
+
+class LinearLayer(LinearAttentionLayer):
+    """Transformers' own layer of linear attention, which holds a state instead of tokens."""
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Tensors of the state."""
+        both = (*self.conv_states.values(), *self.recurrent_states.values())
+        return [state for state in both if state is not None]
+
+    def fork(self) -> LinearLayer:
+        """A layer of the same states, in tensors of its own."""
+        twin = copy.copy(self)
+        for name, by_state in vars(self).items():
+            if isinstance(by_state, dict):
+                own = {k: x.clone() if torch.is_tensor(x) else x for k, x in by_state.items()}
+                setattr(twin, name, own)
+        return twin
 
 
 @torch.no_grad()

@@ -10,13 +10,13 @@ Crop, fork, beam reordering, forgetting tokens and reset are changes of the ledg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
-from typing import TypeVar
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
+from oscar_mm.cache.slot_growth import most_spare, packed_of
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.cache.store import PageStore, SlotAllocator
 from oscar_mm.errors import InputError
@@ -25,57 +25,14 @@ from oscar_mm.ops.store_torch import CENTER_TOKENS
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
-Count = TypeVar("Count", int, np.ndarray)
-
-
-def packed_of(policy: KVPolicy, bits: Bits, waiting: Count, *, begun: bool) -> Count:
-    """How many of a stream's tokens that have left the window are packed.
-
-    A stream page takes any number. The first one begins when so many wait that it takes no more
-    bytes than they do in 16 bit.
-
-    Args:
-        waiting: tokens of the stream that are in 16 bit and not in the window; of an array each
-            number by itself.
-        begun: whether the stream has a page.
-    """
-    if bits == PLAIN:
-        return waiting * 0
-    if not policy.by_token:
-        return waiting // PAGE_TOKENS * PAGE_TOKENS
-    return waiting * (begun | (waiting >= first_page_tokens(bits)))
-
-
-def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> int:
-    """Slots of 16 bit that a sequence may have to spare when a decode step brings it a token.
-
-    One, where a token leaves its slot to the next. Else so many are asked for at once, as nobody
-    else can take them from a step that was launched ahead, and pools grow seldom; few next to the
-    tokens that the sequence has in 16 bit.
-
-    Args:
-        bits: of the token's stream.
-        in_16_bit: tokens that the sequence has there.
-        begun: whether the stream has a page.
-    """
-    if begun and bits.packed and policy.by_token:
-        return 1
-    return min(max(1, in_16_bit // 4), _MOST_SPARE)
-
-
-def first_page_tokens(bits: Bits) -> int:
-    """Tokens that in 16 bit take as much as a page of 128: 4 for each bit of keys and of values,
-    and 8 for scales, zeros and center (of head_dim 64, less of larger ones)."""
-    return PAGE_TOKENS * (bits.keys + bits.values + 2) // 32
-
-
-_MOST_SPARE = 32
+_NUMBERS = itertools.count()
 
 
 class Ledger:
     """Sequences of a batch and the slots that hold them.
 
     Attributes:
+        number: of this ledger, which no other one has.
         changes: grows with every change of a sequence. ``PageStore.trim`` counts its own.
     """
 
@@ -83,14 +40,12 @@ class Ledger:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
         # Always the same list: the store takes its slots back once the ledger is gone.
         self.sequences: list[Row] = []
-        self.steps = self.changes = 0
-        self.last = Step()
+        self.number, self.changes = next(_NUMBERS), 0
         store.register(self)
 
     def fork(self) -> Ledger:
         """A ledger of the same sequences, over the same slots; what it adds is its own."""
         twin = Ledger(self.store)
-        twin.steps = self.steps
         twin.hold([sequence.copy() for sequence in self.sequences])
         return twin
 
@@ -108,15 +63,21 @@ class Ledger:
         """Tokens of a row, padding included; the same for all rows."""
         return len(self.sequences[0].codes) if self.sequences else 0
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The same as long as the sequences and the ids of their slots are."""
+        return self.number, self.changes, self.store.trims
+
     def advance(self, modalities: np.ndarray) -> Step:
         """Take in new tokens: (batch, tokens) modality ids, -1 for padding."""
         self.store.collect()
+        version, promises = self.version, self.store.promises
         self.changes += 1
         if not self.sequences:
             self.sequences += [Row() for _ in range(len(modalities))]
-        self.last = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
-        self.steps += 1
-        return self.last
+        step = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
+        step.past_version, step.promises = version, promises
+        return step
 
     def foretold(self, modalities: np.ndarray) -> Step | None:
         """The ``Step`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
@@ -134,7 +95,8 @@ class Ledger:
             step = _Advance(self.policy, free).of(copies, modalities)
         except _NoRoomError:
             return None
-        step.past = self.sequences
+        step.past, step.past_version = self.sequences, self.version
+        step.promises = self.store.promises
         step.promised = any(slots.taken for slots in free.values())
         stores = step.writes is not None or step.fillings
         return step if stores and not step.copies else None
@@ -154,7 +116,7 @@ class Ledger:
             sequence.stored -= int((removed != NOWHERE).sum())
             del sequence.codes[-count:]
 
-    def select(self, rows: SequenceOf[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Make the batch these rows of it, in this order, with repetition: slots are shared."""
         for row in rows:
             if not 0 <= row < len(self.sequences):
@@ -223,7 +185,7 @@ class _Foretold:
             raise _NoRoomError
         return [slot for slot in found if slot is not None]
 
-    def release(self, slots: SequenceOf[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         pass
 
     def is_shared(self, slot: int) -> bool:

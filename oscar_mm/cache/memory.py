@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.policy import PLAIN, Bits
+from oscar_mm.policy import PLAIN
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
-    from oscar_mm.cache.ledger import Ledger
     from oscar_mm.cache.store import LayerPools, PageStore
 
 KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
@@ -193,17 +193,6 @@ def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0
     return np.rint(total).astype(np.int64).tolist()
 
 
-@dataclass
-class _Slots:
-    """Slots of one kind that a cache holds: how many by modality, how many of them others hold
-    too, how many it has to spare, and whether nobody else holds any of this kind."""
-
-    by_modality: Counter[str]
-    shared: int
-    spare: int
-    alone: bool
-
-
 def measure(cache: OscarCache) -> MemoryReport:
     """Add up the tensors that a cache holds, layer by layer, and its tables."""
     ledger = cache.ledger
@@ -213,16 +202,18 @@ def measure(cache: OscarCache) -> MemoryReport:
     tokens = {modality.label: 0 for modality in Modality}
     for stream in ledger.streams():
         tokens[stream.modality.label] += stream.tokens
-    slots = {bits: _slots(ledger, bits) for bits in ledger.allocators}
-    alone = all(one.alone for one in slots.values())
+    held = SlotSet.of(ledger.streams())
+    shared, spare = held.shared(ledger.store), sum(len(row.spare) for row in ledger.sequences)
+    taken = held.counts + Counter({PLAIN: spare})
+    alone = all(slots.used == taken[bits] for bits, slots in ledger.allocators.items())
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
     for layer in cache.packed_layers:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
         pools = cache.store.layers[layer.index]
         before = sum(by_kind.values())
-        _add_pools(pools, slots, alone, by_kind, by_modality)
-        shared_bytes += sum(slots[bits].shared * p.slot_bytes for bits, p in pools.by_bits.items())
+        _add_pools(pools, held, None if alone else spare, by_kind, by_modality)
+        shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
         by_modality[_SHARED] += own
@@ -247,33 +238,25 @@ def measure(cache: OscarCache) -> MemoryReport:
     )
 
 
-def _slots(ledger: Ledger, bits: Bits) -> _Slots:
-    """Slots that sequences of a cache, or entries of a stream, have in common are held once."""
-    labels: dict[int, str] = {}
-    own: Counter[int] = Counter()
-    for stream in ledger.streams():
-        held = stream.slots if bits == PLAIN else stream.pages if stream.bits == bits else []
-        labels.update(dict.fromkeys(held, stream.modality.label))
-        own.update(held)
-    allocator = ledger.allocators[bits]
-    shared = sum(allocator.owners(slot) > count for slot, count in own.items())
-    spare = sum(len(row.spare) for row in ledger.sequences) if bits == PLAIN else 0
-    alone = allocator.used == len(own) + spare
-    return _Slots(Counter(labels.values()), shared, spare, alone)
-
-
 def _add_pools(
     pools: LayerPools,
-    slots: dict[Bits, _Slots],
-    alone: bool,
+    slots: SlotSet,
+    spare: int | None,
     by_kind: dict[str, int],
     by_modality: dict[str, int],
 ) -> None:
-    """Add one layer's pools. Within a forward pass a layer may be a step behind the tables: its
-    bytes are all counted, as unused where the tables speak of slots that it does not have yet."""
+    """Add one layer's pools.
+
+    Within a forward pass a layer may be a step behind the tables: its bytes are all counted, as
+    unused where the tables speak of slots that it does not have yet.
+
+    Args:
+        slots: that the cache holds.
+        spare: slots of 16 bit that the next tokens will take; None to count all free ones.
+    """
     for bits, pool in pools.by_bits.items():
         free = pool.storage.nbytes
-        for label, count in slots[bits].by_modality.items():
+        for label, count in slots.by_modality(bits).items():
             held = min(count * pool.slot_bytes, free)
             free -= held
             by_modality[label] += held
@@ -282,6 +265,8 @@ def _add_pools(
                 continue
             for kind, size in pools.formats[bits].bytes_by_kind.items():
                 by_kind[kind] += size * (held // max(1, pool.slot_bytes))
-        unused = free if alone else min(slots[bits].spare * pool.slot_bytes, free)
+        unused = free
+        if spare is not None:
+            unused = min(spare * pool.slot_bytes, free) if bits == PLAIN else 0
         by_kind["unused"] += unused
         by_modality[_SHARED] += unused

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.rows import TokenPlaces
 from oscar_mm.cache.step import Step
-from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.decode import (
     MAX_QUERY_TOKENS,
@@ -208,7 +208,7 @@ class Chunk:
         if visible is None:
             output = attend_stored(layer, query, key, value, scaling, step)
         else:
-            keys, values = layer.cache.with_past(layer, step, key, value)
+            keys, values = layer.with_past(step, key, value)
             output = scaled_dot_product_attention(
                 *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
             ).nan_to_num()  # a query that is padding sees nothing

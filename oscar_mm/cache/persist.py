@@ -32,6 +32,7 @@ from oscar_mm.cache import first_version
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import LayerShape, PageStore
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.errors import InputError
@@ -241,8 +242,8 @@ class SavedCache:
                 saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
                 pool.reserve(cache.store.allocators[bits].capacity)
                 pool.storage[ids[bits]] = saved.to(layer.device)
-            layer.steps = 1
-        cache.ledger.steps = int(bool(cache.layers))
+        if cache.layers:
+            cache.replayed(Step())
 
 
 def load_cache(

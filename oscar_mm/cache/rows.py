@@ -1,11 +1,16 @@
-"""Row: one row of a batch, and which of its tokens are in which Stream, in pages or in 16 bit."""
+"""Row: one row of a batch, and which of its tokens are in which Stream, in pages or in 16 bit.
+
+TokenPlaces: where a layer on a device reads the tokens of streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import SECOND, START, Entries
@@ -232,3 +237,53 @@ class Row:
             if len(stored) >= window or size >= len(codes):
                 return stored[-window:] if window else stored
             size *= 8
+
+
+class Pages(NamedTuple):
+    """Packed pages of one format.
+
+    Attributes:
+        slots: (n,) int32.
+        used: first token of each page that is in use, and the one after the last; None if all
+            tokens are.
+    """
+
+    slots: torch.Tensor
+    used: list[tuple[int, int]] | None
+
+
+class TokenPlaces(NamedTuple):
+    """Where a layer reads all tokens of some streams: those in pages first, stream by stream.
+
+    Attributes:
+        pages: bits -> pages.
+        slots: (n,) int64, of the tokens in 16 bit.
+    """
+
+    pages: dict[Bits, Pages]
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, streams: Iterable[Stream], device: torch.device) -> TokenPlaces:
+        """The places of all tokens of these streams, for layers on a device."""
+        packed: dict[Bits, list[Stream]] = {}
+        slots: list[int] = []
+        for stream in streams:
+            if stream.pages:
+                packed.setdefault(stream.bits, []).append(stream)
+            slots += stream.slots
+        return cls(
+            {bits: _pages(found, device) for bits, found in packed.items()},
+            torch.tensor(slots, dtype=torch.int64, device=device),
+        )
+
+
+def _pages(streams: list[Stream], device: torch.device) -> Pages:
+    slots = [page for stream in streams for page in stream.pages]
+    used = [
+        tokens for stream in streams for tokens in zip(stream.starts, stream.stops, strict=True)
+    ]
+    return Pages(
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        None if all(tokens == (0, PAGE_TOKENS) for tokens in used) else used,
+    )

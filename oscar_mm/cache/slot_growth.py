@@ -8,14 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from oscar_mm.cache.ledger import most_spare, packed_of
 from oscar_mm.cache.rows import SINK, Row, Stream
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+Count = TypeVar("Count", int, np.ndarray)
+_MOST_SPARE = 32
+
+
+def packed_of(policy: KVPolicy, bits: Bits, waiting: Count, *, begun: bool) -> Count:
+    """How many of a stream's tokens that have left the window are packed.
+
+    A stream page takes any number. The first one begins when so many wait that it takes no more
+    bytes than they do in 16 bit.
+
+    Args:
+        waiting: tokens of the stream that are in 16 bit and not in the window; of an array each
+            number by itself.
+        begun: whether the stream has a page.
+    """
+    if bits == PLAIN:
+        return waiting * 0
+    if not policy.by_token:
+        return waiting // PAGE_TOKENS * PAGE_TOKENS
+    return waiting * (begun | (waiting >= first_page_tokens(bits)))
+
+
+def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> int:
+    """Slots of 16 bit that a sequence may have to spare when a decode step brings it a token.
+
+    One, where a token leaves its slot to the next. Else so many are asked for at once, as nobody
+    else can take them from a step that was launched ahead, and pools grow seldom; few next to the
+    tokens that the sequence has in 16 bit.
+
+    Args:
+        bits: of the token's stream.
+        in_16_bit: tokens that the sequence has there.
+        begun: whether the stream has a page.
+    """
+    if begun and bits.packed and policy.by_token:
+        return 1
+    return min(max(1, in_16_bit // 4), _MOST_SPARE)
+
+
+def first_page_tokens(bits: Bits) -> int:
+    """Tokens that in 16 bit take as much as a page of 128: 4 for each bit of keys and of values,
+    and 8 for scales, zeros and center (of head_dim 64, less of larger ones)."""
+    return PAGE_TOKENS * (bits.keys + bits.values + 2) // 32
 
 
 @dataclass(frozen=True, eq=False)

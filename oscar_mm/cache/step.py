@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,12 @@ from oscar_mm.policy import Bits
 
 if TYPE_CHECKING:
     from oscar_mm.cache.fixed_tables import FixedTables
+
+
+_INCOMPLETE = (
+    "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
+    "start again. (An encoder-decoder takes EncoderDecoderCache(OscarCache(...), DynamicCache()).)"
+)
 
 
 @dataclass(eq=False)
@@ -99,7 +105,8 @@ class Slots(NamedTuple):
 
 @dataclass
 class Step:
-    """What one forward pass does to the pools of every layer, in this order.
+    """What one forward pass does to the pools of every layer, in this order, and which layers have
+    done it.
 
     Attributes:
         copies: (bits, source, target): a page that others have too is copied before it is filled.
@@ -112,7 +119,11 @@ class Step:
             the step out, so attention over the past and the new tokens comes first.
         from_pages: whether attention "oscar" runs the forward pass and reads the past from its
             pages; None until the first layer's keys come in.
+        past_version: ``Ledger.version`` before the step.
+        promises: ``PageStore.promises`` before the step; of a foretold one, once it is foretold.
         promised: whether it was foretold, and is to write to slots that nobody has yet.
+        layers: indices of the layers that are to carry it out; None in the first pass of a cache,
+            whose layers are not known before.
         fixed: where a graph finds the tables of attention, of fillings and of ``writes``; None
             makes new ones.
     """
@@ -123,9 +134,57 @@ class Step:
     real: list[np.ndarray] | None = None
     past: list[Row] = field(default_factory=list)
     from_pages: bool | None = None
+    past_version: tuple[int, ...] = ()
+    promises: int = 0
     promised: bool = False
+    layers: frozenset[int] | None = None
     fixed: FixedTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
+    # Index of each layer whose keys have come in -> whether it has carried out the step.
+    _progress: dict[int, bool] = field(default_factory=dict)
+
+    def enter(self, layer: int) -> None:
+        """A layer's keys come in; RuntimeError if the layer has missed a step or stopped in one."""
+        if layer in self._progress or (self.layers is not None and layer not in self.layers):
+            raise RuntimeError(_INCOMPLETE.format(layer))
+        self._progress[layer] = False
+
+    def finish(self, layer: int) -> None:
+        """A layer has carried out the step."""
+        self._progress[layer] = True
+
+    def is_finished(self, layer: int) -> bool:
+        """Whether a layer has carried out the step."""
+        return self._progress.get(layer, False)
+
+    def check_finished(self, layers: Iterable[int]) -> None:
+        """RuntimeError if one of these layers has not carried out the step."""
+        for layer in layers:
+            if not self.is_finished(layer):
+                raise RuntimeError(_INCOMPLETE.format(layer))
+
+    def restart(self) -> None:
+        """What layers did had no effect: all of them are to carry out the step."""
+        self._progress.clear()
+
+    def is_within(self, early: Step) -> bool:
+        """Whether a foretold step that was launched has done what this step does.
+
+        It has, if it was foretold of the same past and writes the same, or more: what it writes of
+        a row that has ended lies in slots and places that are free.
+        """
+        if self.past_version != early.past_version or self.copies:
+            return False
+        if early.promised and self.promises != early.promises:
+            return False
+        if self.writes is not None:
+            if early.writes is None:
+                return False
+            stored = np.isin(early.writes[0], self.writes[0])
+            if not np.array_equal(early.writes[:, stored], self.writes):
+                return False
+        fillings = {filling.row: filling for filling in early.fillings}
+        return all(filling.is_same(fillings.get(filling.row)) for filling in self.fillings)
 
     @property
     def packs_at_end(self) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from oscar_mm.cache.memory import StoreReport, measure_store
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
@@ -292,10 +293,10 @@ class PageStore:
         One layer's pool at a time is copied, so that much memory is needed on the way.
         """
         self.collect()
-        self.trims += 1
         for bits, slots in self.allocators.items():
             if not slots.free:
                 continue
+            self.trims += 1
             for pools in self.layers.values():
                 # Of a forward pass that was interrupted a pool may not have all slots yet.
                 pools.by_bits[bits].reserve(slots.capacity)
@@ -308,7 +309,7 @@ class PageStore:
                     sequence.renumber(bits, new_ids)
 
     @property
-    def layout(self) -> tuple[int, ...]:
+    def version(self) -> tuple[int, ...]:
         """The same as long as no pool needs to grow or has been trimmed."""
         return self.trims, *(slots.capacity for slots in self.allocators.values())
 
@@ -320,17 +321,22 @@ class PageStore:
     def bytes_by_modality(self) -> dict[str, int]:
         """Bytes of the slots in use by modality, each once, whoever holds them."""
         self.collect()
-        held: dict[Bits, dict[int, str]] = {bits: {} for bits in self.allocators}
-        for ledger in self._registered():
-            for stream in ledger.streams():
-                held[PLAIN] |= dict.fromkeys(stream.slots, stream.modality.label)
-                held[stream.bits] |= dict.fromkeys(stream.pages, stream.modality.label)
+        ledgers = self._registered()
+        held = SlotSet.of(stream for ledger in ledgers for stream in ledger.streams())
         found = {modality.label: 0 for modality in Modality}
-        for bits, labels in held.items():
-            size = sum(pools.by_bits[bits].slot_bytes for pools in self.layers.values())
-            for label, count in Counter(labels.values()).items():
-                found[label] += count * size
+        for bits in self.allocators:
+            for label, count in held.by_modality(bits).items():
+                found[label] += self.bytes_of({bits: count})
         return found
+
+    def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
+        """Bytes of so many slots of each kind, in all layers or in those of a device."""
+        return sum(
+            count * pools.by_bits[bits].slot_bytes
+            for pools in self.layers.values()
+            if device is None or pools.device == device
+            for bits, count in counts.items()
+        )
 
     def memory(self) -> StoreReport:
         """Bytes of the pools, used and free, whoever holds them; each once."""

@@ -12,6 +12,7 @@ import torch
 from oscar_mm.cache.checked_file import Kind
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
@@ -164,13 +165,15 @@ class SavedTables:
 
 def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[Bits, list[int]]]:
     """Tables of a ledger with slots numbered from 0, and the slots under these numbers."""
-    numbers: dict[Bits, dict[int, int]] = {bits: {} for bits in ledger.allocators}
+    rows = ledger.sequences if ledger.length else []
+    held = SlotSet.of(stream for row in rows for stream in row.streams.values())
+    slots = {bits: held.slots(bits) for bits in ledger.allocators}
+    numbers = {bits: {slot: n for n, slot in enumerate(ids)} for bits, ids in slots.items()}
 
-    def number(bits: Bits, slots: Iterable[int]) -> list[int]:
-        return [numbers[bits].setdefault(slot, len(numbers[bits])) for slot in slots]
+    def number(bits: Bits, ids: Iterable[int]) -> list[int]:
+        return [numbers[bits][slot] for slot in ids]
 
     streams, entries, recent = [], [np.empty((0, 3), np.int32)], []
-    rows = ledger.sequences if ledger.length else []
     for row, sequence in enumerate(rows):
         for code, stream in sequence.streams.items():
             streams.append((row, code, len(stream.pages), len(stream.slots)))
@@ -184,6 +187,6 @@ def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[Bits, list[int]]]:
         np.array(streams, dtype=np.int64).reshape(-1, 4),
         np.ascontiguousarray(np.concatenate(entries)),
         np.array(recent, dtype=np.int32),
-        {bits: len(found) for bits, found in numbers.items()},
+        {bits: len(ids) for bits, ids in slots.items()},
     )
-    return tables, {bits: list(found) for bits, found in numbers.items()}
+    return tables, slots

@@ -9,8 +9,9 @@ from collections import Counter
 import numpy as np
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.ledger import Ledger, first_page_tokens
+from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.rows import Row
+from oscar_mm.cache.slot_growth import first_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
@@ -75,7 +76,7 @@ class Numbers:
 
     def __init__(self, policy: KVPolicy) -> None:
         self.contents = Contents(policy)
-        self.ledger = Ledger(self.contents.store)
+        self.ledger, self.last = Ledger(self.contents.store), Step()
         self.rows: list[list[int]] = []
         self.ids: list[list[int]] = []
         self.count = itertools.count()
@@ -84,7 +85,7 @@ class Numbers:
         if not self.rows:
             self.rows, self.ids = [[] for _ in ids], [[] for _ in ids]
         new = np.array([next(self.count) for _ in range(ids.size)]).reshape(ids.shape)
-        step = self.ledger.advance(ids.astype(np.int8))
+        step = self.last = self.ledger.advance(ids.astype(np.int8))
         self.contents.carry_out(step, new, self.ledger.sequences)
         for row in range(len(ids)):
             self.rows[row] += new[row].tolist()

@@ -1,5 +1,6 @@
 """The container: whole or not at all, and nothing altered goes unnoticed."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -151,3 +152,33 @@ def test_refusal_comes_before_the_whole_file_is_read(
     monkeypatch.setattr(checked_file, "_digest", None)
     with pytest.raises(InputError, match="no"):
         read_checked(saved, refuse)
+
+
+def written_before(path: Path) -> None:
+    """A file as earlier versions wrote it: a SHA-256 of the whole file, with zeros in its place."""
+    save_file(TENSORS, path, {**TEXTS, "oscar_mm.sha256": "0" * 64})
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest().encode()
+    place = content.index(b'"oscar_mm.sha256":"0') + len(b'"oscar_mm.sha256":"')
+    path.write_bytes(content[:place] + digest + content[place + 64 :])
+
+
+def test_files_of_earlier_versions(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    written_before(path)
+    tensors, texts = read(path)
+    assert texts == TEXTS and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x01]) + whole[at + 1 :])
+        with pytest.raises(InputError, match="old: "):
+            read(path)
+
+
+def test_tensors_of_any_shape(tmp_path: Path) -> None:
+    """And names and texts are told apart, whatever is in them."""
+    tensors = {"none": torch.zeros(0, 3), "one": torch.tensor(2.0), "true": torch.ones(2) > 0}
+    write_checked(tmp_path / "a", tensors, {"x": "", "": "y"})
+    found, texts = read(tmp_path / "a")
+    assert texts == {"x": "", "": "y"}
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

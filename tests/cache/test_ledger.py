@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.cache.ledger import Ledger, first_page_tokens
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.slot_growth import first_page_tokens
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING, Modality
@@ -85,7 +86,7 @@ def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPo
             check_all(store, caches)  # Nobody sees what was written there.
             if data.draw(st.booleans()):
                 cache.advance(tokens[:, None])
-                step = cache.ledger.last
+                step = cache.last
                 assert told is None or is_same(step, told)
         elif operation == "forget" and batch:
             start = data.draw(st.integers(0, length))
@@ -198,7 +199,7 @@ def test_copy_on_write_between_forks(how: dict) -> None:
     # Tokens in 16 bit have slots of their own, some of them to spare; of a page that is not full
     # each row has a copy then.
     assert (slots[PLAIN].used, slots[TWO].used) == ((0, 4) if how else (12 + 3 * 3, 1))
-    [step] = [numbers.ledger.last]
+    [step] = [numbers.last]
     assert len(step.copies) == (2 if how else 0)
 
 
@@ -250,12 +251,12 @@ def test_forgetting_in_the_middle_of_the_last_page_costs_no_page() -> None:
         numbers.advance(np.zeros((1, 60), dtype=int))
         numbers.forget(0, 60 * turn + 20, 60 * turn + 40)
         numbers.check()
-        assert not numbers.ledger.last.copies
+        assert not numbers.last.copies
     assert numbers.ledger.allocators[TWO].used == -(-600 // PAGE_TOKENS)
     # Another owner is one more.
     twin = numbers.fork()
     numbers.advance(np.zeros((1, 1), dtype=int))
-    assert len(numbers.ledger.last.copies) == 1
+    assert len(numbers.last.copies) == 1
     numbers.check()
     twin.check()
 

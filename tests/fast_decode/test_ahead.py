@@ -266,34 +266,35 @@ def filling(row: int, page: int, first: int) -> Filling:
 
 
 def test_what_was_launched_is_that_step_where_no_more_is_written() -> None:
-    tokens, state = torch.arange(3), (object(), 4, 0)
+    tokens, past = torch.arange(3), (object(), 4, 0)
     writes = np.array([[0, 1, 2], [0, 0, 0], [7, 3, 9]])
     fillings = [filling(row, 5 + row, 17 * row) for row in range(3)]
+    same = {"writes": writes, "fillings": fillings, "past_version": past, "promises": 5}
 
-    def ahead(*, promised: bool = False, **changes: Any) -> EarlyStep:
-        step = Step(**{"writes": writes, "fillings": fillings, "promised": promised} | changes)
-        return EarlyStep(tokens, state, 5, step, torch.zeros(3, 5))
+    def ahead(**changes: Any) -> EarlyStep:
+        return EarlyStep(tokens, Step(**same | changes), torch.zeros(3, 5))
 
-    step = Step(writes=writes, fillings=fillings)
-    assert ahead().is_step(tokens, state, 5, step) and ahead().is_step(tokens, state, 6, step)
-    ended = Step(writes=writes[:, [0, 2]], fillings=[fillings[0], fillings[2]])
-    assert ahead().is_step(tokens, state, 6, ended)
-    assert ahead().is_step(tokens, state, 6, Step())
-    assert not ahead().is_step(tokens.clone(), state, 5, step)
-    assert not ahead().is_step(tokens, (*state[:2], 1), 5, step)
-    copies = Step(writes=writes, fillings=fillings, copies=[(TWO, 1, 2)])
-    assert not ahead().is_step(tokens, state, 5, copies)
+    def step(**changes: Any) -> Step:
+        return Step(**same | changes)
+
+    assert ahead().is_step(tokens, step()) and ahead().is_step(tokens, step(promises=6))
+    ended = step(writes=writes[:, [0, 2]], fillings=[fillings[0], fillings[2]], promises=6)
+    assert ahead().is_step(tokens, ended)
+    assert ahead().is_step(tokens, step(writes=None, fillings=[], promises=6))
+    assert not ahead().is_step(tokens.clone(), step())
+    assert not ahead().is_step(tokens, step(past_version=(*past[:2], 1)))
+    assert not ahead().is_step(tokens, step(copies=[(TWO, 1, 2)]))
     # Slots that were only promised may have been promised to others too.
-    assert ahead(promised=True).is_step(tokens, state, 5, step)
-    assert not ahead(promised=True).is_step(tokens, state, 6, step)
+    assert ahead(promised=True).is_step(tokens, step())
+    assert not ahead(promised=True).is_step(tokens, step(promises=6))
     for row in range(3):
         moved = writes.copy()
         moved[2, row] = 8
-        assert not ahead().is_step(tokens, state, 5, Step(writes=moved, fillings=fillings))
+        assert not ahead().is_step(tokens, step(writes=moved))
         fewer = ahead(writes=np.delete(writes, row, axis=1))
-        assert not fewer.is_step(tokens, state, 5, step)
+        assert not fewer.is_step(tokens, step())
         for other in (filling(row, 9, 17 * row), filling(row, 5 + row, 17 * row + 1)):
             changed = [*fillings[:row], other, *fillings[row + 1 :]]
-            assert not ahead().is_step(tokens, state, 5, Step(writes=writes, fillings=changed))
+            assert not ahead().is_step(tokens, step(fillings=changed))
         less = ahead(fillings=[*fillings[:row], *fillings[row + 1 :]])
-        assert not less.is_step(tokens, state, 5, step)
+        assert not less.is_step(tokens, step())

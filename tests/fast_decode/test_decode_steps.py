@@ -1,5 +1,6 @@
 """Decode steps on fixed tensors, as a graph replays them, against eager ones: bit for bit."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_loop
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.policy import Bits
+from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM
 from tests.prompts import REQUESTS
 
@@ -191,13 +192,34 @@ def test_fixed_tables_of_slots_have_a_line_for_each_row() -> None:
         ],
         writes=np.array([[0, 2], [0, 0], [11, 12]]),
     )
-    assert FixedTables.takes(step)
+    assert fixed.takes(step)
     fixed.refill_tokens(step)
     assert slots[text].jobs[:, 0].tolist() == [-1, -1, 4]
     assert slots[text].begins[2, :6].tolist() == [4, 2, 2, 0, ~7, ~12]
     assert slots[image].jobs[0, :4].tolist() == [9, 4, 0, 0]
     assert slots[image].jobs[0, 4 + 70 % 16] == ~3
     assert (slots[image].begins == -1).all()
-    assert not FixedTables.takes(Step(fillings=[*step.fillings, step.fillings[0]]))
+    assert not fixed.takes(Step(fillings=[*step.fillings, step.fillings[0]]))
     many = Filling(1, text, [4], 0, np.arange(2), {})
-    assert not FixedTables.takes(Step(fillings=[many]))
+    assert not fixed.takes(Step(fillings=[many]))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "stream"])
+def test_a_capture_is_dropped_exactly_when_the_version_changes(oscar, monkeypatch, policy) -> None:
+    repeat, found = Repeat(), []
+    monkeypatch.setattr(
+        decode_loop, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
+    )
+    cache, sampling = OscarCache(POLICIES[policy]), Sampling(max_new_tokens=90)
+    prompt = oscar.prompt(BATCH[:1])
+    for count, _ in enumerate(decode(oscar.model, prompt, cache, sampling, end_tokens=frozenset())):
+        found.append((repeat.captures, cache.version))
+        if count == 60:
+            slots = cache.store.allocators[PLAIN]
+            slots.release(slots.allocate(9))
+            cache.store.trim()
+    # The first step is eager, and the second is the first that can be captured.
+    steps = list(itertools.pairwise(found[2:]))
+    captured = [after[0] - before[0] for before, after in steps]
+    assert captured == [int(after[1] != before[1]) for before, after in steps]
+    assert captured[60 - 2] == 1 and sum(captured) < 20

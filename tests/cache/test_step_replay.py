@@ -1,0 +1,219 @@
+"""What a cache tells of its steps: begin, replayed, version; and steps that a graph replays."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from oscar_mm import OscarCache
+from oscar_mm.cache.join import join
+from oscar_mm.cache.persist import load_cache, save_cache
+from oscar_mm.cache.step_replay import StepReplay
+from oscar_mm.modality import PADDING
+from oscar_mm.policy import PLAIN
+from tests.cache.invariants import POLICIES, attend_oscar, chunk
+
+TEXT = np.zeros((1, 1), np.int8)
+
+
+def of_two_layers(policy: str = "stream", tokens: int = 300) -> OscarCache:
+    cache = OscarCache(POLICIES[policy])
+    for layer in range(2):
+        attend_oscar(cache, chunk(layer, tokens), layer=layer)
+    return cache
+
+
+def add(cache: OscarCache, tokens: int = 1) -> None:
+    for layer in range(2):
+        attend_oscar(cache, chunk(layer, tokens), layer=layer)
+
+
+def with_room(cache: OscarCache, slots: int = 2000) -> None:
+    allocator = cache.store.allocators[PLAIN]
+    allocator.release(allocator.allocate(slots))
+    add(cache)
+
+
+def places(cache: OscarCache) -> list[int]:
+    pools = [pool for layer in cache.layers for pool in (layer.recent, *layer.pages.values())]
+    return [pool.storage.data_ptr() for pool in pools]
+
+
+def test_a_step_that_no_layer_carries_out_is_noticed() -> None:
+    cache = of_two_layers()
+    with_room(cache)
+    step = cache.begin(TEXT)
+    with pytest.raises(RuntimeError, match="did not reach layer 0"):
+        cache.begin(TEXT)
+    cache.replayed(step)
+    assert cache.begin(TEXT) is cache.step and cache.step is not step
+    attend_oscar(cache, chunk(0, 1), layer=0)
+    for use in (cache.fork, cache.check_complete, lambda: cache.begin(TEXT)):
+        with pytest.raises(RuntimeError, match="did not reach layer 1"):
+            use()
+    attend_oscar(cache, chunk(0, 1), layer=1)
+    cache.check_complete()
+
+
+def test_a_layer_that_comes_late_is_noticed() -> None:
+    cache = of_two_layers()
+    add(cache)
+    with pytest.raises(RuntimeError, match="did not reach layer 2"):
+        attend_oscar(cache, chunk(0, 1), layer=2)
+
+
+def test_a_layer_that_stops_between_keys_and_attention_is_noticed() -> None:
+    cache = of_two_layers()
+    _, keys, values = chunk(0, 1)
+    cache.attend_packed(None)
+    cache.update(keys, values, 0)
+    with pytest.raises(RuntimeError, match="did not reach layer 0"):
+        cache.update(keys, values, 0)
+
+
+def forked(cache: OscarCache, _) -> OscarCache:
+    return cache.fork()
+
+
+def joined(cache: OscarCache, _) -> OscarCache:
+    return join([cache])
+
+
+def loaded(cache: OscarCache, folder) -> OscarCache:
+    save_cache(cache, folder / "cache", fingerprint="one")
+    return load_cache(folder / "cache", fingerprint="one")[0]
+
+
+@pytest.mark.parametrize("twin", [forked, joined, loaded])
+def test_copies_of_a_cache_go_on_with_the_next_step(tmp_path, twin: Callable) -> None:
+    copy = twin(of_two_layers(), tmp_path)
+    copy.check_complete()
+    add(copy)
+    attend_oscar(copy, chunk(0, 1), layer=0)
+    with pytest.raises(RuntimeError, match="did not reach layer 1"):
+        copy.check_complete()
+
+
+def test_an_empty_copy_begins_with_any_layers(tmp_path) -> None:
+    for twin in (forked, joined, loaded):
+        copy = twin(OscarCache("compact"), tmp_path)
+        assert copy.step is None
+        add(copy, 5)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact", "stream"])
+def test_the_version_says_whether_pools_stay(policy: str) -> None:
+    """It stays while tokens come and go in room that is there, and changes with their places."""
+    cache = of_two_layers(policy)
+    with_room(cache)
+    version, before = cache.version, places(cache)
+    for _ in range(5):
+        add(cache)
+    cache.crop(-3)
+    cache.forget(4, 9)
+    twin = cache.fork()
+    twin.batch_repeat_interleave(2)
+    twin.close()
+    assert cache.version == version and places(cache) == before
+    cache.store.trim()
+    assert cache.version != version and places(cache) != before
+    version, before = cache.version, places(cache)
+    cache.store.trim()  # nothing is free any more
+    assert cache.version == version and places(cache) == before
+    add(cache, 40)
+    assert cache.version != version and places(cache) != before
+    version = cache.version
+    cache.reset()
+    assert cache.version != version
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact", "stream"])
+def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
+    cache = of_two_layers(policy)
+    with_room(cache)
+    replay, before = StepReplay(cache, 1), cache.step
+    held = [cache.unpacked(layer) for layer in range(2)]
+    step = replay.foretell(TEXT)
+    assert step is not None
+    with replay.rehearsal(step):
+        add(cache)
+        cache.end_step()
+        assert cache.step is step
+    assert cache.step is before and cache.get_seq_length() == 301
+    cache.check_complete()
+    for layer, sides in enumerate(held):
+        for side, found in zip(sides, cache.unpacked(layer), strict=True):
+            assert torch.equal(side, found)
+    # It was this step: nothing is left to do.
+    taken = cache.begin(TEXT)
+    assert taken.is_within(step)
+    cache.replayed(taken)
+    assert cache.fork().get_seq_length() == 302
+    expected = of_two_layers(policy)
+    with_room(expected)
+    add(expected)
+    for layer in range(2):
+        assert torch.equal(cache.unpacked(layer)[0], expected.unpacked(layer)[0])
+
+
+def test_an_interrupted_rehearsal_leaves_the_step_to_do() -> None:
+    cache = of_two_layers()
+    with_room(cache)
+    replay = StepReplay(cache, 1)
+    step = cache.begin(TEXT)
+    assert replay.fix(step)
+    with pytest.raises(KeyboardInterrupt), replay.rehearsal(step):
+        attend_oscar(cache, chunk(0, 1), layer=0)
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="did not reach layer 0"):
+        cache.check_complete()
+    add(cache)
+    cache.end_step()
+    cache.check_complete()
+
+
+def test_what_no_graph_does_is_neither_foretold_nor_fixed() -> None:
+    """A pool that grows, a page that others have, a step without tokens, a page as a whole."""
+    cache = of_two_layers()
+    replay = StepReplay(cache, 1)
+    assert replay.foretell(np.full((1, 1), PADDING, np.int8)) is None
+    with_room(cache)
+    assert replay.foretell(TEXT) is not None
+    twin = cache.fork()
+    assert replay.foretell(TEXT) is None
+    step = cache.begin(TEXT)
+    assert step.copies and not replay.fix(step) and step.fixed is None
+    twin.close()
+    cache = of_two_layers("compact")
+    with_room(cache, 400)
+    replay, packed = StepReplay(cache, 1), 0
+    for _ in range(140):
+        early, step = replay.foretell(TEXT), cache.begin(TEXT)
+        packed += bool(step.fillings)
+        assert early is None or not step.fillings
+        assert replay.fix(step) and not step.fillings
+        add(cache)
+    assert packed
+
+
+def test_a_capture_holds_for_a_version() -> None:
+    cache = of_two_layers()
+    with_room(cache)
+    replay = StepReplay(cache, 1)
+    version = replay.version
+    assert not replay.is_ready
+
+    def take() -> None:
+        assert replay.fix(cache.begin(TEXT))
+        add(cache)
+        cache.end_step()
+
+    take()
+    assert replay.is_ready and replay.version != version  # layers have asked for tables
+    version = replay.version
+    for _ in range(20):
+        take()
+    assert replay.version == version
+    cache.store.trim()
+    assert replay.version != version
