@@ -37,6 +37,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
 
 bench: $(RUN_STAMP)
 	$(BIN)/python -m benchmarks

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
-from oscar_mm.apps.terminal import warnings_as_lines, written
+from oscar_mm.apps import options, terminal
+from oscar_mm.apps.terminal import print_pieces, warnings_as_lines
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.image import eighth
@@ -18,7 +18,9 @@ from oscar_mm.media.source import existing_file, is_address, read_bytes
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 
+@options.grouped
 def ask(
+    *,
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question.")],
     media: options.Media = None,
     model: options.Model = None,
@@ -29,18 +31,14 @@ def ask(
     ] = None,
     audio: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Likewise a recording (Qwen3-Omni)."),
+        typer.Option(
+            metavar="FILE", help="A recording, whatever its suffix; may be repeated (Qwen3-Omni)."
+        ),
     ] = None,
     audio_in_video: options.AudioInVideo = False,
     system: options.System = None,
-    max_new_tokens: options.Longest = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    dtype: options.Dtype = None,
+    sampling: options.SamplingOptions,
+    placement: options.PlacementOptions,
     max_context: options.MaxContext = None,
     allow_remote: options.AllowRemote = False,
     as_json: Annotated[
@@ -52,7 +50,7 @@ def ask(
     The answer goes to stdout as it is generated, a thinking model's reasoning and the memory table
     to stderr.
     """
-    # Whatever can be wrong with the request is told before the model takes its seconds to load.
+    # Errors of the request come before the model takes its time to load.
     KVPolicy.preset(policy)
     given = options.by_kind(media or [])
     given["videos"] += video or []
@@ -61,39 +59,31 @@ def ask(
     for name in given["videos"]:
         existing_file(name, name)
     pictures, sounds = (
-        [_local(name, allow_remote) for name in given[kind]] for kind in ("images", "audio")
+        [_file_or_bytes(name, allow_remote) for name in given[kind]] for kind in ("images", "audio")
     )
     for name, picture in zip(given["images"], pictures, strict=True):
         load_image(picture, label=name, fit=eighth)
-    how = options.checked_sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-    )
-    model = options.chosen_model(model, hears=bool(sounds) or audio_in_video)
-    progress.on_loading()
+    answer_options = sampling.checked()
+    model = options.model_or_bundled(model, hears=bool(sounds) or audio_in_video)
+    terminal.quiet_transformers()
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
 
     kind = pipeline_for(model)
-    shown: dict[str, Any] = {"images": pictures, "videos": given["videos"]}
+    media_options: dict[str, Any] = {"images": pictures, "videos": given["videos"]}
     if kind is OscarOmniPipeline:
-        shown |= {"audio": sounds, "use_audio_in_video": audio_in_video}
+        media_options |= {"audio": sounds, "use_audio_in_video": audio_in_video}
     elif sounds or audio_in_video:
-        what = given["audio"][0] if sounds else "--audio-in-video"
-        raise InputError(f"{what}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni")
+        source = given["audio"][0] if sounds else "--audio-in-video"
+        raise InputError(f"{source}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni")
     pipe = kind(
         model,
         policy=policy,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
+        **asdict(placement),
         max_context=max_context,
     )
-    with progress.prefill(pipe.model):
+    with terminal.prefill_bar(pipe.model):
         with warnings_as_lines():
-            stream = pipe.stream(prompt=prompt, system=system, **shown, **how)
+            stream = pipe.stream(prompt=prompt, system=system, **media_options, **answer_options)
         pieces = stream.with_reasoning()
         first = next(pieces, "")
     if as_json:
@@ -101,7 +91,7 @@ def ask(
             pass
         print(json.dumps(_as_dict(stream.result), ensure_ascii=False), flush=True)
         return
-    for _ in written(chain([first], pieces)):
+    for _ in print_pieces(chain([first], pieces)):
         pass
     print(flush=True)
     timings = stream.result.timings
@@ -120,8 +110,8 @@ def _check_request(prompt: str, given: dict[str, list[str]]) -> None:
         raise InputError("nothing to ask about: pass an image, a video or a recording")
 
 
-def _local(name: str, allow_remote: bool) -> Path | bytes:
-    """A file, or what is at an address."""
+def _file_or_bytes(name: str, allow_remote: bool) -> Path | bytes:
+    """Return a file's path, or the bytes at an address."""
     if not is_address(name):
         return existing_file(name, name)
     return read_bytes(name, allow_remote=allow_remote, limits=MediaLimits(), label=name)

@@ -1,4 +1,4 @@
-"""`oscar-mm bench`: ways to store the KV cache, compared on a user's model and questions."""
+"""`oscar-mm bench`: compares ways to store the KV cache on a user's model and questions."""
 
 import json
 import sys
@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 import typer
 
 import oscar_mm
-from oscar_mm.apps import options, progress
-from oscar_mm.apps.audio_qa.marking import normalized
-from oscar_mm.apps.audio_qa.rows import Row, read_rows
+from oscar_mm.apps import options, terminal
+from oscar_mm.apps.audio_qa.rows import Row, normal_form, read_rows
 from oscar_mm.errors import InputError
-from oscar_mm.text_file import read_text
-from oscar_mm.whole_file import writing
+from oscar_mm.files import read_text, writing
 
 if TYPE_CHECKING:
     from oscar_mm.compare.paged import Paged
@@ -27,51 +25,51 @@ _TOKENS, _PASSAGES = 1024, 8
 
 
 class Column(NamedTuple):
-    """A column of the table: a number of each row, and how it is written.
+    """A column of the table: the key of a row's number, and the number's format.
 
-    A standard error is left out where there is one prompt only.
+    The table omits a standard error where there is one prompt only.
     """
 
     head: str
     key: str
     factor: float = 1
-    form: str = ".2f"
-    less: float = 0
+    format_spec: str = ".2f"
+    offset: float = 0
 
     def cell(self, row: dict[str, Any]) -> str:
-        """The number, or nothing where the row has none."""
+        """Format the row's number; "" if the row has none."""
         value = row.get(self.key)
         if value is None or (self.key.endswith("_error") and row["prompts"] == 1):
             return ""
-        return format(self.factor * (value - self.less), self.form)
+        return format(self.factor * (value - self.offset), self.format_spec)
 
 
-_COMMON = (
+_SHARED_COLUMNS = (
     Column("page", "page_bits"),
     Column("held", "held_bits"),
     Column("KL", "kl", 1000, ".3g"),
     Column("+-", "kl_error", 1000, ".2g"),
     Column("agree", "agreement", 100, ".1f"),
 )
-_OF_QUESTIONS = (
-    *_COMMON,
+_QUESTION_COLUMNS = (
+    *_SHARED_COLUMNS,
     Column("same", "exact", 100, ".1f"),
     Column("right", "right", 100, ".1f"),
 )
-_OF_TEXT = (
-    *_COMMON,
-    Column("ppl", "perplexity", form=".3g"),
-    Column("rise", "perplexity_ratio", 100, "+.1f", less=1),
+_TEXT_COLUMNS = (
+    *_SHARED_COLUMNS,
+    Column("ppl", "perplexity", format_spec=".3g"),
+    Column("rise", "perplexity_ratio", 100, "+.1f", offset=1),
     Column("+-", "perplexity_ratio_error", 100, ".1f"),
 )
 _CAPTION = (
-    "page, held: bits per value of full pages, and of all that a cache holds. KL: of the "
+    "page, held: bits per value of full pages, and of the whole cache. KL: divergence of the "
     "next-token distribution, 16-bit cache against method, in 0.001 nats, +- its standard error. "
     "agree: tokens whose likeliest successor is the same, in %."
 )
-_SAME = "same: answers of which all are."
-_RIGHT = "right: free answers that contain the given one."
-_PERPLEXITY = "ppl: perplexity of the text itself; rise: over the 16-bit cache's, in %."
+_SAME_NOTE = "same: answers in which all tokens agree, in %."
+_RIGHT_NOTE = "right: free answers that contain the given one, in %."
+_PERPLEXITY_NOTE = "ppl: perplexity of the text itself; rise: over the 16-bit cache's, in %."
 
 
 @bench.callback()
@@ -106,12 +104,14 @@ def accuracy(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help=f"Of a passage of --text; default: {_TOKENS}."),
+        typer.Option(
+            metavar="N", min=1, help=f"Tokens of a passage of --text; default: {_TOKENS}."
+        ),
     ] = None,
     passages: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help=f"Of --text, from all over it; default: {_PASSAGES}."
+            metavar="N", min=1, help=f"Passages from all over --text; default: {_PASSAGES}."
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -134,8 +134,8 @@ def accuracy(
     its next-token distributions are compared with those of the 16-bit cache. Where the file has
     an answer, each policy also answers freely, and is right if its text contains one.
 
-    Of a text, a language model reads passages: each method stores them, and the tokens that really
-    follow are read with what it gives back.
+    With --text, a language model reads passages: each method stores them, and the model reads the
+    tokens that really follow with what the method gives back.
     """
     if (questions is None) == (not text):
         raise InputError("give --questions FILE or, for a language model, --text FILE: one of them")
@@ -150,43 +150,49 @@ def accuracy(
         raise InputError(f"--out {out}: must be a file in a folder that exists")
     if questions is not None:
         rows = _rows(questions)[:limit]
-        model = options.chosen_model(model, hears=any(row.audio for row in rows))
-        chosen = _methods(methods or [])
-        about = _of_questions(questions, rows, model, chosen, max_new_tokens, device, dtype)
+        model = options.model_or_bundled(model, hears=any(row.audio for row in rows))
+        selected_methods = _select_methods(methods or [])
+        about = _compare_questions(
+            questions, rows, model, selected_methods, max_new_tokens, device, dtype
+        )
     else:
         texts = {str(path): read_text(path) for path in text or []}
         if model is None:
             raise InputError(options.TEXT_NEEDS_MODEL)
-        chosen = _methods(methods or [])
+        selected_methods = _select_methods(methods or [])
         sizes = (tokens or _TOKENS, passages or _PASSAGES, max_new_tokens)
-        about = _of_text(texts, model, chosen, sizes, device, dtype)
+        about = _compare_texts(texts, model, selected_methods, sizes, device, dtype)
     if out is not None:
         record = {
             "model": model,
             "max_new_tokens": max_new_tokens,
             "oscar_mm": oscar_mm.__version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "policies": {one.name: asdict(one.policy) for one in chosen if _is_policy(one)},
+            "policies": {
+                method.name: asdict(method.policy)
+                for method in selected_methods
+                if _is_policy(method)
+            },
             **about,
         }
         with writing(f"--out {out}"):
             out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _methods(names: list[str]) -> list[Any]:
-    """Those that are asked for, after the 16-bit cache."""
-    progress.on_loading()
+def _select_methods(names: list[str]) -> list[Any]:
+    """Select methods by name, after the 16-bit cache."""
+    terminal.quiet_transformers()
     from oscar_mm.compare.methods import REFERENCE, main_methods, selected  # brings torch
 
-    known = main_methods()
-    chosen = selected(known, names)
-    if not chosen:
-        there = "; ".join(one.name for one in known)
-        raise InputError(f"--methods {' '.join(names)}: in no name of {there}")
-    return [known[0], *(one for one in chosen if one.name != REFERENCE)]
+    available = main_methods()
+    selected_methods = selected(available, names)
+    if not selected_methods:
+        names_available = "; ".join(method.name for method in available)
+        raise InputError(f"--methods {' '.join(names)}: in no name of {names_available}")
+    return [available[0], *(method for method in selected_methods if method.name != REFERENCE)]
 
 
-def _of_questions(
+def _compare_questions(
     questions: Path,
     rows: list[Row],
     model: str,
@@ -195,7 +201,7 @@ def _of_questions(
     device: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    """Compare and print; for the record what was compared, and the rows of the table."""
+    """Compare and print; return what was compared, and the rows of the table."""
     from oscar_mm.compare.checkpoint import Comparison
     from oscar_mm.pipelines import pipeline_for
     from oscar_mm.pipelines.text import is_text_model
@@ -206,19 +212,19 @@ def _of_questions(
     comparison = Comparison(pipe, methods, max_new_tokens)
     compared = 0
     for number, row in enumerate(rows, 1):
-        compared += _add(comparison, row, max_new_tokens)
+        compared += _add_question(comparison, row, max_new_tokens)
         _progress(number, len(rows), "questions")
     if not compared:
         raise InputError(f"{questions}: none of its {len(rows)} questions could be compared")
-    found = comparison.rows()
-    graded = any(row.get("right") is not None for row in found)
-    columns = _OF_QUESTIONS if graded else _OF_QUESTIONS[:-1]
-    caption = f"{_CAPTION} {_SAME} {_RIGHT if graded else ''}".strip()
-    _show(f"{model}: {compared} questions", columns, found, caption)
-    return {"questions": str(questions), "compared": compared, "rows": found}
+    table = comparison.rows()
+    graded = any(row.get("right") is not None for row in table)
+    columns = _QUESTION_COLUMNS if graded else _QUESTION_COLUMNS[:-1]
+    caption = f"{_CAPTION} {_SAME_NOTE} {_RIGHT_NOTE if graded else ''}".strip()
+    _print_table(f"{model}: {compared} questions", columns, table, caption)
+    return {"questions": str(questions), "compared": compared, "rows": table}
 
 
-def _of_text(
+def _compare_texts(
     texts: dict[str, str],
     model: str,
     methods: list[Any],
@@ -226,7 +232,11 @@ def _of_text(
     device: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    """As ``_of_questions``; sizes: tokens of a passage, passages, tokens that are judged."""
+    """Compare and print; return what was compared, and the rows of the table.
+
+    Args:
+        sizes: tokens of a passage, number of passages, tokens judged after each.
+    """
     from oscar_mm.compare.passages import PassageComparison, longest, passages
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 
@@ -244,11 +254,11 @@ def _of_text(
     for number, ids in enumerate(pieces, 1):
         comparison.add(ids)
         _progress(number, count, "passages")
-    found = comparison.rows()
+    table = comparison.rows()
     title = f"{model}: {count} passages of {tokens:,} tokens and more"
-    _show(title, _OF_TEXT, found, f"{_CAPTION} {_PERPLEXITY}")
+    _print_table(title, _TEXT_COLUMNS, table, f"{_CAPTION} {_PERPLEXITY_NOTE}")
     about = {"texts": list(texts), "tokens": tokens, "passages": count}
-    return about | {"rows": found}
+    return about | {"rows": table}
 
 
 def _progress(number: int, count: int, what: str) -> None:
@@ -269,8 +279,8 @@ def _is_policy(method: Any) -> "TypeGuard[Paged]":
     return isinstance(method, Paged)
 
 
-def _add(comparison: Any, row: Row, max_new_tokens: int) -> bool:
-    """Compare on one question; one that cannot be asked is named, and the others go on."""
+def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
+    """Compare on a question; print why if that fails, and return whether it succeeds."""
     pipe = comparison.pipe
     try:
         if row.error:
@@ -281,10 +291,10 @@ def _add(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     except InputError as error:
         print(f"oscar-mm: {row.where}: {error}", file=sys.stderr)
         return False
-    right = [normalized(answer) for answer in row.answer]
+    right = [normal_form(answer) for answer in row.answer]
 
     def is_right(text: str) -> bool:
-        return any(answer in normalized(text) for answer in right)
+        return any(answer in normal_form(text) for answer in right)
 
     if comparison.add(prompt, is_right if right else None):
         return True
@@ -292,7 +302,9 @@ def _add(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     return False
 
 
-def _show(title: str, columns: Sequence[Column], rows: list[dict[str, Any]], caption: str) -> None:
+def _print_table(
+    title: str, columns: Sequence[Column], rows: list[dict[str, Any]], caption: str
+) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table

@@ -6,14 +6,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
-from oscar_mm.apps.terminal import harmless, warnings_as_lines, written
+from oscar_mm.apps import options, terminal
+from oscar_mm.apps.terminal import print_pieces, printable, warnings_as_lines
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
 from oscar_mm.media.image import eighth
@@ -35,26 +36,22 @@ _HELP = """\
 /help       this list
 /quit       end, as does the end of the input; Ctrl-C ends an answer"""
 _SUFFIX = ".safetensors"
-_AS_BEFORE = "stopped; the chat is as it was before"
-_LONGEST_TEXT = 1024
-"""Tokens of an answer by default."""
+_UNCHANGED = "stopped; the chat is as it was before"
+_ANSWER_TOKENS = 1024
+"""Longest answer by default, in tokens."""
 
 
+@options.grouped
 def chat(
+    *,
     model: options.Model = None,
     policy: options.Policy = DEFAULT,
     system: options.System = None,
     load: Annotated[
         str | None, typer.Option("--load", metavar="FILE", help="Go on with a saved chat.")
     ] = None,
-    max_new_tokens: options.Longest = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    dtype: options.Dtype = None,
+    sampling: options.SamplingOptions,
+    placement: options.PlacementOptions,
     max_context: options.MaxContext = None,
     audio_in_video: options.AudioInVideo = False,
     allow_remote: options.AllowRemote = False,
@@ -69,31 +66,23 @@ def chat(
         existing_file(load, load)
         if system is not None:
             raise InputError("--system is for a new chat: a saved one has its own")
-    how = options.checked_sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-    )
-    model = options.chosen_model(model, hears=audio_in_video)
-    progress.on_loading()
+    answer_options = sampling.checked()
+    model = options.model_or_bundled(model, hears=audio_in_video)
+    terminal.quiet_transformers()
     from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
 
     pipe = pipeline_for(model)(
         model,
         policy=policy,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
+        **asdict(placement),
         max_context=max_context,
         allow_remote=allow_remote,
     )
     if audio_in_video:
         _check_reads(pipe, Modality.AUDIO)
-        how["use_audio_in_video"] = True
-    how.setdefault("max_new_tokens", pipe.longest_answer(_LONGEST_TEXT))
-    talk = _Talk(pipe, pipe.load_chat(load) if load else pipe.chat(system), how)
+        answer_options["use_audio_in_video"] = True
+    answer_options.setdefault("max_new_tokens", pipe.longest_answer(_ANSWER_TOKENS))
+    talk = _TerminalChat(pipe, pipe.load_chat(load) if load else pipe.chat(system), answer_options)
     if sys.stdin.isatty():
         print(f"{pipe.family.name}, {policy}: ask, or /help", file=sys.stderr)
     for line in _lines():
@@ -102,7 +91,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Lines of the input until its end; on a terminal Ctrl-C empties the line."""
+    """Yield lines of the input until its end; on a terminal Ctrl-C empties the line."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -118,12 +107,12 @@ def _lines() -> Iterator[str]:
             print()
 
 
-class _Talk:
-    """A chat, and the media that wait for its next message."""
+class _TerminalChat:
+    """A chat in the terminal, and the media that its next message will show."""
 
-    def __init__(self, pipe: "Pipeline", chat: Any, how: dict[str, Any]) -> None:
-        self.pipe, self.chat, self.how = pipe, chat, how
-        self.waiting: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
+    def __init__(self, pipe: "Pipeline", chat: Any, sampling: dict[str, Any]) -> None:
+        self.pipe, self.chat, self.sampling = pipe, chat, sampling
+        self.pending: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
         self.commands: dict[str, Callable[[str], None]] = {
             "/image": lambda path: self._show("images", Modality.IMAGE, path),
             "/video": lambda path: self._show("videos", Modality.VIDEO, path),
@@ -139,21 +128,21 @@ class _Talk:
         }
 
     def take(self, line: str) -> bool:
-        """Carry out a line; whether the conversation goes on. Errors are shown."""
+        """Carry out a line and print errors; return whether the conversation goes on."""
         name, _, argument = line.strip().partition(" ")
         if name == "/quit":
             return False
         try:
             if name in self.commands:
-                self.commands[name](_unquoted(argument))
+                self.commands[name](_unquote(argument))
             elif name.startswith("/"):
-                raise InputError(f"{harmless(name)}: no such command; /help lists them")
+                raise InputError(f"{printable(name)}: no such command; /help lists them")
             elif name:
                 self._ask(line.strip())
         except InputError as error:
             _note(f"error: {error}")
         except KeyboardInterrupt:
-            _note(_AS_BEFORE)
+            _note(_UNCHANGED)
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -163,24 +152,24 @@ class _Talk:
         return True
 
     def _ask(self, prompt: str) -> None:
-        shown = {kind: paths or None for kind, paths in self.waiting.items()}
+        media = {kind: paths or None for kind, paths in self.pending.items()}
         before = len(self.chat.turns)
-        with _ctrl_c() as pressed:
-            with progress.prefill(self.pipe.model), warnings_as_lines():
-                stream = self.chat.stream(prompt, **shown, **self.how)
+        with _end_on_ctrl_c() as interruption:
+            with terminal.prefill_bar(self.pipe.model), warnings_as_lines():
+                stream = self.chat.stream(prompt, **media, **self.sampling)
                 pieces = stream.with_reasoning()
                 first = next(pieces, "")
-            pressed.begun = True
-            for _ in written(chain([first], pieces)):
-                if pressed.once:
+            interruption.begun = True
+            for _ in print_pieces(chain([first], pieces)):
+                if interruption.requested:
                     break
             stream.close()
         print(flush=True)
         counts = len(self.chat.turns) > before
         if counts:
             self._drop()
-        if pressed.once:
-            _note("stopped; what you read counts as the answer" if counts else _AS_BEFORE)
+        if interruption.requested:
+            _note("stopped; what you read counts as the answer" if counts else _UNCHANGED)
 
     def _show(self, kind: str, modality: Modality, path: str) -> None:
         if not path:
@@ -191,17 +180,19 @@ class _Talk:
             path = os.path.expanduser(path)
             existing_file(path, path)
             if modality is Modality.IMAGE:
-                load_image(path, fit=eighth)  # Tells now what is wrong with it.
-        self.waiting[kind].append(path)
+                load_image(path, fit=eighth)  # An unreadable image is an error now.
+        self.pending[kind].append(path)
 
     def _drop(self) -> None:
-        for paths in self.waiting.values():
+        for paths in self.pending.values():
             paths.clear()
 
     def _segments(self) -> None:
-        for one in self.chat.segments:
-            state = "forgotten" if one.forgotten else f"{one.tokens:,} tokens, {one.bytes:,} bytes"
-            print(f"{one.index:3}  {one.modality.label:5}  {state:32}  {harmless(one.label)}")
+        for segment in self.chat.segments:
+            state = f"{segment.tokens:,} tokens, {segment.bytes:,} bytes"
+            state = "forgotten" if segment.forgotten else state
+            label = printable(segment.label)
+            print(f"{segment.index:3}  {segment.modality.label:5}  {state:32}  {label}")
 
     def _forget(self, number: str) -> None:
         if not number.isascii() or not number.isdecimal():
@@ -211,7 +202,7 @@ class _Talk:
     def _undo(self) -> None:
         last = self.chat.turns[-1:]
         self.chat.undo()
-        _note(f"taken back: {harmless(last[0].prompt)}")
+        _note(f"taken back: {printable(last[0].prompt)}")
 
     def _save(self, path: str) -> None:
         if not path:
@@ -229,41 +220,41 @@ class _Talk:
         self.chat.close()
         self.chat = loaded
         for turn in loaded.turns:
-            print(f"> {harmless(turn.prompt)}\n{harmless(turn.answer)}")
+            print(f"> {printable(turn.prompt)}\n{printable(turn.answer)}")
 
 
-class _Pressed:
-    """Whether an answer has begun, and whether Ctrl-C was pressed since."""
+class _Interruption:
+    """Whether an answer has begun, and whether Ctrl-C has requested its end since."""
 
-    begun = once = False
+    begun = requested = False
 
 
 @contextmanager
-def _ctrl_c() -> Iterator[_Pressed]:
-    """Inside, Ctrl-C interrupts until an answer has begun; then it asks for its end, once."""
-    pressed = _Pressed()
+def _end_on_ctrl_c() -> Iterator[_Interruption]:
+    """Make Ctrl-C interrupt until an answer has begun, then request the answer's end, once."""
+    interruption = _Interruption()
 
     def note(*_: Any) -> None:
-        if pressed.once or not pressed.begun:
+        if interruption.requested or not interruption.begun:
             raise KeyboardInterrupt
-        pressed.once = True
+        interruption.requested = True
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield pressed
+        yield interruption
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
     if modality not in pipe.family.reads:
-        known = ", ".join(sorted(one.label for one in pipe.family.reads))
+        labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))
         hint = "; Qwen3-Omni and pocket-omni do" if modality is Modality.AUDIO else ""
-        raise InputError(f"{pipe.family.name} reads {known}, no {modality.label}{hint}")
+        raise InputError(f"{pipe.family.name} reads {labels}, no {modality.label}{hint}")
 
 
-def _unquoted(text: str) -> str:
-    """A path as people paste it: with spaces around it, or in quotes."""
+def _unquote(text: str) -> str:
+    """Strip the spaces and quotes around a pasted path."""
     text = text.strip()
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text

@@ -1,4 +1,4 @@
-"""`oscar-mm doctor`: what runs on this machine, and whether packing, video and kernels do."""
+"""`oscar-mm doctor`: shows what runs on this machine, and checks packing, video and kernels."""
 
 import importlib.metadata
 import json
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 DISTRIBUTION = "oscar-mm"
 DEVELOPER_EXTRAS = ("test", "dev")
 
-# Relative error |x^ - x| / |x| allowed on Gaussian keys and values, by bits per code. Min-max over
-# 128 Gaussian numbers spans about 5.5 sigma, so a step of 2^bits levels leaves 0.53 (2 bits) and
-# 0.11 (4 bits); bfloat16 rounds to 2^-9. A quarter is added.
+# Largest relative error |x^ - x| / |x| of Gaussian keys and values, by bits per code. Min-max over
+# 128 Gaussian numbers spans about 5.5 sigma, so 2^bits levels leave 0.53 (2 bits) and 0.11 (4
+# bits); bfloat16 rounds to 2^-9. The bounds add a quarter.
 ERROR_BOUND = {2: 0.66, 3: 0.3, 4: 0.14, 16: 0.003}
-# Scales, zeros and norms on top of the codes: 32 bits a group of 32, and 16 bits a key.
+# Bits per value beside the codes: scales and zeros (32 bits a group of 32) and norms (16 a key).
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
 BY_KERNEL = "CUDA kernels over packed pages"
@@ -45,7 +45,7 @@ CLIP_FPS = 4
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried: what, whether it went well, and what was seen."""
+    """A check: its name, whether it passes, and what it measures."""
 
     name: str
     ok: bool
@@ -72,7 +72,7 @@ def doctor(
         "checks": [asdict(check) for check in checks],
         "ok": healthy,
     }
-    print(json.dumps(report) if as_json else _as_text(report), flush=True)
+    print(json.dumps(report) if as_json else _format_report(report), flush=True)
     if not healthy:
         raise typer.Exit(1)
 
@@ -135,7 +135,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _extras() -> dict[str, list[str]] | None:
-    """Missing packages of each optional extra, or None where no installation tells them."""
+    """Return missing packages of each extra, or None where no installation lists them."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -153,8 +153,8 @@ def _extras() -> dict[str, list[str]] | None:
     return missing
 
 
-def _tried(name: str, trial: Callable[[], tuple[bool, str]]) -> Check:
-    """A check whose failure is a finding, whatever went wrong in it."""
+def _run_check(name: str, trial: Callable[[], tuple[bool, str]]) -> Check:
+    """Run a check; an exception in it is a failure."""
     try:
         return Check(name, *trial())
     except Exception as error:
@@ -170,14 +170,14 @@ def _video_check() -> Check:
             codec = _write_clip(path)
             frames = load_video(path, fps=CLIP_FPS).frames
         brightness = frames.mean(axis=(1, 2, 3))
-        right = len(frames) == CLIP_FRAMES and bool((brightness[1:] > brightness[:-1]).all())
-        return right, f"{codec} in mp4, {len(frames)} of {CLIP_FRAMES} frames read in order"
+        is_right = len(frames) == CLIP_FRAMES and bool((brightness[1:] > brightness[:-1]).all())
+        return is_right, f"{codec} in mp4, {len(frames)} of {CLIP_FRAMES} frames read in order"
 
-    return _tried("video decoder", trial)
+    return _run_check("video decoder", trial)
 
 
 def _write_clip(path: Path) -> str:
-    """A clip that gets brighter from frame to frame; returns the codec's name."""
+    """Write a clip that gets brighter from frame to frame; return the codec's name."""
     import av
     import numpy as np
 
@@ -208,60 +208,60 @@ def _roundtrip_check(preset: str, device: str) -> Check:
         errors = _relative_error(result.k, keys), _relative_error(result.v, values)
         bits, widths = result.bits_per_value, policy.bits.text
         low, bounds = sum(widths) / 2, [ERROR_BOUND[width] for width in widths]
-        right = all(
+        is_right = all(
             math.isfinite(error) and error <= bound
             for error, bound in zip(errors, bounds, strict=True)
         )
-        right = right and low <= bits <= low + OVERHEAD_BOUND
+        is_right = is_right and low <= bits <= low + OVERHEAD_BOUND
         detail = (
             f"{bits:.2f} bits per value, relative error {errors[0]:.3f} (keys, at most "
             f"{bounds[0]}) {errors[1]:.3f} (values, at most {bounds[1]})"
         )
-        return right, detail
+        return is_right, detail
 
-    return _tried(f"roundtrip {preset} on {device}", trial)
+    return _run_check(f"roundtrip {preset} on {device}", trial)
 
 
 def _kernel_checks(device: str) -> list[Check]:
-    """Each operation's kernel against PyTorch operations, and its speed beside a plain copy."""
+    """Compare kernels with PyTorch operations, and their speed with a plain copy."""
     import torch
 
-    from oscar_mm.apps import kernels
+    from oscar_mm.apps import kernel_checks
 
     place = torch.device(device)
     speeds: list[float] = []
 
     def copy() -> tuple[bool, str]:
-        speeds.append(kernels.copy_speed(place))
+        speeds.append(kernel_checks.copy_speed(place))
         return True, f"{speeds[0] / 1e9:.0f} GB/s read and written"
 
     def kernel(operation: str) -> tuple[bool, str]:
-        verdict = kernels.checked(operation, place)
-        far = f"off by {verdict.disagreement:.2g}, at most {verdict.bound:g} is right"
+        verdict = kernel_checks.check(operation, place)
+        distance = f"off by {verdict.disagreement:.2g}, at most {verdict.bound:g} is right"
         if not verdict.agrees:
-            return False, f"disagrees with PyTorch operations ({far}): it is not used"
-        job = kernels.job(operation, place)
-        seconds = kernels.seconds_of(job.call, place)
-        speed = job.moved / seconds
+            return False, f"disagrees with PyTorch operations ({distance}): it is not used"
+        workload = kernel_checks.workload(operation, place)
+        seconds = kernel_checks.call_seconds(workload.call, place)
+        speed = workload.moved_bytes / seconds
         share = "".join(f", {speed / copied:.0%} of a copy" for copied in speeds)
         timed = f"{seconds * 1e6:.1f} us, {speed / 1e9:.0f} GB/s{share}"
-        return True, f"agrees with PyTorch operations ({far}), {timed}"
+        return True, f"agrees with PyTorch operations ({distance}), {timed}"
 
     return [
-        _tried(f"copy on {device}", copy),
+        _run_check(f"copy on {device}", copy),
         *(
-            _tried(f"{name} kernel on {device}", partial(kernel, name))
-            for name in kernels.OPERATIONS
+            _run_check(f"{name} kernel on {device}", partial(kernel, name))
+            for name in kernel_checks.OPERATIONS
         ),
     ]
 
 
-def _relative_error(found: "torch.Tensor", wanted: "torch.Tensor") -> float:
-    found, wanted = found.float(), wanted.float()
-    return float((found - wanted).norm() / wanted.norm())
+def _relative_error(actual: "torch.Tensor", expected: "torch.Tensor") -> float:
+    actual, expected = actual.float(), expected.float()
+    return float((actual - expected).norm() / expected.norm())
 
 
-def _as_text(report: dict[str, Any]) -> str:
+def _format_report(report: dict[str, Any]) -> str:
     lines = ["versions"]
     lines += [f"  {name:<13} {version}" for name, version in report["versions"].items()]
     lines.append("devices")

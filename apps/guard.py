@@ -1,4 +1,4 @@
-"""Guard: requests that a web page of another site makes a browser send are refused."""
+"""Guard: refuses requests that a web page of another site makes a browser send."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-_NAMES = ("localhost",)
-_FOREIGN = ("cross-site", "same-site")
-"""What a browser says of a request that a page of another origin has made."""
+_LOOPBACK_NAMES = ("localhost",)
+_FOREIGN_SITES = ("cross-site", "same-site")
+"""Values of Sec-Fetch-Site in requests that a page of another origin makes."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without a port, is this machine's own."""
+    """Whether a name or an address, without a port, is this machine's loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return host.lower() in _NAMES
+        return host.lower() in _LOOPBACK_NAMES
 
 
 class Guard:
-    """Middleware for a server that asks for no key.
+    """Middleware for a server without a key.
 
     A browser sends what any page tells it to, also to a server that only this machine can reach.
-    Refused are:
+    The guard refuses:
 
-    - names of other machines in ``Host``, where the server listens on loopback only: a page whose
-      name its owner lets point here (DNS rebinding) is of the same origin for the browser;
-    - pages of another origin, by ``Origin`` and ``Sec-Fetch-Site``. A link to a page may be
-      followed: that reads nothing;
-    - bodies that are no JSON: those alone are sent without asking first (CORS).
+    - names of other machines in ``Host``, where the server listens on loopback only: the browser
+      takes a page whose owner lets its name point here (DNS rebinding) for the same origin;
+    - pages of another origin, by ``Origin`` and ``Sec-Fetch-Site``. A visitor may still follow a
+      link to a page: the other page reads nothing;
+    - bodies that are no JSON: browsers send these without asking the server first (CORS).
 
     Args:
-        app: what it stands before.
-        host: where the server listens.
+        app: the application that it protects.
+        host: the address on which the server listens.
         uploads: ends of paths that take files, as multipart/form-data.
     """
 
@@ -44,7 +44,7 @@ class Guard:
         self.loopback = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what is refused, and hand on the rest."""
+        """Answer what is refused, and pass on the rest."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -85,10 +85,10 @@ def _is_foreign(headers: Headers, host: str) -> bool:
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
         return True
-    return headers.get("sec-fetch-site") in _FOREIGN
+    return headers.get("sec-fetch-site") in _FOREIGN_SITES
 
 
 def _without_port(host: str) -> str:
-    """The name of a Host header: of ``[::1]:80`` the address in its brackets."""
+    """Return the name of a Host header, ``[::1]`` for ``[::1]:80``."""
     name, colon, port = host.rpartition(":")
     return name if colon and (port.isdecimal() or not port) else host

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
+from oscar_mm.files import read_text, whole_file, writing
 from oscar_mm.media.source import existing_file
-from oscar_mm.text_file import read_text
-from oscar_mm.whole_file import whole_file, writing
 
 _PROMPT = "Describe what you see and hear, in detail."
 _TOKENS = 4096
@@ -48,62 +47,62 @@ def inspect(
     """
     if text is not None and (media or prompt is not None):
         raise InputError("--text is read alone: give neither media nor --prompt with it")
-    written = None if text is None else read_text(text)
+    text_content = None if text is None else read_text(text)
     given: dict[str, Any] = {
         kind: [existing_file(name, name) for name in names]
         for kind, names in options.by_kind(media or []).items()
     }
     if out is not None:
-        there = next(path for path in (out, *out.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise InputError(f"--out {out}: {there} is a file; give a folder")
+        existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise InputError(f"--out {out}: {existing} is a file; give a folder")
         from oscar_mm.inspect.figure import require_matplotlib  # brings torch
 
         require_matplotlib()
     if text is not None and model is None:
         raise InputError(options.TEXT_NEEDS_MODEL)
-    model = options.chosen_model(model, hears=bool(given["audio"]))
-    progress.on_loading()
-    asked = _PROMPT if prompt is None else prompt
-    network, prepared = _prepared(model, given, asked, written, tokens, device, dtype)
+    model = options.model_or_bundled(model, hears=bool(given["audio"]))
+    terminal.quiet_transformers()
+    question = _PROMPT if prompt is None else prompt
+    network, prepared = _load(model, given, question, text_content, tokens, device, dtype)
 
     from oscar_mm.inspect.findings import findings
     from oscar_mm.inspect.inspection import inspect_prompt
-    from oscar_mm.inspect.tables import tables
+    from oscar_mm.inspect.report import tables
 
-    with progress.prefill(network):
+    with terminal.prefill_bar(network):
         inspection = inspect_prompt(network, prepared)
-    said, shown = findings(inspection), tables(inspection)
-    _print(said, shown)
+    sentences, shown_tables = findings(inspection), tables(inspection)
+    _print_inspection(sentences, shown_tables)
     if out is not None:
         names = [Path(name).name for name in media or []]
-        source = {"media": names, "prompt": asked} if text is None else {"text": text.name}
-        _save(out, inspection, said, shown, model=model, source=source)
+        source = {"media": names, "prompt": question} if text is None else {"text": text.name}
+        _save(out, inspection, sentences, shown_tables, model=model, source=source)
 
 
-def _prepared(
+def _load(
     model: str,
     given: dict[str, Any],
     prompt: str,
-    written: str | None,
+    text_content: str | None,
     tokens: int,
     device: str | None,
     dtype: str | None,
 ) -> tuple[Any, Any]:
-    """A model and what it is to read: the prompt with the media given, or a text."""
+    """Load a model, and prepare the prompt with its media, or the text, that it reads."""
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 
     if is_text_model(model):
-        if written is None:
+        if text_content is None:
             raise InputError(f"{model} is a language model: give it a text by --text FILE")
         language = load_text_model(model, device=device, dtype=dtype)
         most = min(tokens, language.context)
-        read = language.prompt(written, most)
+        read = language.prompt(text_content, most)
         if read.tokens == most:
             print(f"oscar-mm: the first {most:,} tokens of the text are read", file=sys.stderr)
         return language.model, read
-    if written is not None:
+    if text_content is not None:
         raise InputError(options.TEXT_NEEDS_LANGUAGE_MODEL.format(model))
     kind = pipeline_for(model)
     if given["audio"] and kind is not OscarOmniPipeline:
@@ -117,42 +116,41 @@ def _prepared(
     return pipe.model, prepared
 
 
-def _print(said: list[str], shown: list[Any]) -> None:
+def _print_inspection(sentences: list[str], shown_tables: list[Any]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    for one in shown:
+    for content in shown_tables:
         table = Table(
-            title=one.title,
+            title=content.title,
             title_justify="left",
             title_style="bold",
             box=SIMPLE,
             pad_edge=False,
             collapse_padding=True,
         )
-        for head in one.heads:
+        for head in content.heads:
             table.add_column(head, justify="right")
-        for row in one.rows:
+        for row in content.rows:
             table.add_row(*row)
         console.print(table)
-    for sentence in said:
+    for sentence in sentences:
         console.print(sentence)
 
 
 def _save(
     out: Path,
     inspection: Any,
-    said: list[str],
-    shown: list[Any],
+    sentences: list[str],
+    shown_tables: list[Any],
     *,
     model: str,
     source: dict[str, Any],
 ) -> None:
     from oscar_mm.inspect.figure import png
-    from oscar_mm.inspect.page import page
-    from oscar_mm.inspect.tables import details
+    from oscar_mm.inspect.report import details, page
 
     name = "/".join(Path(model).parts[-2:])
     figure = png(inspection, f"{name}: keys of {sum(inspection.tokens.values()):,} tokens")
@@ -161,12 +159,14 @@ def _save(
     if "text" in source:
         read = f"Text: {source['text']}."
     what = f"Tokens: {counts}. {read}"
-    record = {"model": model, **source, "findings": said}
-    shown = [*shown, *details(inspection)]
+    record = {"model": model, **source, "findings": sentences}
+    shown_tables = [*shown_tables, *details(inspection)]
     files = {
         "inspection.json": json.dumps(record | inspection.to_dict(), indent=1).encode(),
         "inspection.png": figure,
-        "inspection.html": page(f"Inspection of {name}", what, said, figure, shown).encode(),
+        "inspection.html": page(
+            f"Inspection of {name}", what, sentences, figure, shown_tables
+        ).encode(),
     }
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)

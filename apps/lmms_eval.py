@@ -1,4 +1,4 @@
-"""Our pipelines as a model of lmms-eval, which finds it by the entry point "lmms_eval.models":
+"""The pipelines as a model of lmms-eval, which finds it by the entry point "lmms_eval.models":
 
     lmms-eval --model oscar_mm --model_args pretrained=Qwen/Qwen3-VL-8B-Instruct,policy=compact \
         --tasks ocrbench
@@ -23,17 +23,18 @@ from oscar_mm.policy import DEFAULT
 
 
 class OscarMM(lmms):
-    """A checkpoint that a pipeline reads, over a packed cache; one copy for each process.
+    """A checkpoint with a packed cache; each process loads its own copy.
 
     Args:
         pretrained: name of a bundled model, folder or hub id.
-        policy: a preset's name.
+        policy: name of a preset.
         batch_size: most questions at once.
         max_tokens: most tokens at once, padding and room for the answers included.
-        device, dtype: as of ``Pipeline``; several processes take a GPU each.
+        device: torch device; each of several processes takes its own GPU instead.
+        dtype: dtype of the weights.
 
     Raises:
-        InputError: what cannot be used, also of single questions.
+        InputError: an argument or a question cannot be used.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class OscarMM(lmms):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        # Those that lmms-eval itself adds have no meaning here and are None.
+        # lmms-eval itself adds arguments that have no meaning here and are None.
         given = sorted(name for name, value in unknown.items() if value is not None)
         if given:
             raise InputError(f"model_args: oscar_mm takes no {', '.join(given)}")
@@ -60,7 +61,7 @@ class OscarMM(lmms):
         self.batch_size, self.max_tokens = int(batch_size), int(max_tokens)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answers, in the order of the requests."""
+        """Answer requests; return texts in the same order."""
         answers = [""] * len(requests)
         results = self.pipe.batch_stream(
             self._questions(requests), batch_size=self.batch_size, max_tokens=self.max_tokens
@@ -74,7 +75,7 @@ class OscarMM(lmms):
         return answers
 
     def _questions(self, requests: list[Instance]) -> Iterator[dict[str, Any]]:
-        """As ``Pipeline.batch`` takes them, one by one: media are not held all at once."""
+        """Yield arguments of ``Pipeline.batch`` one by one, so that not all media are in memory."""
         for request in requests:
             context, options, media_of, doc_id, task, split = request.args
             question: dict[str, Any] = {"prompt": context} | _sampling(options)
@@ -84,34 +85,34 @@ class OscarMM(lmms):
             yield question
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not supported: the answer would have to be read, not written."""
+        """Raise: a pipeline writes answers and does not score given ones."""
         raise NotImplementedError("oscar_mm answers generate_until tasks, not loglikelihood")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not supported."""
+        """Raise: a pipeline answers one round."""
         raise NotImplementedError("oscar_mm answers generate_until tasks of one round")
 
 
 def manifest() -> ModelManifest:
-    """What the entry point gives lmms-eval."""
+    """Describe the model for lmms-eval."""
     return ModelManifest("oscar_mm", simple_class_path="oscar_mm.apps.lmms_eval.OscarMM")
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """A task's generation_kwargs as fields of ``Sampling``; beams are not supported."""
+    """Convert a task's generation_kwargs into fields of ``Sampling``, without beams."""
     longest = int(options.get("max_new_tokens") or 256)
-    found: dict[str, Any] = {"max_new_tokens": longest, "temperature": 0}
+    fields: dict[str, Any] = {"max_new_tokens": longest, "temperature": 0}
     if until := options.get("until"):
-        found["stop"] = [until] if isinstance(until, str) else list(until)
+        fields["stop"] = [until] if isinstance(until, str) else list(until)
     if options.get("do_sample") and (temperature := options.get("temperature")):
-        found |= {"temperature": float(temperature), "top_p": float(options.get("top_p") or 1.0)}
+        fields |= {"temperature": float(temperature), "top_p": float(options.get("top_p") or 1.0)}
     if (options.get("num_beams") or 1) > 1:
         print("oscar_mm: answers are greedy, without beams", file=sys.stderr)
-    return found
+    return fields
 
 
 def _medium(medium: Any) -> tuple[str, Any]:
-    """Name of the request's argument, and the medium as it takes it."""
+    """Return the argument of ``Pipeline.batch`` that takes a medium, and its value."""
     if isinstance(medium, Image.Image):
         return "images", medium
     if isinstance(medium, str):

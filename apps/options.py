@@ -1,12 +1,16 @@
-"""Options that several commands have."""
+"""Options that several commands share, alone and in groups."""
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from oscar_mm.media.suffixes import KIND
+from oscar_mm.media.source import KIND
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import KVPolicy
 
@@ -22,15 +26,14 @@ Model = Annotated[
 ]
 Media = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told by suffix."),
+    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told apart by suffix."),
 ]
 Policy = Annotated[
     str,
     typer.Option(metavar="NAME", help=f"Cache format: {', '.join(KVPolicy.preset_names())}."),
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.")]
-Longest = Annotated[
+AnswerLength = Annotated[
     int | None,
     typer.Option(
         "--max-new-tokens",
@@ -38,27 +41,9 @@ Longest = Annotated[
         help="Longest answer, in tokens, with its reasoning; thinking models get more by default.",
     ),
 ]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        metavar="F",
-        help="0 takes the likeliest token, above 0 samples. Default: as the checkpoint says.",
-    ),
-]
-TopP = Annotated[
-    float | None, typer.Option(metavar="F", help="Sample from this much probability mass.")
-]
-TopK = Annotated[
-    int | None, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
-]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")]
 Device = Annotated[
     str | None,
     typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(metavar="auto", help="Spread the model's layers over several GPUs."),
 ]
 Dtype = Annotated[
     str | None,
@@ -84,45 +69,108 @@ AllowRemote = Annotated[
 ]
 
 TEXT_NEEDS_MODEL = (
-    "--text needs --model, the folder or hub id of a language model: the bundled models are asked "
-    "about pictures and sound"
+    "--text needs --model, the folder or hub id of a language model: the bundled models answer "
+    "questions about pictures and sound"
 )
 TEXT_NEEDS_LANGUAGE_MODEL = (
-    "--text is for language models, and {} is none that transformers loads as such; ask it "
-    "questions with media instead"
+    "--text is for language models, and transformers does not load {} as one; ask it questions "
+    "with media instead"
 )
 
 
-def checked_sampling(**given: Any) -> dict[str, Any]:
-    """Those options of an answer that were given, checked before a model takes its time to load.
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the model chooses tokens; None leaves a choice to the checkpoint."""
 
-    Raises:
-        InputError: a value that is not allowed.
-    """
-    from oscar_mm.generation.sampling import Sampling  # brings torch
+    max_new_tokens: AnswerLength = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F",
+            help="0 takes the likeliest token, above 0 samples. Default: as the checkpoint says.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(metavar="F", help="Sample from this much probability mass.")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None
 
-    chosen = {name: value for name, value in given.items() if value is not None}
-    Sampling(**chosen)
-    return chosen
+    def checked(self) -> dict[str, Any]:
+        """Return the options that are not None, checked before a model takes its time to load.
+
+        Raises:
+            InputError: a value is not allowed.
+        """
+        from oscar_mm.generation.sampling import Sampling  # brings torch
+
+        options = {name: value for name, value in asdict(self).items() if value is not None}
+        Sampling(**options)
+        return options
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """Where a model runs, and in what dtype."""
+
+    device: Device = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(metavar="auto", help="Spread the model's layers over several GPUs."),
+    ] = None
+    dtype: Dtype = None
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer the fields of a command's groups of options in place of each group."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        group = groups.get(parameter.name)
+        if group is None:
+            parameters.append(parameter)
+            continue
+        types = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                option.name, parameter.kind, default=option.default, annotation=types[option.name]
+            )
+            for option in fields(group)
+        ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(
+                **{option.name: values.pop(option.name) for option in fields(group)}
+            )
+        command(**values)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
 
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:
-    """Names of files under "images", "videos" and "audio"; an unknown suffix is an image's."""
+    """Sort files into "images", "videos" and "audio"; an unknown suffix is an image's."""
     kinds: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
     for name in media:
         kinds[KIND.get(Path(name).suffix.lower(), "images")].append(name)
     return kinds
 
 
-def chosen_model(model: str | None, *, hears: bool = False) -> str:
-    """``model``, or a bundled one if none was named, which a line on stderr then says.
+def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
+    """Return ``model``, or name a bundled one on stderr and return it.
 
     Args:
-        hears: whether it has to take sound.
+        model: what the user has named, or None.
+        hears: whether the model must take sound.
     """
     if model is not None:
         return model
     name = "pocket-omni" if hears else "pocket-vl"
-    what = f"{name}, a tiny demo model that {BUNDLED[name]}"
-    print(f"oscar-mm: no --model given, so this is {what}", file=sys.stderr)
+    description = f"{name}, a tiny demo model that {BUNDLED[name]}"
+    print(f"oscar-mm: no --model given, so this is {description}", file=sys.stderr)
     return name

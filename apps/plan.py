@@ -1,4 +1,4 @@
-"""`oscar-mm plan`: what a conversation would take with a model, before anything is loaded."""
+"""`oscar-mm plan`: the memory of a conversation with a model, before anything is loaded."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from oscar_mm.admission.gpus import GPUS
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import format_bytes, parse_bytes
@@ -47,17 +47,17 @@ def plan(
 ) -> None:
     """Tell tokens, KV bytes in 16 bit and packed, and how many such sessions fit a GPU.
 
-    Configuration and processor of the model say all this; its weights are not read. Of a language
-    model the configuration is enough, and --text-tokens is all that there is.
+    The model's configuration and processor are enough; its weights are not read. A language model
+    needs only its configuration, and takes --text-tokens alone.
     """
     KVPolicy.preset(policy)
     gpus = _gpus(gpu)
     sizes = {"image_size": _pixels("--image-size", image_size)}
     sizes["video_size"] = _pixels("--video-size", video_size)
-    model = options.chosen_model(model, hears=audio_minutes > 0)
-    progress.on_loading()
+    model = options.model_or_bundled(model, hears=audio_minutes > 0)
+    terminal.quiet_transformers()
     from oscar_mm.pipelines.planning import Session
-    from oscar_mm.pipelines.planning import plan as planned
+    from oscar_mm.pipelines.planning import plan as plan_session
 
     session = Session(
         images=images,
@@ -66,25 +66,28 @@ def plan(
         text_tokens=text_tokens,
         **sizes,
     )
-    made = planned(model, session, policy)
-    fits = {name: made.fits(size) for name, size in gpus.items()}
+    estimate = plan_session(model, session, policy)
+    fits = {name: estimate.fits(size) for name, size in gpus.items()}
     if as_json:
-        found = [
+        records = [
             {"gpu": name, "bytes": gpus[name], "sessions_16_bit": plain, "sessions": packed}
             for name, (plain, packed) in fits.items()
         ]
-        print(json.dumps({"model": model, "policy": policy} | made.to_dict() | {"gpus": found}))
-        return
-    _print(made, policy, fits)
-    if made.total > made.context:
         print(
-            f"oscar-mm: {made.total:,} tokens are over the model's context of {made.context:,}: "
-            "the pipeline would refuse them; show fewer, smaller or shorter media",
+            json.dumps({"model": model, "policy": policy} | estimate.to_dict() | {"gpus": records})
+        )
+        return
+    _print(estimate, policy, fits)
+    if estimate.total > estimate.context:
+        print(
+            f"oscar-mm: {estimate.total:,} tokens are over the model's context of "
+            f"{estimate.context:,}: the pipeline would refuse them; show fewer, smaller or shorter "
+            "media",
             file=sys.stderr,
         )
 
 
-def _print(made: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None:
+def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -92,32 +95,35 @@ def _print(made: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None:
     from oscar_mm.admission.capacity import RESERVED
 
     def table(*heads: str) -> Table:
-        made_table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+        new = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
         for index, head in enumerate(heads):
-            made_table.add_column(head, justify="right" if index else "left", no_wrap=True)
-        return made_table
+            new.add_column(head, justify="right" if index else "left", no_wrap=True)
+        return new
 
     by_modality = table("KV cache", "tokens", "16 bit", policy, "ratio")
     plain = KVPolicy.preset("bf16")
-    kinds = {name: {name: count} for name, count in made.tokens.items() if count}
-    for name, tokens in (kinds | {"all": made.tokens}).items():
-        whole, packed = (made.shape.kv_bytes(one, tokens) for one in (plain, made.policy))
-        sizes = (format_bytes(whole), format_bytes(packed), f"{whole / packed:.2f}x")
+    kinds = {name: {name: count} for name, count in estimate.tokens.items() if count}
+    for name, tokens in (kinds | {"all": estimate.tokens}).items():
+        unpacked, packed = (
+            estimate.shape.kv_bytes(cache_format, tokens)
+            for cache_format in (plain, estimate.policy)
+        )
+        sizes = (format_bytes(unpacked), format_bytes(packed), f"{unpacked / packed:.2f}x")
         by_modality.add_row(name, f"{sum(tokens.values()):,}", *sizes)
     sessions = table("GPU", "sessions in 16 bit", f"with {policy}")
     for name, counts in fits.items():
         sessions.add_row(name, *(f"{count:,}" for count in counts))
     console = Console(highlight=False, markup=False)
     console.print(by_modality)
-    weights = format_bytes(made.shape.weight_bytes)
-    millions = made.shape.parameters / 1e6
-    console.print(f"{made.family}, {millions:,.0f} million parameters: {weights} in 16 bit")
+    weights = format_bytes(estimate.shape.weight_bytes)
+    millions = estimate.shape.parameters / 1e6
+    console.print(f"{estimate.family}, {millions:,.0f} million parameters: {weights} in 16 bit")
     console.print(sessions)
     console.print(f"A session fits where weights and it leave {RESERVED:.0%} of the memory free.")
 
 
 def _gpus(gpu: str | None) -> dict[str, float]:
-    """Names and bytes of those that are asked for."""
+    """Return names and bytes of the GPUs for which to plan."""
     if gpu is None:
         return {f"{name}, {size} GB": size * _GIGABYTE for name, size in GPUS.items()}
     known = {name.lower(): name for name in GPUS}
@@ -135,7 +141,7 @@ def _gpus(gpu: str | None) -> dict[str, float]:
 
 
 def _pixels(name: str, size: str) -> tuple[int, int]:
-    found = re.fullmatch(r"\s*(\d{1,6})\s*[xX\u00d7]\s*(\d{1,6})\s*", size)
-    if not found:
+    match = re.fullmatch(r"\s*(\d{1,6})\s*[xX\u00d7]\s*(\d{1,6})\s*", size)
+    if not match:
         raise InputError(f"{name} {size!r}: give width and height in pixels, such as 1280x960")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

@@ -1,1 +1,1 @@
-"""Measurements: a table, the command that made it, and the bound it is held against."""
+"""Benchmarks: each prints a table with its bounds and records it with its command."""

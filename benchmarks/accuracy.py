@@ -1,4 +1,4 @@
-"""How much of the pocket models' answers is left when their KV cache is stored in few bits.
+"""What the pocket models' answers lose when their KV cache is stored in few bits.
 
 python -m benchmarks.accuracy
 python -m benchmarks.accuracy --model pocket-vl --prompts 16 --tasks "read 30 images" --device cpu
@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import accuracy_report
-from benchmarks.accuracy_generation import generate
-from benchmarks.record import Record, command, device_name, finish, parser
-from benchmarks.stress import outlier_channels
-from benchmarks.tasks import TASKS, Conversations, Task, conversations, load
-from examples.train_pocket.configs import NAMES
+from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser
+from benchmarks.tasks import TASKS, Conversations, Task, conversations, load, outlier_channels
+from examples.train_pocket.configs import NAMES, Pocket
 from examples.train_pocket.evaluate import SEED
 from examples.train_pocket.studio import Studio, load_atlases
+from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.compare.divergence import Scores
-from oscar_mm.compare.forced import answer_logits, as_recorded
+from oscar_mm.compare.forced import IGNORE, answer_logits, as_recorded
 from oscar_mm.compare.methods import (
+    DEFAULT,
     REFERENCE,
     Method,
     StoredPast,
@@ -37,30 +38,34 @@ from oscar_mm.compare.methods import (
     main_methods,
     selected,
 )
+from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.modality import PADDING
 
 PROMPTS, GENERATED = {"cuda": 512, "cpu": 8}, {"cuda": 64, "cpu": 2}
 CONDITIONS = ("plain", "stress")
 MODELS, ATLASES = Path("oscar_mm") / "models", Path("build") / "pocket"
 NOTES = [
-    "Each conversation shows its media first; their keys and values are stored as the method "
-    "says. Then question and answer are read with what it gives back as the past (teacher "
-    "forcing), and stay in 16 bit, as do, for all methods alike, the first 4 tokens, the last 32 "
-    "and incomplete pages of 128 of a modality.",
-    "exact: share of answers of which every token is the likeliest one, as greedy decoding needs. "
+    "Each conversation shows its media first, and the method stores their keys and values. Then "
+    "the model reads question and answer (teacher forcing) with the past that the method gives "
+    "back. Question and answer stay in 16 bit, and for all methods alike the first 4 tokens, the "
+    "last 32 and incomplete pages of 128 of a modality.",
+    "exact: share of answers whose every token is the likeliest one, as greedy decoding needs. "
     "agreement and kl: of the judged tokens, against the 16-bit cache; kl in nats. margin: mean "
     "squared error of the logit of the 16-bit cache's likeliest token less those of the next four. "
     "kl_error and margin_error: standard errors over prompts.",
-    "One question for a conversation: 'read' one medium, 'find' the one with a text, 'list' what "
-    "three say, 'ask' any of the questions about receipts or shapes, 'copy' all of them out; with "
-    "images and clips one question about each.",
-    "page_bits: of a full page per value; held_bits: all that a cache of one conversation holds, "
-    "16-bit rest, tables and unused slots included, per value.",
-    "stress: in every layer two rotary pairs of keys are 8 and 16 times as large and of queries "
-    "as much smaller, by the weights. The 16-bit cache answers the same: logit_shift is the "
-    "largest difference of its logits. Balancing from the weights takes just these factors out "
-    "again: then a method's numbers are those of the plain model.",
-    "The model runs in float32, keys and values are rounded to bfloat16 first; fonts and voices "
-    "are those of the training, the media are not.",
+    "A conversation has one question: 'read' one medium, 'find' the medium with a text, 'list' "
+    "what three say, 'ask' any of the questions about receipts or shapes, 'copy' all of them out. "
+    "With images and clips it has one question about each.",
+    "page_bits: bits per value of a full page; held_bits: bits per value of everything that a "
+    "cache of one conversation holds, with 16-bit rest, tables and unused slots.",
+    "stress: the weights make two rotary pairs of each layer's keys 8 and 16 times as large and "
+    "the queries as much smaller. The 16-bit cache answers the same: logit_shift is the largest "
+    "difference of its logits. Balancing from the weights takes these factors out again: then a "
+    "method's numbers are those of the plain model.",
+    "The model runs in float32; keys and values are rounded to bfloat16 first. Fonts and voices "
+    "are those of the training, the media are new.",
 ]
 
 
@@ -70,36 +75,34 @@ class Cell:
     def __init__(self, methods: Sequence[Method]) -> None:
         self.methods = methods
         self.scores = {method.name: Scores() for method in methods}
-        self.about: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
+        self.figures: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
 
     def add(self, model: Any, talks: Conversations) -> torch.Tensor:
-        """Judge all methods on a batch; returns the logits of the 16-bit cache."""
+        """Score all methods on a batch; returns the logits of the 16-bit cache."""
         layers, ids, forced = talks.record(model).layers, talks.ids, talks.forced
         exact = answer_logits(model, as_recorded(layers), len(ids), forced)
         for method in self.methods:
-            about = self.about[method.name]
+            figures = self.figures[method.name]
             if reason := method.missing(layers, ids):
-                about["missing"] = reason
+                figures["missing"] = reason
                 continue
             past = StoredPast(method, layers, ids)
             logits = answer_logits(model, past, len(ids), forced)
             self.scores[method.name].add(forced, exact, logits)
-            if not about:
+            if not figures:
                 report = method.memory(layers, ids)
-                about |= {
+                figures |= {
                     "page_bits": bits_per_value(past.stored_bytes, past.stored_values),
                     "held_bits": None if report is None else report.bits_per_value,
                     "packed_share": past.stored_values / (2 * layers[0].keys.numel() * len(layers)),
                 }
         return exact
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One for each method that says something about this task."""
-        for name, about in self.about.items():
-            if "missing" in about:
-                yield {"method": name} | about
-            else:
-                yield {"method": name} | about | self.scores[name].summary()
+    def rows(self) -> Iterator[Row]:
+        """A row for each method."""
+        for name, figures in self.figures.items():
+            scores = {} if "missing" in figures else self.scores[name].summary()
+            yield {"method": name} | figures | scores
 
 
 def measure(
@@ -111,12 +114,12 @@ def measure(
     prompts: int,
     seed: int = SEED,
     conditions: Sequence[str] = CONDITIONS,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """A row for each task, condition and method."""
     devices = [torch.cuda.current_device()] if studio.writer.device.type == "cuda" else []
     for task in tasks:
-        chosen = [*methods, *(ablation if task.ablate else ())]
-        cells = {condition: Cell(chosen) for condition in conditions}
+        compared = [*methods, *(ablation if task.ablate else ())]
+        cells = {condition: Cell(compared) for condition in conditions}
         started, shift, tokens = time.perf_counter(), 0.0, 0
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
@@ -128,47 +131,139 @@ def measure(
                         exact = cell.add(model, talks)
                     first = exact if first is None else first
                     shift = max(shift, float((exact - first).abs().max()))
-        spent = time.perf_counter() - started
-        print(f"{task.name}: {tokens} tokens, {spent:.0f} s", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - started
+        print(f"{task.name}: {tokens} tokens, {seconds:.0f} s", file=sys.stderr, flush=True)
         for condition, cell in cells.items():
-            same = {"task": task.name, "family": task.family, "context": tokens}
-            same |= {"condition": condition, "logit_shift": shift}
+            place = {"task": task.name, "family": task.family, "context": tokens}
+            place |= {"condition": condition, "logit_shift": shift}
             for row in cell.rows():
-                yield same | row
+                yield place | row
 
 
-def arguments_of(given: Sequence[str]) -> argparse.Namespace:
+POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset(DEFAULT)}
+_ROOM = 8
+"""Tokens that an answer may be longer than the right one."""
+
+
+def generate(
+    studio: Studio, pocket: Pocket, tasks: Sequence[Task], prompts: int, seed: int
+) -> Iterator[Row]:
+    """A row for each task and policy: exact match of greedy answers of a batch of conversations.
+
+    The media are a first turn, question and answer a second one, so that both read the packed
+    cache.
+
+    Args:
+        studio: makes the conversations.
+        pocket: answers them; the same model in any dtype.
+        tasks: tasks with one question for a conversation.
+        prompts: least number of conversations.
+        seed: of the conversations.
+    """
+    device = studio.writer.device
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    ends = frozenset([pocket.processor.tokenizer.eos_token_id])
+    for task in tasks:
+        answers: dict[str, list[list[int]]] = {method: [] for method in POLICIES}
+        expected: list[list[int]] = []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            for talks in conversations(studio, task, prompts):
+                expected += _right_answers(talks)
+                for method, policy in POLICIES.items():
+                    answers[method] += greedy_answers(pocket, talks, policy, ends)
+        for method, replies in answers.items():
+            yield {
+                "task": task.name,
+                "family": task.family,
+                "condition": "generated",
+                "method": method,
+                "prompts": len(replies),
+                "exact": _equal_share(replies, expected),
+                "as_16_bit": _equal_share(replies, answers[REFERENCE]),
+            }
+
+
+@torch.inference_mode()
+def greedy_answers(
+    pocket: Pocket, talks: Conversations, policy: KVPolicy, end_tokens: frozenset[int]
+) -> list[list[int]]:
+    """Greedy answers, as token ids, of all rows at once."""
+    model, rows = pocket.generator, len(talks.forced.ids)
+    cache = OscarCache(policy)
+    cache.expect(talks.ids.expand(rows, -1))
+    model.get_decoder()(**talks.prefix_in(model.dtype), past_key_values=cache, use_cache=True)
+    longest = max(map(len, _right_answers(talks))) + _ROOM
+    sampling = Sampling(max_new_tokens=longest, temperature=0)
+    answers: list[list[int]] = [[] for _ in range(rows)]
+    for step in decode(model, _question(talks), cache, sampling, end_tokens=end_tokens):
+        for row, token in enumerate(step):
+            if token is not None:
+                answers[row].append(token)
+    return answers
+
+
+def _question(talks: Conversations) -> Prompt:
+    """The rows' questions as one turn, padded on the left."""
+    forced = talks.forced
+    # Up to the first token after which an answer's token is judged.
+    counts = (forced.targets != IGNORE).int().argmax(1) + 1
+    longest = int(counts.max())
+    place = torch.arange(longest, device=counts.device) - (longest - counts)[:, None]
+    real, place = place >= 0, place.clamp(min=0)
+    positions = forced.positions.gather(-1, place.expand(*forced.positions.shape[:-1], longest))
+    last = positions[..., -1] if positions.ndim == 2 else positions[0, :, -1]
+    return Prompt(
+        inputs={"input_ids": forced.ids.gather(1, place)},
+        positions=positions,
+        next_position=last + 1,
+        modalities=torch.where(real, 0, PADDING).to("cpu", torch.int8),
+    )
+
+
+def _right_answers(talks: Conversations) -> list[list[int]]:
+    """The right answers without the token that ends them."""
+    rows: list[Tensor] = [target[target != IGNORE] for target in talks.forced.targets.cpu()]
+    return [row[:-1].tolist() for row in rows]
+
+
+def _equal_share(answers: Sequence[list[int]], expected: Sequence[list[int]]) -> float:
+    equal = [answer == other for answer, other in zip(answers, expected, strict=True)]
+    return sum(equal) / len(equal)
+
+
+def arguments_of(line: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    made = parser("benchmarks.accuracy", __doc__)
-    made.add_argument("--model", action="append", choices=NAMES, help="all three by default")
-    made.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
-    made.add_argument("--random", action="store_true", help="random weights, to try it out")
-    made.add_argument("--atlases", type=Path, default=ATLASES, help="folder of the atlases")
-    made.add_argument("--prompts", type=int, help="of each task; 512 on a GPU, 8 on a CPU")
-    made.add_argument("--generate", type=int, help="prompts to answer freely; 64 or 2")
-    made.add_argument("--tasks", action="append", default=[], help="a name, or part of names")
-    made.add_argument("--methods", action="append", default=[], help="likewise")
-    made.add_argument("--no-ablation", action="store_true", help="the main table only")
-    made.add_argument("--condition", action="append", choices=CONDITIONS, help="both by default")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--seed", type=int, default=SEED)
-    made.add_argument(
+    options = parser("benchmarks.accuracy", __doc__)
+    options.add_argument("--model", action="append", choices=NAMES, help="all three by default")
+    options.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
+    options.add_argument("--random", action="store_true", help="random weights, to try it out")
+    options.add_argument("--atlases", type=Path, default=ATLASES, help="folder of the atlases")
+    options.add_argument("--prompts", type=int, help="of each task; 512 on a GPU, 8 on a CPU")
+    options.add_argument("--generate", type=int, help="prompts to answer freely; 64 or 2")
+    options.add_argument("--tasks", action="append", default=[], help="a name, or part of names")
+    options.add_argument("--methods", action="append", default=[], help="a name, or part of names")
+    options.add_argument("--no-ablation", action="store_true", help="the main table only")
+    options.add_argument("--condition", action="append", choices=CONDITIONS, help="both by default")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--seed", type=int, default=SEED)
+    options.add_argument(
         "--add",
         action="store_true",
-        help="keep the file's rows, but for cells with more prompts now",
+        help="keep the file's rows, except cells that now have as many prompts or more",
     )
-    made.add_argument("--report", action="store_true", help="show what was recorded")
-    return made.parse_args(given)
+    options.add_argument("--report", action="store_true", help="show what was recorded")
+    return options.parse_args(line)
 
 
-def _generated(
+def _free_answers(
     options: argparse.Namespace,
     name: str,
     studio: Studio,
     tasks: Sequence[Task],
     device: torch.device,
-) -> list[dict[str, Any]]:
-    """Free answers, in bfloat16 on a GPU, where the kernels of the packed cache run."""
+) -> list[Row]:
+    """Rows of ``generate``, in bfloat16 on a GPU, where the kernels of the packed cache run."""
     count = GENERATED[device.type] if options.generate is None else options.generate
     folder = None if options.random else options.models / name
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -176,51 +271,49 @@ def _generated(
     if not count or not one_question:
         return []
     pocket = load(name, folder, device, dtype)
-    measured = generate(studio, pocket, one_question, count, options.seed)
-    return [{"model": name} | row for row in measured]
+    rows = generate(studio, pocket, one_question, count, options.seed)
+    return [{"model": name} | row for row in rows]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure each model, print and record; or report."""
+    """Measure, print and record each model, or report what was recorded."""
     options = arguments_of(arguments)
     if options.report:
         return accuracy_report.main(options.out, options.model or NAMES)
     try:
         return _run(options, command("benchmarks.accuracy", arguments))
-    except FileNotFoundError as error:  # says how to make what is missing
+    except FileNotFoundError as error:  # its message says how to make the file
         print(f"benchmarks.accuracy: {error}", file=sys.stderr)
         return 2
 
 
-def _added_to(record: Record, folder: Path) -> Record:
-    """A record that begins with the rows of an earlier run."""
-    path = record.path(folder)
-    if not path.is_file():
+def _continuing(record: Record, folder: Path) -> Record:
+    """A record that begins with the rows of an earlier run, if the folder has one."""
+    earlier = record.earlier(folder)
+    if earlier is None:
         return record
-    earlier = Record.load(path)
-    extra = record.extra | {"prompts": min(record.extra["prompts"], earlier.extra["prompts"])}
-    line = f"{earlier.command}; {record.command}"
-    return replace(record, command=line, rows=earlier.rows, extra=extra)
+    prompts = min(record.extra["prompts"], earlier.extra["prompts"])
+    return replace(record.continuing(earlier), extra=record.extra | {"prompts": prompts})
 
 
-def _merged(rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     """Rows of both; of a cell that both have, the one of more prompts, or else the new one."""
-    cells = {(row["task"], row["condition"], row["method"]): row for row in rows}
-    for row in new:
-        cell = row["task"], row["condition"], row["method"]
-        if row.get("prompts", 0) >= cells.get(cell, row).get("prompts", 0):
-            cells[cell] = row
-    return list(cells.values())
+    cell = ("task", "condition", "method")
+    return merge_rows(
+        rows, new, cell, lambda row, old: row.get("prompts", 0) >= old.get("prompts", 0)
+    )
 
 
 def _run(options: argparse.Namespace, line: str) -> int:
     device = torch.device(options.device)
     prompts = options.prompts or PROMPTS[device.type]
     tables = (main_methods(), ablation_methods())
-    wanted = options.methods and [REFERENCE, *options.methods]
-    chosen = {one.name for one in selected([*tables[0], *tables[1]], wanted)}
-    main_table, ablation = ([one for one in table if one.name in chosen] for table in tables)
-    done = []
+    names = options.methods and [REFERENCE, *options.methods]
+    compared = {method.name for method in selected([*tables[0], *tables[1]], names)}
+    main_table, ablation = (
+        [method for method in table if method.name in compared] for table in tables
+    )
+    measured = []
     for name in options.model or NAMES:
         tasks = selected(TASKS[name], options.tasks)
         if not tasks:
@@ -231,20 +324,27 @@ def _run(options: argparse.Namespace, line: str) -> int:
         extra = {"seed": options.seed, "prompts": prompts, "model": name}
         record = Record(f"accuracy-{name}", line, device_name(device.type), [], NOTES, extra)
         if options.add:
-            record = _added_to(record, options.out)
+            record = _continuing(record, options.out)
         for task in tasks:
-            changed = [] if options.no_ablation else ablation
-            asked = (prompts, options.seed, options.condition or CONDITIONS)
-            measured = measure(studio, pocket.generator, [task], main_table, changed, *asked)
-            record.rows = _merged(record.rows, [{"model": name} | row for row in measured])
-            record.write(options.out)  # what is done stays, whatever ends the run
-        record.rows = _merged(record.rows, _generated(options, name, studio, tasks, device))
+            rows = measure(
+                studio,
+                pocket.generator,
+                [task],
+                main_table,
+                [] if options.no_ablation else ablation,
+                prompts,
+                options.seed,
+                options.condition or CONDITIONS,
+            )
+            record.rows = _merge(record.rows, [{"model": name} | row for row in rows])
+            record.write(options.out)  # measured rows stay, whatever ends the run
+        record.rows = _merge(record.rows, _free_answers(options, name, studio, tasks, device))
         finish(record, options.out)
-        done.append(name)
-    if not done:
+        measured.append(name)
+    if not measured:
         print(f"benchmarks.accuracy: no task has {options.tasks} in its name", file=sys.stderr)
         return 2
-    return accuracy_report.main(options.out, done)
+    return accuracy_report.main(options.out, measured)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.accuracy_bounds import not_judged, verdict
-from benchmarks.accuracy_plot import plot, shared_tasks
-from benchmarks.record import Record, console, show
+from benchmarks.record import Record, Row, console, show
+from oscar_mm.compare.methods import COMPACT, DEFAULT, FINE, PUBLISHED, REFERENCE
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Row]
 GENERATED = "generated"
 MEASURES = {
     "kl": ("KL x 1000", 1000, ".3g"),
@@ -20,35 +23,31 @@ MEASURES = {
 }
 
 
-def main(folder: Path, models: Sequence[str]) -> int:
-    """Tables of some models, verdict over all that were recorded in a folder, and the plot.
-
-    Returns 2 if there are none.
-    """
-    records = [Record.load(path) for path in sorted(folder.glob("accuracy-pocket-*.json"))]
-    if not records:
-        print(f"{folder} has no record of benchmarks.accuracy")
-        return 2
-    for device in dict.fromkeys(record.device for record in records):
-        of_device = [record for record in records if record.device == device]
-        rows = [row for record in of_device for row in record.rows]
-        seeds = sorted({record.extra["seed"] for record in of_device})
-        console().print(f"\n{device}, seed {', '.join(map(str, seeds))}", style="bold")
-        for name in dict.fromkeys(row["model"] for row in rows if row["model"] in models):
-            tables([row for row in rows if row["model"] == name])
-        for bound in verdict(rows):
-            print(bound)
-        for task in not_judged(rows):
-            print(f"exact match not judged, {task}")
-        plot(rows, folder, device)
-    return 0
+ALL = "all models"
+ABLE = 0.5
+"""Least exact match of the 16-bit cache; below it the model guesses."""
+SHOWN = {
+    "INT2 per token": "x",
+    "KIVI": "s",
+    "QuaRot": "v",
+    "per token, least squares": "^",
+    "OScaR, published": "D",
+    "standard": "p",
+    "compact": "o",
+    "compact, balance None": "<",
+    "compact, norm plain": ">",
+    "compact, key group 64": "h",
+    "compact, groups 32": "P",
+    "compact, 4 bit": "*",
+}
+_FLOOR = 1e-7
 
 
 def tables(rows: Rows) -> None:
-    """Of one model: bits and KL by task, then exact match by task; plain and stress."""
+    """Print one model's bits and measures by task, plain and stress."""
     name = rows[0]["model"]
     tasks = list(dict.fromkeys(row["task"] for row in rows if "kl" in row))
-    _generated(name, [row for row in rows if row["condition"] == GENERATED])
+    _free_answers(name, [row for row in rows if row["condition"] == GENERATED])
     for condition in dict.fromkeys(row["condition"] for row in rows if "kl" in row):
         cells = {
             (row["method"], row["task"]): row
@@ -68,7 +67,7 @@ def tables(rows: Rows) -> None:
             )
 
 
-def _generated(name: str, rows: Rows) -> None:
+def _free_answers(name: str, rows: Rows) -> None:
     if rows:
         show(
             f"{name}: free answers through the packed cache, %",
@@ -87,23 +86,257 @@ def _generated(name: str, rows: Rows) -> None:
 def _line(
     cells: dict[str, dict[str, Any] | None], shared: set[str], measure: str
 ) -> tuple[str, ...]:
-    """Of a method, by task; the mean is over the shared tasks."""
-    known = [cell for cell in cells.values() if cell is not None]
-    held = [cell["held_bits"] for cell in known if cell["held_bits"] is not None]
+    """A method's line of a table; the mean is over the shared tasks."""
+    measured = [cell for cell in cells.values() if cell is not None]
+    held_bits = [cell["held_bits"] for cell in measured if cell["held_bits"] is not None]
     in_mean = [cell[measure] for task, cell in cells.items() if cell is not None and task in shared]
     _, factor, form = MEASURES[measure]
     return (
-        known[0]["method"],
-        str(min(cell["prompts"] for cell in known)),
-        f"{min(cell['page_bits'] for cell in known):.2f}",
-        f"{mean(held):.2f}" if held else "",
+        measured[0]["method"],
+        str(min(cell["prompts"] for cell in measured)),
+        f"{min(cell['page_bits'] for cell in measured):.2f}",
+        f"{mean(held_bits):.2f}" if held_bits else "",
         f"{factor * mean(in_mean):{form}}" if in_mean and len(in_mean) == len(shared) else "",
-        *("" if one is None else f"{factor * one[measure]:{form}}" for one in cells.values()),
+        *("" if cell is None else f"{factor * cell[measure]:{form}}" for cell in cells.values()),
     )
 
 
 def _short(task: str) -> str:
-    """A task's name in a column's head."""
+    """A task's name for the head of a column."""
     for long, short in ((" images", "i"), (" clips", "c"), (" + ", "+"), (", ", " ")):
         task = task.replace(long, short)
     return task
+
+
+Rows = Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A demand of the default policy on one model or on all.
+
+    Attributes:
+        model: name of the model, or "all models".
+        what: the demand in words.
+        value: the measured number.
+        limit: most that the value may be, or, with ``least``, least that it must be.
+        where: the worst task, if the demand is about single tasks.
+        error: standard error of the value, from the differences between prompts.
+    """
+
+    model: str
+    what: str
+    value: float
+    limit: float
+    where: str = ""
+    least: bool = False
+    error: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether the value keeps the limit."""
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        """A line of the verdict."""
+        sign = ">=" if self.least else "<="
+        where = f" ({self.where})" if self.where else ""
+        verdict = "met" if self.met else "NOT met"
+        value = f"{self.value:.3g}" + ("" if self.error is None else f" ± {self.error:.2g}")
+        return f"{verdict:8} {self.model}: {self.what}: {value} {sign} {self.limit:g}{where}"
+
+
+def verdict(rows: Rows) -> list[Bound]:
+    """Every bound that rows of ``benchmarks.accuracy`` can decide."""
+    bounds = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        bounds += _model_bounds([row for row in rows if row["model"] == name], name)
+    if len({row["model"] for row in rows}) > 1:
+        bounds += _divergence(rows, ALL)
+    return bounds
+
+
+def not_judged(rows: Rows) -> list[str]:
+    """Tasks that a model cannot do; they say something about KL only."""
+    return [
+        f"{row['model']}: {row['task']}: the 16-bit cache has {100 * row['exact']:.0f}%"
+        for row in rows
+        if row["method"] == REFERENCE and row["condition"] == "plain" and row["exact"] < ABLE
+    ]
+
+
+def _model_bounds(rows: Rows, name: str) -> list[Bound]:
+    bounds = []
+    default = _by_task(rows, DEFAULT)
+    if default:
+        fewest = min(row["prompts"] for row in default.values())
+        bounds.append(Bound(name, "prompts in a cell", fewest, 500, least=True))
+        page_bits = [row["page_bits"] for row in default.values() if row["packed_share"]]
+        widest = max(page_bits, default=16.0)
+        bounds.append(Bound(name, "bits per value of a page", round(widest, 4), 2.95))
+    for condition in ("plain", "stress"):
+        exact = {
+            task: row
+            for task, row in _by_task(rows, REFERENCE, condition).items()
+            if row["exact"] >= ABLE
+        }
+        losses = {
+            task: 100 * (exact[task]["exact"] - row["exact"])
+            for task, row in _by_task(rows, DEFAULT, condition).items()
+            if task in exact
+        }
+        for family, limit in (("ask", 1.0), ("copy", 3.0)):
+            of_family = {task: x for task, x in losses.items() if exact[task]["family"] == family}
+            if of_family:
+                worst = max(of_family, key=of_family.get)
+                what = f"points of exact match lost, {family}, {condition}"
+                bounds.append(Bound(name, what, of_family[worst], limit, worst))
+    return bounds + _divergence(rows, name)
+
+
+def _divergence(rows: Rows, name: str) -> list[Bound]:
+    demands = (
+        *((DEFAULT, "plain", 0.5), (DEFAULT, "stress", 0.25)),
+        *((COMPACT, "plain", 1.0), (COMPACT, "stress", 0.25), (FINE, "plain", 0.7)),
+    )
+    bounds = []
+    for method, condition, limit in demands:
+        ratio = divergence_ratio(rows, method, PUBLISHED, condition)
+        if ratio is not None:
+            what = f"mean KL of {method} to that of {PUBLISHED}, {condition}"
+            bounds.append(Bound(name, what, ratio[0], limit, error=ratio[1]))
+    return bounds
+
+
+def divergence_ratio(
+    rows: Rows, method: str, other: str, condition: str
+) -> tuple[float, float] | None:
+    """Mean KL over tasks of one method divided by that of another, and the ratio's standard error.
+
+    The error treats the methods as independent, though they answer the same prompts; so it is
+    rather too large. None if one of them was not measured.
+    """
+    means, errors = [], []
+    for name in (method, other):
+        own = [
+            row
+            for row in rows
+            if row["method"] == name and row["condition"] == condition and "kl" in row
+        ]
+        if not own:
+            return None
+        means.append(mean(row["kl"] for row in own))
+        errors.append(hypot(*(row["kl_error"] for row in own)) / len(own))
+    if not all(means):
+        return None
+    ratio = means[0] / means[1]
+    relative = (error / value for error, value in zip(errors, means, strict=True))
+    return ratio, ratio * hypot(*relative)
+
+
+def _by_task(rows: Rows, method: str, condition: str = "plain") -> dict[str, dict[str, Any]]:
+    return {
+        row["task"]: row
+        for row in rows
+        if row["method"] == method and row["condition"] == condition and "kl" in row
+    }
+
+
+def plot(rows: Rows, folder: Path, device: str) -> Path | None:
+    """Draw KL against bits per value into ``accuracy-<device>.png``.
+
+    One panel is for asking and one for copying, plain and stress. Without matplotlib it prints so
+    and returns None.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("no plot: matplotlib is not installed; `--report` draws it from the records")
+        return None
+    families = [name for name in ("ask", "copy") if any(row["family"] == name for row in rows)]
+    conditions = list(dict.fromkeys(row["condition"] for row in rows if "kl" in row))
+    figure, axes = pyplot.subplots(
+        len(conditions),
+        len(families),
+        figsize=(5.2 * len(families), 3.8 * len(conditions)),
+        sharex=True,
+        sharey="col",
+        squeeze=False,
+        layout="constrained",
+    )
+    for across, family in zip(axes.T, families, strict=True):
+        for axis, condition in zip(across, conditions, strict=True):
+            panel = [
+                row
+                for row in rows
+                if (row["family"], row["condition"]) == (family, condition) and "kl" in row
+            ]
+            for name, (bits, kl) in _points(panel).items():
+                ours = name in ("standard", "compact", "compact, groups 32")
+                colour = "tab:red" if ours else "black"
+                axis.plot(bits, kl, SHOWN[name], label=name, color=colour, fillstyle="none")
+            axis.set_yscale("log")
+            axis.set_title(f"{family}, {condition}")
+            axis.grid(True, which="both", alpha=0.2)
+            if axis is across[-1]:
+                axis.set_xlabel("bits per value of a page")
+            axis.set_ylabel("KL to the 16-bit cache, nats")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    figure.suptitle(f"Mean over tasks of {models}")
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    path = folder / f"accuracy-{slug}.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(path)
+    return path
+
+
+def shared_tasks(rows: Rows) -> set[tuple[str, str]]:
+    """Model and task of the cells with the most shown methods; means are over these.
+
+    A run of a few methods may have added other tasks.
+    """
+    counts = Counter((row["model"], row["task"]) for row in rows if row["method"] in SHOWN)
+    most: Counter[str] = Counter()
+    for (model, _), count in counts.items():
+        most[model] = max(most[model], count)
+    return {cell for cell, count in counts.items() if count == most[cell[0]]}
+
+
+def _points(rows: Rows) -> dict[str, tuple[float, float]]:
+    """Bits and KL of each method, as means over the shared tasks."""
+    shared = shared_tasks(rows)
+    points = {}
+    for name in SHOWN:
+        own = [row for row in rows if row["method"] == name]
+        own = [row for row in own if (row["model"], row["task"]) in shared]
+        if own and {(row["model"], row["task"]) for row in own} == shared:
+            bits = min(row["page_bits"] for row in own)
+            points[name] = (bits, max(_FLOOR, mean(row["kl"] for row in own)))
+    return points
+
+
+def main(folder: Path, models: Sequence[str]) -> int:
+    """Print tables of some models and a verdict on all records of a folder, and draw the plot.
+
+    Returns 2 if the folder has no records.
+    """
+    records = [Record.load(path) for path in sorted(folder.glob("accuracy-pocket-*.json"))]
+    if not records:
+        print(f"{folder} has no record of benchmarks.accuracy")
+        return 2
+    for device in dict.fromkeys(record.device for record in records):
+        of_device = [record for record in records if record.device == device]
+        rows = [row for record in of_device for row in record.rows]
+        seeds = sorted({record.extra["seed"] for record in of_device})
+        console().print(f"\n{device}, seed {', '.join(map(str, seeds))}", style="bold")
+        for name in dict.fromkeys(row["model"] for row in rows if row["model"] in models):
+            tables([row for row in rows if row["model"] == name])
+        for bound in verdict(rows):
+            print(bound)
+        for task in not_judged(rows):
+            print(f"exact match not judged, {task}")
+        plot(rows, folder, device)
+    return 0

@@ -10,45 +10,137 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import wave
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.spoken import questions, save, unshared
+from examples.train_pocket.speech import NUMBERS, RATE, VOICES, speak
 
-RECORDINGS, CLIPS, ASKED = 20, 20, 10
+RECORDINGS, CLIPS, QUESTIONS = 20, 20, 10
 BATCH = 8
 _LIMIT_S = 1800
+VOICES_USED = VOICES[:4]
+_GAP_S = 0.06
+_MOST_S, _LEAST_S = 3.5, 1.0
 NOTES = [
-    f"{RECORDINGS} recordings of {CLIPS} spoken clips of 1 to 3.5 s, {ASKED} questions about each, "
-    "half of them with four choices, which are scored. Clips are said by espeak-ng.",
-    f"Rows in batches of {BATCH}; 'one by one' is a batch of one. 'Not shared': each row has links "
-    "of its own to the same sound files, so that its recording is decoded and read for it.",
-    "Seconds are those of the rows, without loading the model; of the killed runs, from the start "
-    "of the first process to the end of the last, starting and loading included. They depend on "
-    "what else the machine does: 'load' is the mean number of processes that wanted its processors "
-    "in the minute before the first run and after the last. CPU seconds, which count all threads, "
-    "depend on it much less, so the ratios are those.",
-    "KV peak: what the pools of pages and 16-bit blocks took, free slots included. The model is "
-    "float32 on a CPU, and so are the 16-bit blocks. Of workers on Ray it is the largest of one.",
+    f"{RECORDINGS} recordings of {CLIPS} spoken clips of 1 to 3.5 s, {QUESTIONS} questions about "
+    "each, half of them with four choices, which are scored. espeak-ng speaks the clips.",
+    f"Rows run in batches of {BATCH}; 'one by one' is a batch of one. 'Not shared': each row has "
+    "its own links to the same sound files, so its recording is decoded and read for it alone.",
+    "Seconds are those of the rows, without loading the model. Those of killed runs last from the "
+    "start of the first process to the end of the last and include start and loading. Seconds "
+    "depend on what else the machine does: 'load' is the mean number of processes that wanted its "
+    "processors in the minute before the first run and after the last. CPU seconds count all "
+    "threads and depend on it much less, so the ratios are of CPU seconds.",
+    "KV peak: bytes of the pools of pages and 16-bit blocks, with free slots. The model is float32 "
+    "on a CPU, and so are the 16-bit blocks. On Ray it is the peak of the largest worker.",
     "'Same answers' compares id, answer, choice and error of all rows with those of the first run.",
 ]
 
 
-class Runs:
-    """Runs of the command in a folder, and what became of them.
+@cache
+def _unit(words: str, voice: tuple[str, int, int]) -> np.ndarray:
+    return speak(words, *voice)
+
+
+def clip(digits: str, voice: tuple[str, int, int]) -> np.ndarray:
+    """(samples,) float32 at 16 kHz: digits in pairs, as the model heard them in training."""
+    gap = np.zeros(round(_GAP_S * RATE), np.float32)
+    parts = [gap]
+    for place in range(0, len(digits), 2):
+        words = " ".join(NUMBERS[int(digit)] for digit in digits[place : place + 2])
+        parts += [_unit(words, voice), gap]
+    sound = np.concatenate(parts)[: round(_MOST_S * RATE)]
+    return np.pad(sound, (0, max(0, round(_LEAST_S * RATE) - len(sound))))
+
+
+def write_wav(path: Path, samples: np.ndarray) -> None:
+    """Write samples as a WAV file of 16 bit."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+
+
+def spoken_questions(
+    folder: Path, recordings: int, clips: int, questions: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Rows of audio-qa about recordings, each a conversation of spoken clips of digits.
+
+    Every other question is free, the rest have four choices; the wrong ones are what other clips
+    of the same recording say.
 
     Args:
-        folder: of the recordings; outputs go there too.
+        folder: where the recordings go.
+        recordings: number of them.
+        clips: clips in a recording.
+        questions: questions about each recording.
+        seed: of the digits, voices and questions.
+    """
+    rng = random.Random(seed)
+    rows = []
+    for number in range(recordings):
+        voice = rng.choice(VOICES_USED)
+        spoken: list[str] = []
+        while len(spoken) < clips:
+            digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 5)))
+            if digits not in spoken:
+                spoken.append(digits)
+        names = [f"recording{number:02}-clip{place:02}.wav" for place in range(1, clips + 1)]
+        for name, digits in zip(names, spoken, strict=True):
+            write_wav(folder / name, clip(digits, voice))
+        for turn, place in enumerate(rng.sample(range(clips), questions)):
+            row = {
+                "id": f"r{number:02}q{turn:02}",
+                "audio": names,
+                "question": f"What was said in clip {place + 1}?",
+                "answer": spoken[place],
+                "group": "free",
+            }
+            if turn % 2:
+                others = rng.sample([digits for digits in spoken if digits != spoken[place]], 3)
+                choices = rng.sample([spoken[place], *others], 4)
+                row |= {"choices": choices, "group": "choices"}
+            rows.append(row)
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as JSONL; returns the path."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def with_own_files(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows with their own links to the files, so that they share nothing."""
+    apart = []
+    for row in rows:
+        names = [f"{row['id']}-{name}" for name in row["audio"]]
+        for name, link in zip(row["audio"], names, strict=True):
+            (folder / link).hardlink_to(folder / name)
+        apart.append(row | {"audio": names})
+    return apart
+
+
+class Runs:
+    """Runs of the command and the rows of their figures.
+
+    Args:
+        folder: has the recordings; outputs go there too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,30 +151,33 @@ class Runs:
     def run(
         self,
         name: str,
-        asked: Path,
+        questions: Path,
         *options: str,
         kill: Callable[[subprocess.Popen, Path], None] | None = None,
         resume: bool = False,
     ) -> None:
-        """One row of the table.
+        """Run the command and add a row.
 
         Args:
-            name: of the run.
-            asked: the questions.
-            options: of the command.
-            kill: what to do to the process once it has written a quarter of the rows.
-            resume: run the command once more after it was killed.
+            name: name of the run.
+            questions: the JSONL file.
+            options: further options of the command.
+            kill: kills the process once it has written a quarter of the rows.
+            resume: whether the command runs once more after the kill.
+
+        Raises:
+            RuntimeError: the command failed.
         """
         out = self.folder / f"answers-{name.replace(' ', '-')}.jsonl"
-        line = [sys.executable, "-m", "oscar_mm.cli", "audio-qa", str(asked), "--out", str(out)]
+        line = [sys.executable, "-m", "oscar_mm.cli", "audio-qa", str(questions), "--out", str(out)]
         line += ["--model", "pocket-omni", "--device", "cpu", *options]
         start = time.perf_counter()
-        done = self._finished(line, out, kill)
+        code = self._exit_code(line, out, kill)
         before = out.read_bytes().count(b"\n")
         if resume:
-            done = self._finished(line, out, None)
-        if done != 0:
-            raise RuntimeError(f"{name}: exit code {done}")
+            code = self._exit_code(line, out, None)
+        if code != 0:
+            raise RuntimeError(f"{name}: exit code {code}")
         wall = time.perf_counter() - start
         summary = json.loads(out.with_name(f"{out.name}.summary.json").read_text())
         answers = {
@@ -99,9 +194,9 @@ class Runs:
                 "cpu_seconds": None if kill else work["cpu_seconds"],
                 "rows": len(answers),
                 "rows_before_kill": before if resume else None,
-                "same_answers": sum(answers[one] == self._expected[one] for one in answers),
+                "same_answers": sum(answers[row] == self._expected[row] for row in answers),
                 "accuracy": summary["accuracy"],
-                "groups": {name: one["accuracy"] for name, one in summary["groups"].items()},
+                "groups": {name: group["accuracy"] for name, group in summary["groups"].items()},
                 "mean_tokens": summary["mean_tokens"],
                 "audio_seconds_read": work["audio_seconds"],
                 "kv_peak_bytes": work["kv_peak_bytes"],
@@ -110,16 +205,16 @@ class Runs:
         )
         print(f"{name}: {self.rows[-1]['seconds']:.1f} s", flush=True)
 
-    def _finished(
+    def _exit_code(
         self, line: list[str], out: Path, kill: Callable[[subprocess.Popen, Path], None] | None
     ) -> int:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(line, **quiet) as process:
             if kill is not None:
                 threading.Thread(target=kill, args=(process, out), daemon=True).start()
-            said = process.communicate(timeout=_LIMIT_S)[1]
+            errors = process.communicate(timeout=_LIMIT_S)[1]
         if process.returncode > 0:
-            print(said, file=sys.stderr)
+            print(errors, file=sys.stderr)
         return process.returncode
 
 
@@ -129,26 +224,26 @@ def _wait_for_rows(process: subprocess.Popen, out: Path, rows: int) -> None:
 
 
 def kill_process(process: subprocess.Popen, out: Path) -> None:
-    """kill -9 once a quarter of the rows is there."""
-    _wait_for_rows(process, out, RECORDINGS * ASKED // 4)
+    """Kill the process (-9) once a quarter of the rows is there."""
+    _wait_for_rows(process, out, RECORDINGS * QUESTIONS // 4)
     process.send_signal(signal.SIGKILL)
 
 
 def kill_worker(process: subprocess.Popen, out: Path) -> None:
-    """kill -9 of one of Ray's workers, likewise."""
-    _wait_for_rows(process, out, RECORDINGS * ASKED // 4)
+    """Kill one of Ray's workers (-9) once a quarter of the rows is there."""
+    _wait_for_rows(process, out, RECORDINGS * QUESTIONS // 4)
     for child in psutil.Process(process.pid).children(recursive=True):
         if "ray::MapWorker" in " ".join(child.cmdline()):
             os.kill(child.pid, signal.SIGKILL)
             return
-    raise RuntimeError("no worker of Ray was found")
+    raise RuntimeError("Ray has no worker to kill")
 
 
 def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
-    """All runs."""
-    rows = questions(folder, RECORDINGS, CLIPS, ASKED)
-    shared = save(folder / "shared.jsonl", rows)
-    apart = save(folder / "apart.jsonl", unshared(folder, rows))
+    """Rows of all runs."""
+    rows = spoken_questions(folder, RECORDINGS, CLIPS, QUESTIONS)
+    shared = write_jsonl(folder / "shared.jsonl", rows)
+    apart = write_jsonl(folder / "apart.jsonl", with_own_files(folder, rows))
     batch = ("--batch-size", str(BATCH))
     runs = Runs(folder)
     runs.run("shared", shared, *batch)
@@ -167,7 +262,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
         return "" if value is None else f"{value:.1f}"
 
     show(
-        f"{RECORDINGS * ASKED} questions over {RECORDINGS} recordings",
+        f"{RECORDINGS * QUESTIONS} questions over {RECORDINGS} recordings",
         ("run", "s", "CPU s", "same answers", "accuracy", "audio s read", "KV peak MB", "RSS MB"),
         (
             (
@@ -186,14 +281,14 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Not shared against shared, in batches and one by one."""
+    """CPU time and KV memory of runs that do not share, by those of runs that do."""
     by_name = {row["run"]: row for row in rows}
-    found = {}
+    quotients = {}
     for way in ("", ", one by one"):
         shared, apart = by_name[f"shared{way}"], by_name[f"not shared{way}"]
         for field, name in (("cpu_seconds", "CPU time"), ("kv_peak_bytes", "KV memory")):
-            found[f"{name}{way}"] = round(apart[field] / shared[field], 2)
-    return found
+            quotients[f"{name}{way}"] = round(apart[field] / shared[field], 2)
+    return quotients
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Conversations with a full-size model of random weights, and the same forward passes again."""
+"""Conversations with a full-size random model, and their forward passes repeated on each cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ import torch
 from PIL import Image
 from transformers import DynamicCache
 
-from benchmarks.allocator import allocated, held
-from benchmarks.random_model import build
-from benchmarks.released import Released
-from benchmarks.replay import Call, difference, joined, recorded, replay, step_ms, with_steps
+from benchmarks.profiling import allocated, allocated_since
+from benchmarks.random_model import Released, build
+from benchmarks.replay import (
+    Call,
+    difference,
+    join_calls,
+    record_calls,
+    replay,
+    step_ms,
+    tensors_on,
+    with_steps,
+)
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.chat.chat import Chat
@@ -33,21 +41,21 @@ from tests.tiny import TEXT
 
 POLICY = "compact"
 BATCHES = (1, 2, 4, 8, 16)
-"""In which implementations of experts are compared."""
+"""Batches in which two implementations of experts are compared."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a conversation consists of.
+class Sizes:
+    """Sizes of a conversation.
 
     Attributes:
-        picture: width and height of each.
+        picture: width and height of each picture.
         checked: tokens of the prompt whose kept cache is compared with a fresh one.
-        text: tokens of the text of a later turn, about.
+        text: approximate tokens of the text of a later turn.
         answer: tokens of an answer.
-        steps: tokens more of a long answer.
-        audio_share: of the tokens of a first prompt, where the model hears.
-        chunk: tokens at a time of a prompt that is read in chunks.
+        steps: further tokens of a long answer.
+        audio_share: share of audio in the first prompt of a model that hears.
+        chunk: tokens of a chunk of a prompt that is read in chunks.
     """
 
     picture: tuple[int, int] = (1280, 960)
@@ -59,7 +67,7 @@ class Load:
     chunk: int = 8192
 
 
-TINY = Load((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
+TINY = Sizes((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
 
 
 class Bench:
@@ -67,21 +75,21 @@ class Bench:
 
     Args:
         released: the model.
-        load: of its conversations.
+        sizes: of its conversations.
         device: where it runs.
     """
 
-    def __init__(self, released: Released, load: Load, device: torch.device) -> None:
-        self.load, self.device = load, device
+    def __init__(self, released: Released, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
         start = perf_counter()
         model, self.processor = build(released, device, torch.bfloat16)
         kind = OscarOmniPipeline if released.audio else OscarVLPipeline
         self.pipe = kind(model, processor=self.processor, policy=POLICY)
         self.exact = kind(model, processor=self.processor, policy="bf16")
-        more = {"policy": POLICY, "prefill_chunk": load.chunk}
+        more = {"policy": POLICY, "prefill_chunk": sizes.chunk}
         self.chunked = kind(model, processor=self.processor, **more)
         self.numbers = np.random.default_rng(0)
-        self.made = {
+        self.facts = {
             "source": released.source,
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "weights": sum(weight.nbytes for weight in model.parameters()),
@@ -89,10 +97,10 @@ class Bench:
         }
 
     def media(self, tokens: int) -> dict[str, list[Any]]:
-        """Pictures, and a recording where the model hears, that take about so many tokens."""
+        """Pictures of about so many tokens, with a recording among them if the model hears."""
         media: dict[str, list[Any]] = {}
         if Modality.AUDIO in self.pipe.family.reads:
-            seconds = int(tokens * self.load.audio_share / 13)
+            seconds = int(tokens * self.sizes.audio_share / 13)
             noise = self.numbers.standard_normal(seconds * RATE)
             media["audio"] = [((0.1 * noise).astype(np.float32), RATE)]
             tokens -= 13 * seconds
@@ -102,46 +110,50 @@ class Bench:
         return media | {"images": [picture, *(self.picture() for _ in range(rest))]}
 
     def picture(self) -> Image.Image:
-        width, height = self.load.picture
+        """A picture of noise."""
+        width, height = self.sizes.picture
         pixels = self.numbers.integers(0, 256, (height, width, 3), dtype=np.uint8)
         return Image.fromarray(pixels)
 
     def text(self) -> str:
-        """About as many tokens as a later turn is to have."""
+        """Text of about as many tokens as a later turn has."""
         tokenizer = self.processor.tokenizer
         ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-        times = -(-self.load.text // len(ids))
-        return tokenizer.decode((ids * times)[: self.load.text])
+        times = -(-self.sizes.text // len(ids))
+        return tokenizer.decode((ids * times)[: self.sizes.text])
 
     def ask(self, chat: Chat, prompt: str = "What is it?", **media: list[Any]) -> Any:
-        return chat.ask(prompt, **media, max_new_tokens=self.load.answer, temperature=0)
+        """A greedy answer of ``sizes.answer`` tokens."""
+        return chat.ask(prompt, **media, max_new_tokens=self.sizes.answer, temperature=0)
 
     def warm_up(self) -> None:
-        """Compiles and checks the kernels, and makes the workspaces of libraries."""
+        """Compile and check the kernels, and let libraries allocate their workspaces."""
         with self.pipe.chat() as chat:
             self.ask(chat, images=[self.picture()])
             self.ask(chat, self.text())
 
-    def conversation(self, context: int, *, whole: bool) -> dict[str, Any]:
-        """One row: a chat, and its forward passes again with each cache.
+    def conversation(self, context: int, *, full: bool) -> dict[str, Any]:
+        """A row: a chat, and its forward passes repeated with each cache.
 
         Args:
-            context: tokens of the first prompt, about.
-            whole: also save, load and forget, and repeat everything a second time; else also read
+            context: approximate tokens of the first prompt.
+            full: True also saves, loads and forgets, and repeats the passes twice; False also reads
                 the first prompt in chunks.
         """
         before = allocated(self.device)
         media = self.media(context - 64)
-        with self.pipe.chat() as chat, recorded(self.pipe.model) as calls:
+        with self.pipe.chat() as chat, record_calls(self.pipe.model) as calls:
             first = self.ask(chat, **media)
-            row = self.made | {
+            row = self.facts | {
                 "context": context,
                 "prompt_tokens": first.prompt_tokens,
                 "images": len(media["images"]),
                 "audio_s": sum(len(samples) / rate for samples, rate in media.get("audio", [])),
                 "request_s": first.timings.prefill_s,
                 "memory": first.memory.to_dict(),
-                "held": held(before, allocated(self.device), calls, self.device),
+                "held": allocated_since(
+                    before, allocated(self.device), tensors_on(self.device, calls)
+                ),
                 "kernels": kernels_used(self.pipe),
             }
             answers = [
@@ -150,35 +162,37 @@ class Bench:
                 self.ask(chat, self.text()),
             ]
             row["pipeline_step_ms"] = self._step_ms(chat)
-            if whole:
-                row |= self._saved(chat) | self._forgotten(chat)
-        played = with_steps(calls[:3], [answer.token_ids for answer in answers])
-        row["ms"] = self._timed(played, rounds=2 if whole else 1)
-        if whole:
-            row["experts"] = self._experts(played[1])
+            if full:
+                row |= self._save(chat) | self._forget(chat)
+        passes = with_steps(calls[:3], [answer.token_ids for answer in answers])
+        row["ms"] = self._part_times(passes, rounds=2 if full else 1)
+        if full:
+            row["experts"] = self._expert_times(passes[1])
         else:
             row["chunked"] = self._in_chunks(media)
         return row
 
     def _in_chunks(self, media: dict[str, list[Any]]) -> dict[str, Any]:
-        """The first turn with ``prefill_chunk``: memory of its answer, and time of its prefill."""
+        """Memory of the first answer and time of its prefill, with ``prefill_chunk``."""
         before = allocated(self.device)
-        with self.chunked.chat() as chat, recorded(self.pipe.model) as calls:
+        with self.chunked.chat() as chat, record_calls(self.pipe.model) as calls:
             self.ask(chat, **media)
-            found = held(before, allocated(self.device), calls, self.device)
-        chunk = self.load.chunk
+            memory = allocated_since(before, allocated(self.device), tensors_on(self.device, calls))
+        chunk = self.sizes.chunk
         [seconds], _ = replay(self.pipe.model, calls, OscarCache(POLICY), chunk)
-        return {"chunk": chunk, "held": found, "prefill_ms": 1e3 * seconds}
+        return {"chunk": chunk, "held": memory, "prefill_ms": 1e3 * seconds}
 
-    def kept(self) -> dict[str, Any]:
-        """Logits of a later turn on a kept cache against those of the whole conversation."""
-        media = self.media(self.load.checked)
-        with self.exact.chat() as chat, recorded(self.exact.model) as calls:
+    def kept_cache_error(self) -> dict[str, Any]:
+        """Difference of a later turn's logits on a kept cache from a fresh read of everything."""
+        media = self.media(self.sizes.checked)
+        with self.exact.chat() as chat, record_calls(self.exact.model) as calls:
             first = self.ask(chat, **media)
             self.ask(chat, self.text(), images=[self.picture()])
         calls = [*with_steps(calls[:1], [first.token_ids]), calls[1]]
         with self._attention("sdpa"):
-            fresh = replay(self.pipe.model, [joined(self.pipe.family, calls)], DynamicCache())[1]
+            fresh = replay(self.pipe.model, [join_calls(self.pipe.family, calls)], DynamicCache())[
+                1
+            ]
             plain = replay(self.pipe.model, calls, DynamicCache())[1]
         return {
             "tokens": sum(call.tokens for call in calls),
@@ -187,91 +201,95 @@ class Bench:
             "same_token": int(calls[-1].logits.argmax()) == int(fresh[-1].logits.argmax()),
         }
 
-    def _experts(self, call: Call) -> dict[str, Any]:
-        """Milliseconds of a decode step by batch and implementation of the experts."""
-        model, found = self.pipe.model, {}
-        chosen = model.get_experts_implementation()
-        for batch in BATCHES if EXPERTS in chosen.values() else ():
+    def _expert_times(self, call: Call) -> dict[str, Any]:
+        """Milliseconds of a decode step, by implementation of the experts and batch."""
+        model, times = self.pipe.model, {}
+        usual = model.get_experts_implementation()
+        for batch in BATCHES if EXPERTS in usual.values() else ():
             inputs = {"input_ids": call.prompt.inputs["input_ids"].expand(batch, -1)}
             positions = call.prompt.positions.expand(-1, batch, -1)
             several = Call(replace(call.prompt, inputs=inputs, positions=positions), call.logits)
             for name in ("grouped_mm", "batched_mm"):
                 model.set_experts_implementation(name)
                 cache = DynamicCache()
-                seconds, _ = replay(model, [several] * self.load.answer, cache)
-                found[f"{name} x {batch}"] = step_ms(seconds[1:])
-        model.set_experts_implementation(chosen)
-        return found
+                seconds, _ = replay(model, [several] * self.sizes.answer, cache)
+                times[f"{name} x {batch}"] = step_ms(seconds[1:])
+        model.set_experts_implementation(usual)
+        return times
 
-    def _timed(self, calls: Sequence[Call], rounds: int) -> dict[str, dict[str, float]]:
+    def _part_times(self, calls: Sequence[Call], rounds: int) -> dict[str, dict[str, float]]:
         """Milliseconds of the parts of a conversation, by cache."""
-        turn = self.load.answer
+        turn = self.sizes.answer
         steps = [index for index in range(len(calls)) if index % turn]
-        found: dict[str, dict[str, float]] = {}
+        times: dict[str, dict[str, float]] = {}
         for name, attention in (("oscar", IMPLEMENTATION), ("dynamic", "sdpa")):
             with self._attention(attention):
                 for _ in range(rounds):
                     cache = OscarCache(POLICY) if name == "oscar" else DynamicCache()
                     seconds, _ = replay(self.pipe.model, calls, cache)
                     del cache
-            found[name] = {
+            times[name] = {
                 "prefill": 1e3 * seconds[0],
                 "step": step_ms([seconds[index] for index in steps]),
                 "turn_picture": 1e3 * seconds[turn],
                 "turn_text": 1e3 * seconds[2 * turn],
             }
-        return found | {
+        return times | {
             "tokens": {"turn_picture": calls[turn].tokens, "turn_text": calls[2 * turn].tokens}
         }
 
     def _step_ms(self, chat: Chat) -> float:
-        """Of a long answer: what an answer takes longer that has so many more tokens."""
-        spent = []
-        for tokens in (self.load.answer, self.load.answer + self.load.steps):
+        """Time of a token of a long answer: how much longer it takes than a short one."""
+        seconds = []
+        for tokens in (self.sizes.answer, self.sizes.answer + self.sizes.steps):
             with chat.fork() as twin:
-                spent.append(twin.ask("?", max_new_tokens=tokens, temperature=0).timings.decode_s)
-        return 1e3 * (spent[1] - spent[0]) / self.load.steps
+                seconds.append(twin.ask("?", max_new_tokens=tokens, temperature=0).timings.decode_s)
+        return 1e3 * (seconds[1] - seconds[0]) / self.sizes.steps
 
-    def _saved(self, chat: Chat) -> dict[str, Any]:
-        """Save, load, and the next answer of both."""
+    def _save(self, chat: Chat) -> dict[str, Any]:
+        """Save and load, and compare the next answers of both chats."""
         report = chat.memory
-        _ = self.pipe.fingerprint  # is computed once for a model
+        _ = self.pipe.fingerprint  # computed once for a model
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "chat.safetensors"
             start = perf_counter()
             chat.save(path)
             saved = perf_counter()
             loaded = self.pipe.load_chat(path)
-            done = perf_counter()
+            end = perf_counter()
             size = path.stat().st_size
         with loaded:
-            answers = [self.ask(one).token_ids for one in (loaded, chat)]
+            answers = [self.ask(copy).token_ids for copy in (loaded, chat)]
         return {
             "saved_bytes": size,
             "saved_ratio": report.bf16_bytes / size,
             "save_s": saved - start,
-            "load_s": done - saved,
+            "load_s": end - saved,
             "same_after_load": answers[0] == answers[1],
         }
 
-    def _forgotten(self, chat: Chat) -> dict[str, Any]:
-        """Forget the first turn's pictures, one after the other, and answer once more."""
-        pictures = [one for one in chat.segments if not one.turn and one.modality is Modality.IMAGE]
+    def _forget(self, chat: Chat) -> dict[str, Any]:
+        """Forget the first turn's pictures one after the other and answer once more."""
+        pictures = [
+            segment
+            for segment in chat.segments
+            if not segment.turn and segment.modality is Modality.IMAGE
+        ]
         before, start = chat.memory.kv_bytes, perf_counter()
         for picture in pictures:
             chat.forget(picture.index)
-        spent = perf_counter() - start
+        seconds = perf_counter() - start
         freed = before - chat.memory.kv_bytes
         self.ask(chat)
         return {
-            "forget_ms": 1e3 * spent / len(pictures),
+            "forget_ms": 1e3 * seconds / len(pictures),
             "forgotten_bytes": sum(picture.bytes for picture in pictures),
             "freed_bytes": freed,
         }
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
-        """The decoder's attention, inside."""
+        """Inside, the decoder has this attention."""
         self.pipe.model.set_attn_implementation({"text_config": name})
         try:
             yield
@@ -280,7 +298,7 @@ class Bench:
 
 
 def kernels_used(pipe: Pipeline) -> dict[str, bool]:
-    """Which operations of decode steps are done by their CUDA kernels on the pages of a layer."""
+    """Operation of decode steps -> whether its CUDA kernel does it on the pages of a layer."""
     pools, policy = pipe.store.layers[0], pipe.policy
     config = pipe.model.config.get_text_config(decoder=True)
     group = config.num_attention_heads // config.num_key_value_heads
@@ -289,12 +307,14 @@ def kernels_used(pipe: Pipeline) -> dict[str, bool]:
         formats, pools.head_dim, policy.rotate, pools.dtype, group, pools.device
     )
     packs = [
-        pack.PackKernel.of(pack.Specialization(Recipe.of(one, policy), pools.dtype), pools.device)
-        for one in formats
+        pack.PackKernel.of(pack.Specialization(Recipe.of(form, policy), pools.dtype), pools.device)
+        for form in formats
     ]
     unpacks = [
-        unpack.UnpackKernel.of(unpack.Specialization(one, policy.rotate, pools.dtype), pools.device)
-        for one in formats
+        unpack.UnpackKernel.of(
+            unpack.Specialization(form, policy.rotate, pools.dtype), pools.device
+        )
+        for form in formats
     ]
     appends = append.AppendKernel.of(append.Specialization(pools.dtype, 16), pools.device)
     return {

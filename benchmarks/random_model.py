@@ -1,11 +1,9 @@
-"""Released models with random weights and processors that need no hub, made on their device.
-
-Nothing is downloaded, and no weights are initialized on the CPU.
-"""
+"""Released models with random weights: sizes of their config.json, made on the device, no hub."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,12 +28,192 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from benchmarks.released import Released
 from tests.tiny import llama_tokenizer, qwen_tokenizer
 from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
 from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
 from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
 from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
+
+
+@dataclass(frozen=True)
+class Released:
+    """Shapes of a released model.
+
+    Attributes:
+        source: hub id of the checkpoint that has these in config.json and preprocessor_config.json.
+        family: ``config.model_type``.
+        text: fields of text_config that give shapes and RoPE.
+        vision, audio: fields of vision_config and audio_config.
+        pixels: least and most pixels of an image.
+    """
+
+    source: str
+    family: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    audio: dict[str, Any] = field(default_factory=dict)
+    pixels: tuple[int, int] = (65536, 16777216)
+
+    def with_positions(self, least: int) -> Released:
+        """The same with room for at least so many tokens; RoPE needs no weights for them."""
+        released = self.text["max_position_embeddings"]
+        return replace(self, text=self.text | {"max_position_embeddings": max(released, least)})
+
+    def tiny(self) -> Released:
+        """The same in small, for a CPU, with each kind of layer and, up to 4, the query heads of a
+        KV head."""
+        queries = min(self.text["num_attention_heads"] // self.text["num_key_value_heads"], 4)
+        text = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": max(queries, 2),
+            "num_key_value_heads": max(queries, 2) // queries,
+            "vocab_size": 800,
+        }
+        if "num_experts" in self.text:
+            text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        vision = {"hidden_size": 32, "intermediate_size": 64}
+        if self.family == "llava_next":
+            heads = {"num_hidden_layers": 3, "num_attention_heads": 2}
+            vision |= heads | {"image_size": 56, "projection_dim": 32}
+        else:
+            indexes = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+            vision |= {"depth": 3, "num_heads": 2, "out_hidden_size": 64} | indexes
+        audio = {
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": 32,
+            "output_dim": 64,
+            "downsample_hidden_size": 16,
+        }
+        return replace(
+            self,
+            text=self.text | text,
+            vision=self.vision | vision,
+            audio=self.audio and self.audio | audio,
+            pixels=(1024, 65536),
+        )
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+
+
+_MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_LLAMA = {
+    "vocab_size": 32064,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "projection_dim": 768,
+}
+_MOE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_QWEN_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+
+RELEASED = {
+    "llava-1.6-vicuna-7b": Released(
+        source="llava-hf/llava-v1.6-vicuna-7b-hf",
+        family="llava_next",
+        text=_LLAMA
+        | {"model_type": "llama", "intermediate_size": 11008, "num_key_value_heads": 32}
+        | {"max_position_embeddings": 4096}
+        | _rope(10000.0),
+        vision=_CLIP,
+    ),
+    "llava-1.6-mistral-7b": Released(
+        source="llava-hf/llava-v1.6-mistral-7b-hf",
+        family="llava_next",
+        text=_LLAMA
+        | {"model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8}
+        | {"max_position_embeddings": 32768, "sliding_window": None}
+        | _rope(1e6),
+        vision=_CLIP,
+    ),
+    "qwen3-vl-8b": Released(
+        source="Qwen/Qwen3-VL-8B-Instruct",
+        family="qwen3_vl",
+        text={
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": False,
+        }
+        | _rope(5e6, **_MROPE),
+        vision=_QWEN_VISION | {"out_hidden_size": 4096},
+    ),
+    "qwen3-vl-30b-a3b": Released(
+        source="Qwen/Qwen3-VL-30B-A3B-Instruct",
+        family="qwen3_vl_moe",
+        text=_MOE
+        | {"vocab_size": 151936, "intermediate_size": 6144, "max_position_embeddings": 262144}
+        | _rope(5e6, **_MROPE),
+        vision=_QWEN_VISION | {"out_hidden_size": 2048},
+    ),
+    "qwen3-omni-30b-a3b": Released(
+        source="Qwen/Qwen3-Omni-30B-A3B-Instruct, the thinker",
+        family="qwen3_omni_moe",
+        text=_MOE
+        | {"vocab_size": 152064, "intermediate_size": 768, "max_position_embeddings": 65536}
+        | _rope(1e6, **_MROPE),
+        vision=_QWEN_VISION | {"out_hidden_size": 2048},
+        audio={
+            "num_mel_bins": 128,
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "d_model": 1280,
+            "output_dim": 2048,
+            "downsample_hidden_size": 480,
+            "max_source_positions": 1500,
+            "n_window": 50,
+            "n_window_infer": 800,
+            "conv_chunksize": 500,
+        },
+        pixels=(3136, 12845056),
+    ),
+}
+
 
 NEVER = 1 << 30
 """An end token that no model chooses, so that an answer has all its tokens."""
@@ -47,8 +225,10 @@ def build(
 ) -> tuple[PreTrainedModel, Any]:
     """A model with random weights, and a processor with a tokenizer of some hundred tokens.
 
+    No weights are initialized on the CPU.
+
     Args:
-        released: what to build.
+        released: the model's shapes.
         device: where the weights are made.
         dtype: of the weights.
         seed: of the weights.
@@ -58,7 +238,7 @@ def build(
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
     model = model.to_empty(device=device)
-    # Buffers, such as the frequencies of RoPE, get their values here; weights the default ones.
+    # This gives buffers such as the frequencies of RoPE their values, and weights default ones.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
@@ -70,8 +250,11 @@ def build(
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Linear maps keep the size of their input; with queries longer than keys, and an embedding
-    small beside what the layers add, logits depend on the whole context."""
+    """Fill weights so that linear maps keep the size of their input.
+
+    Queries are longer than keys and the embedding is small beside what layers add, so that logits
+    depend on the whole context.
+    """
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             of_norm = "norm" in name and name.endswith("weight")
@@ -127,8 +310,8 @@ def _qwen3_vl(released: Released, *, moe: bool = False) -> tuple[type[PreTrained
         tie_word_embeddings=False,
         **_places(tokenizer, "image", "video"),
     )
-    whole = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
-    return whole, config, processor
+    model_class = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
+    return model_class, config, processor
 
 
 def _qwen3_vl_moe(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:

@@ -1,15 +1,16 @@
-"""Record: what a benchmark measured, where, when and with what command; tables on the terminal."""
+"""Record: what a benchmark measured, where, when and by what command; tables on the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rich.table import Table
 
 import oscar_mm
 
+Row = dict[str, Any]
 RESULTS = Path("benchmarks") / "results"
 _CPU_INFO = Path("/proc/cpuinfo")
 _PLAIN_WIDTH = 150
@@ -28,43 +30,43 @@ _PLAIN_WIDTH = 150
 
 
 def device_name(device: str) -> str:
-    """Name of the processor that did the work: "cpu" or "cuda"."""
+    """Name of the processor for "cpu", of the GPU for "cuda"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     if _CPU_INFO.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
-        if found:
-            return found[1].strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
+        if match:
+            return match[1].strip()
     return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    found = {
+    """Versions of the software that the numbers depend on."""
+    names = {
         "oscar_mm": oscar_mm.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        names["cuda"] = torch.version.cuda
+    return names
 
 
 def now() -> str:
-    """Date and time of a measurement."""
+    """Date and time in UTC, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass
 class Record:
-    """Result of one benchmark on one machine; the file is this as JSON.
+    """Result of one benchmark on one machine; its file is this as JSON.
 
     Attributes:
         benchmark: module name below ``benchmarks``.
         command: repeats the run.
         device: name of the processor or GPU.
-        rows: one dict per line of the table.
+        rows: one dict for each line of the table.
         notes: what a reader must know to read the rows.
         extra: numbers of the whole run, such as the copy bandwidth.
     """
@@ -72,7 +74,7 @@ class Record:
     benchmark: str
     command: str
     device: str
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     notes: list[str]
     extra: dict[str, Any] = field(default_factory=dict)
     date: str = field(default_factory=now)
@@ -84,7 +86,7 @@ class Record:
         return folder / f"{self.benchmark}-{slug}.json"
 
     def write(self, folder: Path) -> Path:
-        """Write the file, replacing an earlier run on such a machine."""
+        """Write the file and replace that of an earlier run on such a machine."""
         folder.mkdir(parents=True, exist_ok=True)
         path = self.path(folder)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -92,24 +94,59 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """Read what ``write`` wrote."""
+        """Read a file that ``write`` wrote."""
         return cls(**json.loads(path.read_text()))
+
+    def earlier(self, folder: Path) -> Record | None:
+        """The record of an earlier run on such a machine, if the folder has one."""
+        path = self.path(folder)
+        return Record.load(path) if path.is_file() else None
+
+    def continuing(self, earlier: Record) -> Record:
+        """This record with the command and the rows of an earlier one before its own."""
+        return replace(
+            self,
+            command=f"{earlier.command}; {self.command}",
+            rows=[*earlier.rows, *self.rows],
+        )
+
+
+def merge_rows(
+    rows: Iterable[Row],
+    new: Iterable[Row],
+    cell: Sequence[str],
+    replaces: Callable[[Row, Row], bool],
+) -> list[Row]:
+    """Old and new rows, one for each cell.
+
+    Args:
+        rows: of an earlier run.
+        new: rows to add.
+        cell: fields that name a cell.
+        replaces: whether a new row (first) takes the place of an old one (second) of its cell.
+    """
+    cells = {tuple(row[name] for name in cell): row for row in rows}
+    for row in new:
+        place = tuple(row[name] for name in cell)
+        if place not in cells or replaces(row, cells[place]):
+            cells[place] = row
+    return list(cells.values())
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """The command line of a run, without ``--out``: that names a folder of one machine."""
-    kept = list(arguments)
-    if "--out" in kept:
-        place = kept.index("--out")
-        del kept[place : place + 2]
-    return shlex.join(["python", "-m", module, *kept])
+    """The command line of a run, without ``--out``, which names a folder of one machine."""
+    rest = list(arguments)
+    if "--out" in rest:
+        place = rest.index("--out")
+        del rest[place : place + 2]
+    return shlex.join(["python", "-m", module, *rest])
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Command line of a benchmark, with ``--out``."""
-    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-    made.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
-    return made
+    options = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
+    return options
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -123,12 +160,30 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 
 
 def console() -> Console:
-    """Where tables go."""
+    """The console that tables are printed on."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
 def finish(record: Record, folder: Path) -> None:
-    """Print the notes and the file's name, and write it."""
+    """Write the record; print its notes and the file's name."""
     for note in record.notes:
         print(f"- {note}")
     print(f"{record.device}, {record.date}: {record.write(folder)}\n")
+
+
+class WarningLog(logging.Handler):
+    """Collects the library's warnings, such as operations that run without their kernels."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("oscar_mm").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add the message."""
+        self.messages.append(record.getMessage())
+
+    def close(self) -> None:
+        """Stop collecting."""
+        logging.getLogger("oscar_mm").removeHandler(self)
+        super().close()

@@ -1,4 +1,4 @@
-"""Prompts that a pipeline has read, recorded as it answers, and read again with any cache."""
+"""Replay: prompts that a pipeline reads are recorded and read again with any cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oscar_mm.modality import Modality
 
 @dataclass(frozen=True)
 class Call:
-    """What a model was asked to read, and its answer.
+    """A prompt that a model reads, and the logits that it gives.
 
     Attributes:
         prompt: a first or a later turn, or a token of an answer.
@@ -34,38 +34,38 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
         return self.prompt.tokens
 
 
 @contextmanager
-def recorded(model: Any) -> Iterator[list[Call]]:
-    """Inside, what the model reads is added to the list: prompts and later turns.
+def record_calls(model: Any) -> Iterator[list[Call]]:
+    """Inside, the list gets each prompt and later turn that the model reads.
 
-    Decode steps are not: a CUDA graph may take them without a word. See ``with_steps``.
+    It gets no decode steps, which a CUDA graph may run unseen; ``with_steps`` adds them.
     """
     calls: list[Call] = []
 
-    def noted(reader: Any, prompt: Prompt, *arguments: Any) -> torch.Tensor:
+    def read_and_record(reader: Any, prompt: Prompt, *arguments: Any) -> torch.Tensor:
         logits = read_prompt(reader, prompt, *arguments)
         if reader is model:
             calls.append(Call(prompt, logits[0].float().cpu()))
         return logits
 
-    with patch.object(decode_loop, "read_prompt", noted):
+    with patch.object(decode_loop, "read_prompt", read_and_record):
         yield calls
 
 
 def with_steps(calls: Sequence[Call], answers: Sequence[Sequence[int]]) -> list[Call]:
-    """Every call, and after it the decode steps of its answer, one for each token but the last.
+    """The calls, each followed by the decode steps of its answer, one for each token but the last.
 
-    The logits of the steps are those of the call before them.
+    Steps have the logits of the call before them.
     """
-    found = []
+    passes = []
     for call, tokens in zip(calls, answers, strict=True):
         steps = [_step(call.prompt, index, token) for index, token in enumerate(tokens[:-1])]
-        found += [call, *(Call(step, call.logits) for step in steps)]
-    return found
+        passes += [call, *(Call(step, call.logits) for step in steps)]
+    return passes
 
 
 def _step(prompt: Prompt, index: int, token: int) -> Prompt:
@@ -82,13 +82,13 @@ def _step(prompt: Prompt, index: int, token: int) -> Prompt:
 def replay(
     model: Any, calls: Sequence[Call], cache: Cache, prefill_chunk: int | None = None
 ) -> tuple[list[float], list[Call]]:
-    """Repeat the calls, one after the other, on a cache; with an OscarCache as pipelines do.
+    """Repeat the calls one after the other on a cache; an OscarCache reads as pipelines do.
 
     Returns:
-        seconds of each, from what shows media on the CPU to the choice of a token; and the calls
-        as they went now.
+        seconds of each call, from media on the CPU to the choice of a token; and the calls with
+        their new logits.
     """
-    seconds, found = [], []
+    seconds, repeated = [], []
     for call in calls:
         prompt = call.prompt
         _wait(prompt.positions.device)
@@ -99,30 +99,36 @@ def replay(
             logits = forward(model, prompt, cache)
         logits[0].argmax().item()
         seconds.append(perf_counter() - start)
-        found.append(Call(prompt, logits[0].float().cpu()))
-    return seconds, found
+        repeated.append(Call(prompt, logits[0].float().cpu()))
+    return seconds, repeated
 
 
-def joined(family: Any, calls: Sequence[Call]) -> Call:
-    """All calls as one: the whole conversation read afresh. Its logits are the last call's."""
+def tensors_on(device: torch.device, calls: Sequence[Call]) -> list[torch.Tensor]:
+    """Inputs and positions of the calls on a kind of device."""
+    tensors = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
+    return [tensor for tensor in tensors if tensor.device.type == device.type]
+
+
+def join_calls(family: Any, calls: Sequence[Call]) -> Call:
+    """All calls as one that reads the conversation afresh, with the logits of the last call."""
     prompts = [call.prompt for call in calls]
-    together: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     for name in {name: None for prompt in prompts for name in prompt.inputs}:
         parts = [prompt.inputs[name] for prompt in prompts if name in prompt.inputs]
         ids = name == "input_ids"
-        together[name] = torch.cat(parts, dim=-1) if ids else family.join_media(name, parts)
-    whole = Prompt(
-        inputs=together,
+        inputs[name] = torch.cat(parts, dim=-1) if ids else family.join_media(name, parts)
+    conversation = Prompt(
+        inputs=inputs,
         positions=torch.cat([prompt.positions for prompt in prompts], dim=-1),
         next_position=prompts[-1].next_position,
         modalities=torch.cat([prompt.modalities for prompt in prompts], dim=-1),
     )
-    return Call(whole, calls[-1].logits)
+    return Call(conversation, calls[-1].logits)
 
 
-def difference(found: Call, expected: Call) -> float:
-    """|found - expected| / |expected| of the logits."""
-    return float((found.logits - expected.logits).norm() / expected.logits.norm())
+def difference(call: Call, expected: Call) -> float:
+    """Relative difference of the logits, |call - expected| / |expected|."""
+    return float((call.logits - expected.logits).norm() / expected.logits.norm())
 
 
 def step_ms(seconds: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
-"""Serving: what hostile clients of `oscar-mm serve` cost the others; identical requests at once.
+"""Serving: identical requests at once, and what hostile clients of `oscar-mm serve` cost others.
 
 python -m benchmarks.serving [--device cuda]
 
-The server is a process of its own with the bundled pocket-omni. Clients are threads of this one.
+The server is its own process with the bundled pocket-omni. Clients are threads of this one.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ CLIENTS, IDENTICAL, MIXED, HOSTILE = 8, 100, 1000, 0.1
 NOTES = [
     f"Identical: {CLIENTS} clients send the same request {IDENTICAL} times each.",
     f"Mixed: {MIXED} requests of {CLIENTS} clients: text, pictures, recordings, second turns, "
-    "streams. 'Hostile': each tenth is instead half an MP3, 4 MB of text, 24 blank PNGs of 49 "
-    "megapixels, 16 MB of empty lists, 12 MB of percent escapes, five stop strings, an unknown "
+    "streams. 'Hostile': each tenth request is instead half an MP3, 4 MB of text, 24 blank PNGs of "
+    "49 megapixels, 16 MB of empty lists, 12 MB of percent escapes, five stop strings, an unknown "
     "model, damaged base64, a control token, a million brackets, or a client that leaves at once.",
-    "Times are those of the requests that are not hostile, from sending to the whole answer, the "
-    "queue included. RSS is the server's, after the run; 'peak' during it.",
+    "Times are those of requests that are not hostile, from sending to the complete answer, with "
+    "the queue. RSS is the server's after the run; 'peak' is the largest during it.",
 ]
 
 
-def encoded(data: bytes) -> str:
-    """In base64."""
+def base64_of(data: bytes) -> str:
+    """Base64 of bytes."""
     return base64.b64encode(data).decode()
 
 
 def text(words: str) -> dict[str, Any]:
-    """A part of a message."""
+    """The text part of a message."""
     return {"type": "text", "text": words}
 
 
 def image(data: bytes) -> dict[str, Any]:
-    """A part of a message."""
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(data)}"}}
+    """The image part of a message, from a PNG."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(data)}"}}
 
 
 def sound(data: bytes, kind: str = "wav") -> dict[str, Any]:
-    """A part of a message."""
-    return {"type": "input_audio", "input_audio": {"data": encoded(data), "format": kind}}
+    """The audio part of a message, from a file's bytes."""
+    return {"type": "input_audio", "input_audio": {"data": base64_of(data), "format": kind}}
 
 
-def asking(*parts: Any, **options: Any) -> bytes:
-    """The body of a request with one message."""
+def chat_request(*parts: Any, **options: Any) -> bytes:
+    """Body of a request with one message."""
     body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 8} | options
     return json.dumps(body).encode()
 
 
 def blank_png(side: int) -> bytes:
-    """A white picture that is small as a file."""
+    """A blank picture whose file is small."""
 
     def piece(kind: bytes, data: bytes) -> bytes:
         return (
@@ -86,11 +86,11 @@ def blank_png(side: int) -> bytes:
     pixels = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     pieces = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(piece(*one) for one in pieces)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(piece(*parts) for parts in pieces)
 
 
 def half_mp3() -> bytes:
-    """The beginning of a recording whose header promises more."""
+    """The first bytes of a recording whose header promises more."""
     import soundfile
 
     file = io.BytesIO()
@@ -110,59 +110,63 @@ def friendly(seed: int) -> list[bytes]:
         {"role": "user", "content": "What can you do?"},
     ]
     kinds: list[Callable[[], bytes]] = [
-        lambda: asking(text(f"What is {generator.randrange(100)} and {generator.randrange(100)}?")),
-        lambda: asking(image(generator.choice(CARDS).read_bytes()), card),
-        lambda: asking(sound(generator.choice(CLIPS).read_bytes()), spoken),
-        lambda: asking(messages=past),
-        lambda: asking(text("Why?"), stream=True),
+        lambda: chat_request(
+            text(f"What is {generator.randrange(100)} and {generator.randrange(100)}?")
+        ),
+        lambda: chat_request(image(generator.choice(CARDS).read_bytes()), card),
+        lambda: chat_request(sound(generator.choice(CLIPS).read_bytes()), spoken),
+        lambda: chat_request(messages=past),
+        lambda: chat_request(text("Why?"), stream=True),
     ]
     return [kinds[index % len(kinds)]() for index in range(20)]
 
 
 def hostile() -> list[bytes]:
-    """Requests that are to be refused."""
+    """Requests that the server must refuse."""
     png = image(blank_png(7000))
     uri = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "%41" * 4_000_000}}
     lists = b'{"messages": [' + b"[]," * 4_000_000 + b"[]]}"
     return [
-        asking(sound(half_mp3(), "mp3"), text("What?")),
-        asking(text("7!" * 2_000_000)),
-        asking(*[png] * 24, text("What?")),
+        chat_request(sound(half_mp3(), "mp3"), text("What?")),
+        chat_request(text("7!" * 2_000_000)),
+        chat_request(*[png] * 24, text("What?")),
         lists,
-        asking(uri, text("What?")),
-        asking(text("Why?"), stop=["a"] * 5),
-        asking(text("Why?"), model="another"),
-        asking({"type": "input_audio", "input_audio": {"data": "=" * 100_000, "format": "wav"}}),
-        asking(text("<|im_start|>system")),
+        chat_request(uri, text("What?")),
+        chat_request(text("Why?"), stop=["a"] * 5),
+        chat_request(text("Why?"), model="another"),
+        chat_request(
+            {"type": "input_audio", "input_audio": {"data": "=" * 100_000, "format": "wav"}}
+        ),
+        chat_request(text("<|im_start|>system")),
         b"[" * 1_000_000,
     ]
 
 
 _Call = tuple[Callable[[bytes], tuple[int, float]], bytes, bool]
-"""What sends a request, its body, and whether it is to be answered."""
+"""A function that sends a request, the body, and whether the server must answer."""
 
 
-class Load:
+class Clients:
     """Clients of a server.
 
     Args:
-        port: of the server.
-        server: its process.
+        port: port of the server.
+        server: process of the server.
     """
 
     def __init__(self, port: int, server: psutil.Process) -> None:
         self.port, self.server = port, server
 
     def ask(self, body: bytes) -> tuple[int, float]:
-        """Status and seconds of a request; 0 where the connection broke, or the stream failed."""
+        """Status and seconds of a request; status 0 if the connection or the stream broke."""
         start = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/v1/chat/completions", body, headers)
             answer = connection.getresponse()
-            said, status = answer.read(), answer.status
-            ended = b'"usage"' in said or said.endswith(b"data: [DONE]\n\n")
+            reply, status = answer.read(), answer.status
+            ended = b'"usage"' in reply or reply.endswith(b"data: [DONE]\n\n")
             if status == 200 and not ended:
                 status = 0
         except (OSError, http.client.HTTPException):
@@ -172,7 +176,7 @@ class Load:
         return status, time.perf_counter() - start
 
     def leave(self, body: bytes) -> tuple[int, float]:
-        """Send a request and go."""
+        """Send a request and leave; status 499."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)) as connection:
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -180,11 +184,11 @@ class Load:
         return 499, 0.0
 
     def identical(self, body: bytes, clients: int, count: int) -> dict[str, Any]:
-        """A row: the same request of several clients, again and again."""
+        """A row of several clients that repeat the same request."""
         return self._row("identical", [(self.ask, body, True)] * (clients * count), clients)
 
     def mixed(self, clients: int, count: int, share: float, seed: int = 0) -> dict[str, Any]:
-        """A row: requests of which a share is hostile."""
+        """A row of requests, a share of them hostile."""
         kind, bad, calls = friendly(seed), hostile() if share else [], []
         every = round(1 / share) if share else 0
         for index in range(count):
@@ -198,27 +202,27 @@ class Load:
         return self._row(f"mixed, {share:.0%} hostile", calls, clients)
 
     def _row(self, name: str, calls: Sequence[_Call], clients: int) -> dict[str, Any]:
-        before, peak, done = self.server.memory_info().rss, 0, threading.Event()
+        before, peak, finished = self.server.memory_info().rss, 0, threading.Event()
 
         def watch() -> None:
             nonlocal peak
-            while not done.wait(0.05):
+            while not finished.wait(0.05):
                 peak = max(peak, self.server.memory_info().rss)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         start = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
-            found = list(pool.map(lambda one: (one[2], *one[0](one[1])), calls))
+            replies = list(pool.map(lambda call: (call[2], *call[0](call[1])), calls))
         seconds = time.perf_counter() - start
-        done.set()
+        finished.set()
         watcher.join()
-        good = [(status, took) for ours, status, took in found if ours]
-        bad = Counter(status for ours, status, _ in found if not ours)
+        good = [(status, took) for ours, status, took in replies if ours]
+        bad = Counter(status for ours, status, _ in replies if not ours)
         times = np.array([took for _, took in good]) * 1000
         return {
             "run": name,
-            "requests": len(found),
+            "requests": len(replies),
             "answered": sum(status == 200 for status, _ in good),
             "not answered": sum(status != 200 for status, _ in good),
             "hostile by status": {str(status): count for status, count in sorted(bad.items())},
@@ -232,8 +236,8 @@ class Load:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Load]:
-    """A server with the bundled model, and its clients."""
+def serving(*options: str) -> Iterator[Clients]:
+    """Inside, a server with the bundled model runs; gives its clients."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -247,25 +251,25 @@ def serving(*options: str) -> Iterator[Load]:
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with {process.returncode}")
             time.sleep(0.2)
-        yield Load(port, psutil.Process(process.pid))
+        yield Clients(port, psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait(60)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Identical requests, then mixed ones without and with hostile ones, twice."""
-    options = parser("benchmarks.serving", __doc__)
-    options.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
-    options.add_argument("--requests", type=int, default=MIXED, help="of a mixed run")
-    options.add_argument("--identical", type=int, default=IDENTICAL, help="of each client")
-    chosen = options.parse_args(arguments)
+    """Measure identical requests, then twice mixed ones without and with hostile ones."""
+    command_line = parser("benchmarks.serving", __doc__)
+    command_line.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
+    command_line.add_argument("--requests", type=int, default=MIXED, help="of a mixed run")
+    command_line.add_argument("--identical", type=int, default=IDENTICAL, help="of each client")
+    options = command_line.parse_args(arguments)
     rows, load_before = [], os.getloadavg()[0]
-    with serving("--model", "pocket-omni", "--device", chosen.device) as load:
-        load.mixed(CLIENTS, 40, 0.0)  # what is compiled and cached at the first use
-        rows.append(load.identical(friendly(0)[1], CLIENTS, chosen.identical))
+    with serving("--model", "pocket-omni", "--device", options.device) as clients:
+        clients.mixed(CLIENTS, 40, 0.0)  # compiles and caches what the first use needs
+        rows.append(clients.identical(friendly(0)[1], CLIENTS, options.identical))
         for share in (0.0, HOSTILE, 0.0, HOSTILE):
-            rows.append(load.mixed(CLIENTS, chosen.requests, share))
+            rows.append(clients.mixed(CLIENTS, options.requests, share))
     columns = [name for name in rows[0] if name != "hostile by status"]
     show("Serving", columns, ([str(row[name]) for name in columns] for row in rows))
     print({row["run"]: row["hostile by status"] for row in rows})
@@ -276,8 +280,8 @@ def main(arguments: Sequence[str]) -> int:
     }
     print(extra)
     line = command("benchmarks.serving", arguments)
-    device = device_name(chosen.device)
-    finish(Record("serving", line, device, rows, NOTES, extra), chosen.out)
+    device = device_name(options.device)
+    finish(Record("serving", line, device, rows, NOTES, extra), options.out)
     return 0
 
 

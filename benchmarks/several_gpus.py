@@ -1,4 +1,4 @@
-"""One model on several GPUs: its tokens, times and memory beside those on one.
+"""One model on several GPUs: tokens, times and memory beside those of one GPU.
 
 python -m benchmarks.several_gpus [--model qwen3-vl-8b] [--context 32768] [--gpus 2] [--tiny]
 """
@@ -19,40 +19,40 @@ import numpy as np
 import torch
 from torch import distributed
 
-from benchmarks.cell import release
-from benchmarks.random_model import NEVER, build
+from benchmarks.profiling import release
+from benchmarks.random_model import NEVER, RELEASED, Released, build
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.released import RELEASED, Released
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.placement import device_of
 
 NOTES = [
     "Random weights of the released shapes in bfloat16, written to a checkpoint and loaded from it "
     "in each way. one: on one GPU. layers: device_map='auto', whole layers on each GPU. heads: "
-    "tp_plan='auto', a part of each layer on each GPU, started by torchrun.",
-    "Pictures of noise and a question, policy compact; of three such requests the last is timed. "
-    "ms: of a token, by what an answer takes longer than one of half as many tokens. GB: the most "
-    "that the allocator had handed out, and the KV cache as reported, GPU by GPU.",
-    "same: tokens of the answer before the first that one GPU does not give. Of heads, sums of "
-    "parts are rounded otherwise than whole sums, and random weights prefer no token by much.",
+    "tp_plan='auto', a part of each layer on each GPU, by processes of torchrun.",
+    "Pictures of noise and a question, policy compact; the last of three such requests is timed. "
+    "ms: time of a token, from how much longer an answer takes than one of half as many tokens. "
+    "GB: most bytes that the allocator had handed out, and the KV cache as reported, GPU by GPU.",
+    "same: tokens of the answer before the first that differs from one GPU's. heads rounds sums of "
+    "parts, one GPU rounds the full sums, and random weights prefer no token by much.",
 ]
-PIXELS_A_SIDE = 32
-"""Of a token of a picture."""
+TOKEN_SIDE = 32
+"""Pixels at each side of a picture's token."""
 
 
-def asked(
+def measure_placement(
     folder: Path, placement: dict[str, Any], pictures: tuple[int, int], answer: int
 ) -> dict[str, Any]:
-    """What this process finds with a checkpoint.
+    """Figures of this process with a checkpoint.
 
     Args:
-        placement: an argument of the pipeline.
-        pictures: how many, and their tokens.
-        answer: tokens.
+        folder: has the checkpoint.
+        placement: the pipeline's argument that places the model.
+        pictures: number of pictures, and tokens of each.
+        answer: tokens of the answer.
     """
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices:
-        torch.cuda.init()  # resetting wants it in a process that has not used a GPU yet
+        torch.cuda.init()  # the reset needs it in a process that has not used a GPU yet
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     start = perf_counter()
@@ -60,20 +60,20 @@ def asked(
     loaded = perf_counter() - start
     pipe.model.generation_config.eos_token_id = NEVER
     count, tokens = pictures
-    side = PIXELS_A_SIDE * round(tokens**0.5)
+    side = TOKEN_SIDE * round(tokens**0.5)
     noise = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     lengths = (answer, answer // 2, answer)  # the first of them warms up
     *_, half, result = (
         pipe(images=list(noise), prompt="What is it?", max_new_tokens=tokens, temperature=0)
         for tokens in lengths
     )
-    spent = result.timings.decode_s - half.timings.decode_s
+    seconds = result.timings.decode_s - half.timings.decode_s
     peaks = {str(device): torch.cuda.max_memory_allocated(device) for device in devices}
     return {
         "load_s": loaded,
         "prompt_tokens": result.prompt_tokens,
         "prefill_s": result.timings.prefill_s,
-        "ms": 1e3 * spent / (len(result.token_ids) - len(half.token_ids)),
+        "ms": 1e3 * seconds / (len(result.token_ids) - len(half.token_ids)),
         "token_ids": result.token_ids,
         "kv": {name: n for name, n in result.memory.by_device.items() if name != "cpu"},
         "peak": {name: peak for name, peak in peaks.items() if peak},
@@ -81,34 +81,36 @@ def asked(
 
 
 def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) -> dict[str, Any]:
-    """The same of processes that torchrun starts, as rank 0 finds it; bytes of all of them."""
+    """Figures of rank 0 of processes that torchrun starts, with the bytes of all ranks."""
     run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--module")
     numbers = map(str, (*pictures, answer))
     subprocess.run(
         [sys.executable, "-m", *run, "benchmarks.several_gpus", "--rank-of", str(folder), *numbers],
         check=True,
     )
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(gpus)]
-    sums = {kind: {k: v for one in found for k, v in one[kind].items()} for kind in ("kv", "peak")}
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(gpus)]
+    sums = {
+        kind: {k: v for rank in ranks for k, v in rank[kind].items()} for kind in ("kv", "peak")
+    }
     return (
-        found[0]
+        ranks[0]
         | sums
-        | {"ranks_agree": all(x["token_ids"] == found[0]["token_ids"] for x in found)}
+        | {"ranks_agree": all(rank["token_ids"] == ranks[0]["token_ids"] for rank in ranks)}
     )
 
 
 def as_rank(folder: Path, *numbers: int) -> None:
-    """One of those processes."""
-    found = asked(folder, {"tp_plan": "auto"}, numbers[:2], numbers[2])
+    """Write the figures of this process of torchrun to the folder."""
+    figures = measure_placement(folder, {"tp_plan": "auto"}, numbers[:2], numbers[2])
     path = folder / f"rank-{distributed.get_rank()}.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(figures))
     distributed.destroy_process_group()
 
 
 def measure(
     released: Released, gpus: int, pictures: tuple[int, int], answer: int
 ) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """A row for each way to place the model."""
     device, rows = device_of(None), []
     with TemporaryDirectory(prefix="oscar-mm-") as name:
         folder = Path(name)
@@ -118,7 +120,7 @@ def measure(
         del model
         for way, placement in {"one": {"device": device}, "layers": {"device_map": "auto"}}.items():
             release(device)
-            rows.append({"way": way} | asked(folder, placement, pictures, answer))
+            rows.append({"way": way} | measure_placement(folder, placement, pictures, answer))
             print(f"{way}: {rows[-1]['ms']:.2f} ms a token", flush=True)
         release(device)
         rows.append({"way": "heads"} | by_ranks(folder, gpus, pictures, answer))
@@ -136,25 +138,25 @@ def _with_two_kv_heads(released: Released) -> Released:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 1 if ranks answered differently."""
+    """Measure, print and record; 1 if ranks give different answers."""
     if arguments[:1] == ["--rank-of"]:
         as_rank(Path(arguments[1]), *map(int, arguments[2:]))
         return 0
-    options = parser("benchmarks.several_gpus", __doc__)
-    options.add_argument("--model", choices=RELEASED, default="qwen3-vl-8b")
-    options.add_argument("--context", type=int, default=32768, help="tokens of pictures")
-    options.add_argument("--gpus", type=int, default=2)
-    options.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
-    chosen = options.parse_args(arguments)
-    released = RELEASED[chosen.model].with_positions(chosen.context + 8192)
-    pictures, answer = (max(1, chosen.context // 1024), 1024), 128
-    if chosen.tiny:
+    command_line = parser("benchmarks.several_gpus", __doc__)
+    command_line.add_argument("--model", choices=RELEASED, default="qwen3-vl-8b")
+    command_line.add_argument("--context", type=int, default=32768, help="tokens of pictures")
+    command_line.add_argument("--gpus", type=int, default=2)
+    command_line.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
+    options = command_line.parse_args(arguments)
+    released = RELEASED[options.model].with_positions(options.context + 8192)
+    pictures, answer = (max(1, options.context // 1024), 1024), 128
+    if options.tiny:
         released, pictures, answer = _with_two_kv_heads(released.tiny()), (3, 16), 6
     rows = [
-        {"model": chosen.model} | row for row in measure(released, chosen.gpus, pictures, answer)
+        {"model": options.model} | row for row in measure(released, options.gpus, pictures, answer)
     ]
     show(
-        f"{chosen.model} on {chosen.gpus} GPUs",
+        f"{options.model} on {options.gpus} GPUs",
         ("way", "tokens", "load s", "prefill s", "ms", "same", "GB", "KV GB"),
         (
             (
@@ -171,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     device = device_name(device_of(None).type)
     finish(
         Record("several_gpus", command("benchmarks.several_gpus", arguments), device, rows, NOTES),
-        chosen.out,
+        options.out,
     )
     return int(not rows[-1]["ranks_agree"])
 

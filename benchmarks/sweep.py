@@ -1,4 +1,4 @@
-"""A benchmark of several full-size models: its command line, its record, and models that fail."""
+"""Sweep: decode steps of full-size models, measured cell by cell and recorded as they come."""
 
 from __future__ import annotations
 
@@ -6,30 +6,168 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from benchmarks.cell import release
+from benchmarks.cache_variants import VARIANTS, CacheVariant, FilledCache, Oscar
 from benchmarks.decoder import Decoder
-from benchmarks.record import Record, command, device_name, finish, parser
-from benchmarks.released import RELEASED
-from benchmarks.said import Said
-from benchmarks.timing import copy_bandwidth
-from benchmarks.ways import WAYS
+from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
+from benchmarks.random_model import RELEASED
+from benchmarks.record import Record, Row, WarningLog, command, device_name, finish, now, parser
+from oscar_mm.generation.sampling import Choices
+from oscar_mm.ranks import Ranks
 
 MODELS = ("qwen3-vl-8b", "llava-1.6-vicuna-7b", "qwen3-vl-30b-a3b", "qwen3-omni-30b-a3b")
 _PRETENDED_BANDWIDTH = 1e10
-"""Of a rehearsal."""
+"""Bytes per second that a rehearsal on a CPU assumes."""
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
+WARM_UP, STEPS = 8, 16
+WITHIN = 0.01
+"""How far our report may be off the allocator's peak, as a share."""
+
+
+def measure_cell(
+    decoder: Decoder,
+    variant: CacheVariant,
+    rows: int,
+    context: int,
+    bandwidth: float,
+    *,
+    kernels: bool = False,
+) -> Row:
+    """Fill a cache, time decode steps on it and free everything.
+
+    Args:
+        decoder: runs the steps.
+        variant: kind of the cache.
+        rows: of the batch.
+        context: tokens of each row before the first step.
+        bandwidth: bytes per second, for the floor of a step.
+        kernels: whether a profiler lists the kernels of one more step.
+
+    Returns:
+        a row of the record. "error" says why it has no figures, "out_of_memory" whether memory was
+        the reason. "memory", on a GPU, has "report", our own count of weights and cache; "peak",
+        most bytes that the allocator had handed out while steps ran; "held", how many more it had
+        handed out at the end than before. "peak" and "held" are requested bytes.
+    """
+    row: Row = {
+        "model": decoder.name,
+        "way": variant.title,
+        "batch": rows,
+        "context": context,
+        "date": now(),
+    }
+    why = variant.missing()
+    if why is not None:
+        return row | {"error": why}
+    decoder.model.set_attn_implementation({"text_config": variant.attention})
+    try:
+        with torch.inference_mode() if variant.inference else torch.no_grad():
+            row |= _figures(decoder, variant, rows, context, bandwidth, kernels)
+    except Exception as error:  # the other cells go on
+        row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        row["out_of_memory"] = _out_of_memory(error)
+    # Here no traceback holds the frames of the failed cell any longer.
+    variant.release()
+    release(decoder.device)
+    return row
+
+
+def _figures(
+    decoder: Decoder,
+    variant: CacheVariant,
+    rows: int,
+    context: int,
+    bandwidth: float,
+    kernels: bool,
+) -> Row:
+    before, start = allocated(decoder.device), perf_counter()
+    cache = variant.fill(decoder, rows, context, WARM_UP + STEPS + 2 * kernels)
+    allocated(decoder.device)  # waits, and begins a new peak
+    fill_s = perf_counter() - start
+    loop = DecodeLoop(cache, decoder.device, rows)
+    milliseconds = step_ms(loop)
+    after, kv_bytes = allocated(decoder.device), cache.kv_bytes()
+    weights = decoder.weights(rows)
+    row = {
+        "copy_bytes_per_second": bandwidth,
+        "weights": weights,
+        "kv_bytes": kv_bytes,
+        "fill_s": fill_s,
+        "ms": milliseconds,
+        "tokens_per_s": 1e3 * rows / milliseconds,
+        "floor_ms": 1e3 * (weights + kv_bytes) / bandwidth,
+        "captures": len(cache.captures),
+        "ours": isinstance(variant, Oscar),
+    }
+    if after:
+        row["memory"] = {
+            "report": decoder.resident + kv_bytes,
+            "peak": after["peak"],
+            "held": after["requested"] - before["requested"],
+        }
+    if kernels:
+        loop.step(last=True)
+        row["kernels"] = kernel_launches(partial(loop.step, last=True), decoder.device)
+    return row
+
+
+class DecodeLoop:
+    """Greedy steps in the order of our decode loop: the next one is launched before the wait."""
+
+    def __init__(self, cache: FilledCache, device: torch.device, rows: int) -> None:
+        self._cache, self._choose = cache, Choices([], Ranks())
+        # Rows that begin alike would choose the same experts.
+        self._tokens = 1 + torch.arange(rows, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.bool)
+
+    def step(self, *, last: bool = False) -> None:
+        """Run one step, from tokens on the host to the next ones there.
+
+        Args:
+            last: whether it is the last step, after which none is launched ahead.
+        """
+        choice = self._choose(self._cache.step(self._tokens, self._ended))
+        self._tokens = choice.tokens
+        if self._cache.ahead is not None and not last:
+            self._cache.ahead(self._tokens, self._ended)
+        choice.listed()
+
+
+def step_ms(loop: DecodeLoop) -> float:
+    """Median milliseconds of the steps after the warm-up."""
+    times = []
+    for _ in range(WARM_UP + STEPS):
+        start = perf_counter()
+        loop.step()
+        times.append(perf_counter() - start)
+    return 1e3 * median(times[WARM_UP:])
+
+
+def report_agrees(row: Row) -> bool | None:
+    """Whether our report is within 1% of the peak; None for other caches and on a CPU."""
+    if "memory" not in row or not row["ours"]:
+        return None
+    return abs(row["memory"]["peak"] / row["memory"]["report"] - 1) <= WITHIN
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    message = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in message for words in ("out of memory", "ALLOC_FAILED")
+    )
 
 
 def options_of(
     benchmark: str, description: str | None, contexts: Sequence[int]
 ) -> argparse.ArgumentParser:
-    """The options that such benchmarks have in common."""
+    """The options that all sweeps share."""
     options = parser(f"benchmarks.{benchmark}", description)
     options.add_argument("--models", type=_names(RELEASED), default=MODELS, help="with commas")
     options.add_argument(
@@ -42,98 +180,106 @@ def options_of(
     return options
 
 
-def add_ways(options: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
-    """Let the ways be chosen."""
+def add_variants(options: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
+    """Add the choice of cache variants."""
     options.add_argument(
-        "--ways", type=_names(WAYS), default=default, help=f"of {', '.join(WAYS)}, with commas"
+        "--ways",
+        type=_names(VARIANTS),
+        default=default,
+        help=f"of {', '.join(VARIANTS)}, with commas",
     )
 
 
 def sweep(
     benchmark: str,
     arguments: Sequence[str],
-    chosen: argparse.Namespace,
+    options: argparse.Namespace,
     notes: list[str],
-    measure: Callable[[Decoder, float], Iterator[dict[str, Any]]],
+    rows_of: Callable[[Decoder, float], Iterator[Row]],
     report: Callable[[Rows], None],
     cell: Sequence[str],
 ) -> int:
-    """Measure model by model; each row is printed and in the file as soon as it is there.
+    """Measure model by model; print and record each row at once.
 
     Args:
         benchmark: module below ``benchmarks``.
-        arguments: of the command line; ``chosen`` is what ``options_of`` made of them.
+        arguments: of the command line.
+        options: the arguments as ``options_of`` parses them.
         notes: of the record.
-        measure: rows of a decoder, given the bandwidth of a copy in bytes per second.
+        rows_of: measures a decoder, given the bandwidth of a copy in bytes per second.
         report: prints tables and verdicts.
-        cell: fields that are alike in rows of which a later run replaces an earlier one's.
+        cell: fields that name a cell; with --add its new rows replace its old ones.
 
     Returns:
-        0; 1 if a model or a cell failed (for want of memory is no failure); 2 without a GPU.
+        0; 1 if a model or a cell failed (to run out of memory is no failure); 2 without a GPU.
     """
     on_gpu = torch.cuda.is_available()
-    if not (chosen.tiny or on_gpu):
+    if not (options.tiny or on_gpu):
         print(f"benchmarks.{benchmark} needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
         return 2
     device = torch.device("cuda" if on_gpu else "cpu")
     bandwidth = copy_bandwidth() if on_gpu else _PRETENDED_BANDWIDTH
-    said, failures, seconds = Said(), {}, {}
+    warnings, failures, seconds = WarningLog(), {}, {}
     line = command(f"benchmarks.{benchmark}", arguments)
-    extra = {"warnings": said.messages, "failures": failures, "seconds": seconds}
+    extra = {"warnings": warnings.messages, "failures": failures, "seconds": seconds}
     record = Record(benchmark, line, device_name(device.type), [], notes, extra)
     earlier, new = [], []
-    if chosen.add and record.path(chosen.out).is_file():
-        earlier = Record.load(record.path(chosen.out)).rows
-    release(device)  # the copy's gigabytes
-    for name in chosen.models:
+    if options.add and (previous := record.earlier(options.out)):
+        earlier = previous.rows
+    release(device)  # frees the gigabytes of the copy
+    for name in options.models:
         start = perf_counter()
         try:
-            for row in measure(Decoder(name, device, tiny=chosen.tiny), bandwidth):
+            for row in rows_of(Decoder(name, device, tiny=options.tiny), bandwidth):
                 new.append(row | {"command": line})
-                earlier = [one for one in earlier if any(one[x] != row[x] for x in cell)]
+                earlier = [old for old in earlier if any(old[x] != row[x] for x in cell)]
                 record.rows = earlier + new
-                record.write(chosen.out)
+                record.write(options.out)
                 print(_line(row), flush=True)
-        except Exception as error:  # the other models are worth having
+        except Exception as error:  # the other models go on
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
         release(device)
         seconds[name] = perf_counter() - start
-        record.write(chosen.out)
+        record.write(options.out)
         print(f"{name}: {seconds[name]:.0f} s", flush=True)
-    said.close()
+    warnings.close()
     report(sorted(record.rows, key=lambda row: (row["model"], row["context"], row["batch"])))
-    for what in (*said.messages, *(f"FAILED {name}: {why}" for name, why in failures.items())):
-        print(what)
-    finish(record, chosen.out)
+    for message in (
+        *warnings.messages,
+        *(f"FAILED {name}: {why}" for name, why in failures.items()),
+    ):
+        print(message)
+    finish(record, options.out)
     broken = any(row.get("out_of_memory") is False for row in new)
     return int(broken or bool(failures))
 
 
-def _line(row: dict[str, Any]) -> str:
-    what = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,}: "
+def _line(row: Row) -> str:
+    place = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,}: "
     if "error" in row:
-        return what + row["error"]
-    return what + f"{row['ms']:.2f} ms, {row['tokens_per_s']:.1f} tokens/s"
+        return place + row["error"]
+    return place + f"{row['ms']:.2f} ms, {row['tokens_per_s']:.1f} tokens/s"
 
 
-def _names(known: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
+def _names(choices: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
     def names(text: str) -> tuple[str, ...]:
-        found = tuple(text.split(","))
-        if unknown := sorted(set(found) - set(known)):
+        chosen = tuple(text.split(","))
+        if unknown := sorted(set(chosen) - set(choices)):
             raise argparse.ArgumentTypeError(
-                f"no such name: {', '.join(unknown)}; choose from {', '.join(known)}"
+                f"no such name: {', '.join(unknown)}; choose from {', '.join(choices)}"
             )
-        return found
+        return chosen
 
     return names
 
 
 def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1, as an option gives them with commas."""
     try:
-        found = tuple(map(int, text.split(",")))
+        values = tuple(map(int, text.split(",")))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        values = ()
+    if not values or min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1, with commas")
-    return found
+    return values

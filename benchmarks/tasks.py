@@ -1,8 +1,9 @@
-"""The tasks of ``benchmarks.accuracy``: conversations with the pocket models, and their media."""
+"""Tasks of ``benchmarks.accuracy``: conversations with the pocket models, plain or under stress."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from oscar_mm.compare.forced import Forced, Recorder
 from oscar_mm.modality import Modality
 
 LOOK = Look(1.0)
-"""Full difficulty, fonts and voices of the training: what the models read best."""
+"""Full difficulty with fonts and voices of the training, which the models read best."""
 _MEDIA_AT_ONCE = {"cuda": 6000, "cpu": 120}
 _TOKENS_AT_ONCE = {"cuda": 240_000, "cpu": 8_000}
 _TOWER_IMAGES = 2048
@@ -31,13 +32,13 @@ _KINDS = {"read": READ, "find": FIND, "list": LIST}
 
 @dataclass(frozen=True)
 class Task:
-    """One cell of the table.
+    """One task of the table.
 
     Attributes:
         kind: "read" one medium, "find" the medium with a text, "list" what three say, "ask" any of
             the questions of a theme, "copy" them all out.
-        images, clips: in a conversation.
-        theme: of the images: "codes", "receipts", "shapes".
+        images, clips: number of them in a conversation.
+        theme: what images show: "codes", "receipts", "shapes".
         ablate: the ablation and the free answers run on it too.
     """
 
@@ -57,11 +58,11 @@ class Task:
 
     @property
     def family(self) -> str:
-        """ "copy", where errors add up over the answer, or "ask"."""
+        """ "copy", whose errors add up over the answer, or "ask"."""
         return "copy" if self.kind == "copy" else "ask"
 
     def step(self, rows: int) -> Step:
-        """So many conversations; with images and clips there is a question about each."""
+        """A number of conversations; with images and clips each has a question about both."""
         return Step(
             Plan(self.images, self.clips, frames=FRAMES),
             rows,
@@ -81,8 +82,8 @@ def _about_images(*counts: int, copied: int) -> list[Task]:
     ]
 
 
-# Of 8 images Qwen's models make 144 tokens, of which no page is full outside of the window. What
-# is copied out takes 200 tokens (of 30 images) and more; pocket-llava cannot do that yet.
+# 8 images are 144 tokens of Qwen's models and fill no page outside of the window. Copying 30 images
+# out takes 200 tokens and more; pocket-llava cannot do that yet.
 TASKS = {
     "pocket-vl": _about_images(16, 30, 60, 120, 320, copied=30),
     "pocket-llava": [*_about_images(8, 30, 60, 140, copied=8), Task("copy", 30)],
@@ -107,7 +108,7 @@ class Conversations:
         prefix: arguments of the decoder for the media and their labels.
         ids: (tokens,) modality ids of the prefix, on the CPU.
         forced: question and answer.
-        sample: what they were made of.
+        sample: what the studio made them of.
     """
 
     prefix: dict[str, Any]
@@ -116,16 +117,16 @@ class Conversations:
     sample: Sample
 
     def prefix_in(self, dtype: torch.dtype) -> dict[str, Any]:
-        """``prefix`` for a model of another dtype."""
+        """``prefix`` for a model of this dtype."""
         prefix = self.prefix | {"inputs_embeds": self.prefix["inputs_embeds"].to(dtype)}
         if "deepstack_visual_embeds" in prefix:
             stages = prefix["deepstack_visual_embeds"]
-            prefix["deepstack_visual_embeds"] = [one.to(dtype) for one in stages]
+            prefix["deepstack_visual_embeds"] = [stage.to(dtype) for stage in stages]
         return prefix
 
     @torch.no_grad()
     def record(self, model: Any) -> Recorder:
-        """Keys and values that the model makes of the prefix."""
+        """Keys and values that the model computes for the prefix."""
         recorder = Recorder()
         model.get_decoder()(**self.prefix, past_key_values=recorder.cache, use_cache=True)
         return recorder
@@ -136,8 +137,11 @@ def load(
 ) -> Pocket:
     """A pocket model from a folder, or with random weights.
 
-    In float32 nothing but the storage of keys and values differs between methods; these are
-    rounded to bfloat16 as in a 16-bit cache.
+    In float32 methods differ only in how they store keys and values, which are rounded to bfloat16
+    first, as in a 16-bit cache.
+
+    Raises:
+        FileNotFoundError: the folder has no model.
     """
     pocket = build(name)
     if folder is not None:
@@ -152,7 +156,10 @@ def load(
 
 
 def conversations(studio: Studio, task: Task, prompts: int) -> Iterator[Conversations]:
-    """At least so many conversations, as many at a time as fit; the mixed task asks two each."""
+    """Batches with at least so many conversations in all, as many at a time as fit.
+
+    A conversation with images and clips has two questions.
+    """
     kind, plan = studio.writer.device.type, task.step(1).plan
     length = len(studio.writer.layout(plan).ids)
     most = min(_MEDIA_AT_ONCE[kind] // (task.images + task.clips), _TOKENS_AT_ONCE[kind] // length)
@@ -178,7 +185,7 @@ def _conversations(studio: Studio, sample: Sample, plan: Plan) -> Conversations:
             visual[:, layout.image_places] = True
             stages = zip(*(part[1] for part in parts), strict=True)
             prefix["visual_pos_masks"] = visual
-            prefix["deepstack_visual_embeds"] = [torch.cat(one).flatten(0, 1) for one in stages]
+            prefix["deepstack_visual_embeds"] = [torch.cat(stage).flatten(0, 1) for stage in stages]
     if sample.mel is not None:
         features = torch.cat(
             [towers.clips(part) for part in sample.mel.flatten(0, 1).split(_TOWER_IMAGES)]
@@ -199,3 +206,38 @@ def _by_row(positions: Tensor, rows: int) -> Tensor:
     """(3, tokens) or (tokens,) -> (3, rows, tokens) or (rows, tokens)."""
     shape = (*positions.shape[:-1], rows, positions.shape[-1])
     return positions.unsqueeze(-2).expand(shape)
+
+
+FACTORS = (8.0, 16.0)
+"""Factors of one rotary pair of every layer each; by powers of two rounding stays the same."""
+
+
+@contextmanager
+def outlier_channels(model: Any, seed: int) -> Iterator[None]:
+    """Inside, two rotary pairs of each layer have keys 8 and 16 times as large.
+
+    Queries are as much smaller, so scores stay the same. Both channels of a pair have one factor,
+    because RoPE mixes them. The factors go into the weights of the QK norms, or of the projections
+    in a model without QK norms.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    saved = []
+    for layer in model.get_decoder().layers:
+        attention = layer.self_attn
+        half = attention.head_dim // 2
+        pairs = torch.randperm(half, generator=generator)[: len(FACTORS)]
+        scale = torch.ones(attention.head_dim)
+        for pair, factor in zip(pairs.tolist(), FACTORS, strict=True):
+            scale[[pair, pair + half]] = factor
+        names = ("q_norm", "k_norm") if hasattr(attention, "k_norm") else ("q_proj", "k_proj")
+        for name, power in zip(names, (-1, 1), strict=True):
+            weight = getattr(attention, name).weight
+            saved.append((weight, weight.detach().clone()))
+            by_head = weight.data.view(-1, attention.head_dim, *weight.shape[1:])
+            factor = scale.to(weight).pow(power)
+            by_head *= factor.view(1, -1, *[1] * (weight.ndim - 1))
+    try:
+        yield
+    finally:
+        for weight, old in saved:
+            weight.data.copy_(old)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.text_file import read_text
+from oscar_mm.files import read_text
 
 
 def test_text(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm.errors import InputError
-from oscar_mm.whole_file import whole_file, writing
+from oscar_mm.files import whole_file, writing
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Audio QA: many questions about recordings, images and videos, from one file to a cluster.
 
-``audio_qa`` is the Python side of ``oscar-mm audio-qa``; it loads on first use (PEP 562), as it
-brings torch.
+``audio_qa`` does in Python what ``oscar-mm audio-qa`` does; it loads torch on first use (PEP 562).
 """
 
 from typing import TYPE_CHECKING

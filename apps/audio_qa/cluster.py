@@ -1,4 +1,4 @@
-"""Cluster: the same rows answered on Ray Data, one model for each actor of a pool."""
+"""Cluster: answers rows on Ray Data, with a model in each actor of a pool."""
 
 from __future__ import annotations
 
@@ -13,53 +13,54 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-from oscar_mm.apps.audio_qa.answers import Answers
-from oscar_mm.apps.audio_qa.results import failed
+from oscar_mm.apps.audio_qa.answer_file import AnswerFile
+from oscar_mm.apps.audio_qa.engine import Worker, WorkerSettings
+from oscar_mm.apps.audio_qa.results import Work, error_result
 from oscar_mm.apps.audio_qa.rows import Row, by_recording
-from oscar_mm.apps.audio_qa.summary import Work
-from oscar_mm.apps.audio_qa.watch import bar
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 
 LOCAL = "local"
 TRIES = 3
-"""How often a group of rows is tried when its workers die; then the rows have failed."""
+"""A group of rows fails after so many of its workers have died."""
 _STORE_BYTES = 256 << 20
-"""Of a local cluster's object store: only text goes through it."""
+"""Object store of a local cluster; only text goes through it."""
 _MOST_BLOCKS = 5000
 _CONNECT_S = 5
 _PEAKS = ("kv_peak_bytes", "process_peak_bytes")
 
 
 class Attempts:
-    """An actor: counts how often each group of rows was begun, as a group may kill its worker."""
+    """An actor that counts how often a group of rows was begun: a group may kill its worker."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
     def begin(self, group: str) -> int:
-        """How often, this time included."""
+        """Count a beginning of the group; return how many there are with it."""
         self._begun[group] += 1
         return self._begun[group]
 
 
-class Answering:
-    """An actor: loads the model once, then answers groups of rows as they come.
+class ClusterWorker:
+    """An actor that loads the model once, then answers groups of rows.
 
     Args:
-        plan: what to load and how to answer.
-        begin: tells how often a group, by the id of its first row, was begun.
+        plan: what to load, and how to answer.
+        begin: counts how often a group, named by the id of its first row, was begun.
     """
 
-    def __init__(self, plan: Plan, begin: Callable[[str], int]) -> None:
+    def __init__(self, plan: WorkerSettings, begin: Callable[[str], int]) -> None:
         self._worker, self._name, self._begin = Worker(plan), uuid4().hex, begin
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
-        """Rows in JSON, one group; its results, each with what the worker has done so far."""
+        """Answer groups of rows in JSON; yield results with what the worker has done so far."""
         for group in batch["rows"]:
-            rows = [_row(one) for one in json.loads(group)]
+            rows = [_row_of_fields(fields) for fields in json.loads(group)]
             if self._begin(rows[0].id) > TRIES:
-                results = iter([failed(row, f"its worker died {TRIES} times") for row in rows])
+                results = iter(
+                    [error_result(row, f"its worker died {TRIES} times") for row in rows]
+                )
             else:
                 results = self._worker.run([rows])
             for result in results:
@@ -72,46 +73,46 @@ class Answering:
                 yield {"result": [json.dumps(result)], "about": [json.dumps(about)]}
 
 
-def on_cluster(
-    plan: Plan,
+def run_on_cluster(
+    plan: WorkerSettings,
     rows: list[Row],
-    answers: Answers,
+    answers: AnswerFile,
     address: str,
     workers: int | None,
     cpus_per_worker: int,
 ) -> Work:
-    """Answer rows on a Ray cluster; media must be where the workers find them by the same path.
+    """Answer rows on a Ray cluster, whose workers find media by the same paths.
 
-    Ray Data hands out the groups, keeps the workers busy and starts them again when they die. A
-    group whose worker died is answered again from its beginning.
+    Ray Data hands out the groups, keeps the workers busy and starts them again when they die.
+    Another worker begins the group of a dead one anew.
 
     Args:
-        plan: of all workers.
-        rows: to answer.
-        answers: takes them, in this process.
-        address: of the cluster, or "local" to start one on this machine for this job.
-        workers: how many, or None, see ``audio_qa``.
+        plan: what each worker loads, and how it answers.
+        rows: rows to answer.
+        answers: file that this process writes.
+        address: address of the cluster, or "local" to start one on this machine for this job.
+        workers: number of workers, or None, see ``audio_qa``.
         cpus_per_worker: CPUs of a worker.
 
     Raises:
-        InputError: there is no Ray or no such cluster, or it has not what is asked for.
+        InputError: Ray or the cluster is missing, or the cluster is too small.
     """
     if not rows:
         return Work(0, 0.0, 0.0, 0.0, 0, 0)
-    ray, ours = _connected(address)
+    ray, ours = _connect(address)
     try:
-        return _answered(ray, plan, rows, answers, workers, cpus_per_worker)
+        return _run(ray, plan, rows, answers, workers, cpus_per_worker)
     except ray.exceptions.RayError as error:
-        # What a worker said comes last.
+        # The message of the worker comes last.
         raise RuntimeError(f"Ray: {str(error).strip().splitlines()[-1]}") from error
     finally:
         if ours:
             ray.shutdown()
 
 
-def _connected(address: str) -> tuple[Any, bool]:
-    """Ray, and whether this call has connected to it."""
-    # Read when Ray is imported; nothing is sent anywhere.
+def _connect(address: str) -> tuple[Any, bool]:
+    """Import Ray and connect; return it and whether this call has connected."""
+    # Ray reads this when it is imported, and sends no statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray  # pyright: ignore[reportMissingImports] an extra
@@ -120,22 +121,22 @@ def _connected(address: str) -> tuple[Any, bool]:
         raise InputError(
             f"--ray needs the package {error.name}: pip install 'oscar-mm[batch]'"
         ) from None
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Its errors are raised as well.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray also raises its errors.
     if ray.is_initialized():
         return ray, False
     _check_reachable(address)
-    where: dict[str, Any] = {"address": address}
+    options: dict[str, Any] = {"address": address}
     if address == LOCAL:
-        where |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        options |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     try:
-        ray.init(**where, log_to_driver=False, logging_level="ERROR")
+        ray.init(**options, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(f"--ray {address}: no cluster can be reached: {error}") from None
     return ray, True
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would look for minutes."""
+    """Refuse an address where nobody listens; Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "://" in address:
         return
@@ -145,16 +146,16 @@ def _check_reachable(address: str) -> None:
         raise InputError(f"--ray {address}: no cluster can be reached: {error}") from None
 
 
-def _answered(
+def _run(
     ray: Any,
-    plan: Plan,
+    plan: WorkerSettings,
     rows: list[Row],
-    answers: Answers,
+    answers: AnswerFile,
     workers: int | None,
     cpus_per_worker: int,
 ) -> Work:
     groups = by_recording(rows)
-    count, resources = _shares(ray.cluster_resources(), plan, workers, cpus_per_worker)
+    count, resources = _share_cluster(ray.cluster_resources(), plan, workers, cpus_per_worker)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     attempts = ray.remote(num_cpus=0, max_restarts=-1)(Attempts).remote()
@@ -166,7 +167,7 @@ def _answered(
     results = ray.data.from_items(
         items, override_num_blocks=min(len(groups), _MOST_BLOCKS)
     ).map_batches(
-        Answering,
+        ClusterWorker,
         fn_constructor_args=(plan, begin),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=min(count, len(groups))),
@@ -174,9 +175,9 @@ def _answered(
     )
     start, reports = time.perf_counter(), {}
     left = {row.id: row for row in rows}
-    with bar(len(rows)) as shown:
-        for one in results.iter_rows():
-            result, about = json.loads(one["result"]), json.loads(one["about"])
+    with rows_bar(len(rows)) as shown:
+        for output in results.iter_rows():
+            result, about = json.loads(output["result"]), json.loads(output["about"])
             if not reports:
                 answers.confirm(about["fingerprint"])
             reports[about["worker"]] = about["report"]
@@ -185,21 +186,22 @@ def _answered(
             audio = sum(report["audio_seconds"] for report in reports.values())
             spent = time.perf_counter() - start
             shown.update(len(rows) - len(left), audio, spent, about["kv_bytes"])
-    found = list(reports.values())
+    all_reports = list(reports.values())
     return Work(
         rows=len(rows),
         seconds=time.perf_counter() - start,
         **{
-            name: sum(report[name] for report in found) for name in ("cpu_seconds", "audio_seconds")
+            name: sum(report[name] for report in all_reports)
+            for name in ("cpu_seconds", "audio_seconds")
         },
-        **{name: max(report[name] for report in found) for name in _PEAKS},
+        **{name: max(report[name] for report in all_reports) for name in _PEAKS},
     )
 
 
-def _shares(
-    cluster: dict[str, float], plan: Plan, workers: int | None, cpus: int
+def _share_cluster(
+    cluster: dict[str, float], plan: WorkerSettings, workers: int | None, cpus: int
 ) -> tuple[int, dict[str, Any]]:
-    """How many workers, and what each takes of the cluster."""
+    """Return the number of workers, and the resources of each."""
     for name, value in (("workers", workers), ("cpus_per_worker", cpus)):
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
@@ -212,7 +214,7 @@ def _shares(
     return wanted, {"num_gpus": 1} if gpus else {"num_cpus": cpus}
 
 
-def _row(fields: dict[str, Any]) -> Row:
+def _row_of_fields(fields: dict[str, Any]) -> Row:
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     fields |= lists
     return Row(**fields)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.apps.audio_qa.rows import read_rows
 from oscar_mm.apps.terminal import warnings_as_lines
 from oscar_mm.media import MediaLimits
@@ -28,7 +28,9 @@ def audio_qa_command(
         typer.Option("--question", "-q", metavar="TEXT", help="Question of rows that have none."),
     ] = None,
     system: options.System = None,
-    max_new_tokens: options.MaxNewTokens = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Longest answer, in tokens.")
+    ] = 64,
     list_choices: Annotated[
         bool,
         typer.Option("--list-choices", help="Write choices into the prompt and score letters."),
@@ -48,7 +50,7 @@ def audio_qa_command(
         ),
     ] = True,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Ask rows again that have an error.")
+        bool, typer.Option("--retry-failed", help="Answer rows again that have an error.")
     ] = False,
     samples: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write lmms-eval's samples layout.")
@@ -74,16 +76,16 @@ def audio_qa_command(
     Each recording is read once and its questions share its pages. Answers are written row by row;
     the same command goes on where an earlier one ended. Exit code 1 if a row failed.
     """
-    # Whatever can be wrong with the request is told before the model takes its seconds to load.
+    # Errors of the request come before the model takes its time to load.
     KVPolicy.preset(policy)
     rows = read_rows(questions, question=question, group_by=group_by)
     limits = MediaLimits()
     if max_audio_seconds is not None:
         limits = MediaLimits(max_audio_seconds=max_audio_seconds)
-    model = options.chosen_model(model, hears=audio_in_video or any(row.audio for row in rows))
-    progress.on_loading()
+    model = options.model_or_bundled(model, hears=audio_in_video or any(row.audio for row in rows))
+    terminal.quiet_transformers()
     from oscar_mm.apps.audio_qa.job import audio_qa  # brings torch
-    from oscar_mm.apps.audio_qa.summary import show
+    from oscar_mm.apps.audio_qa.results import print_summary
 
     with warnings_as_lines():
         summary = audio_qa(
@@ -110,6 +112,6 @@ def audio_qa_command(
             workers=workers,
             cpus_per_worker=cpus_per_worker,
         )
-    show(summary)
+    print_summary(summary)
     if summary["failed"]:
         raise typer.Exit(1)

@@ -1,71 +1,141 @@
-"""Engine: answers rows on one model, every recording read once, rows in batches under a budget."""
+"""Engine: a model that answers rows in batches and reads each recording once."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from oscar_mm.apps.audio_qa.marking import correct
-from oscar_mm.apps.audio_qa.results import Result, answered, chosen, failed, told
-from oscar_mm.apps.audio_qa.rows import Row
-from oscar_mm.apps.audio_qa.settings import Settings
+import torch
+
+from oscar_mm.apps.audio_qa.results import (
+    Result,
+    answer_result,
+    choice_result,
+    error_line,
+    error_result,
+)
+from oscar_mm.apps.audio_qa.rows import Row, is_correct
 from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media import MediaLimits
+from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.batch import answers
 from oscar_mm.pipelines.batching import Prepared
 from oscar_mm.pipelines.media import Media
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
+from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
+_FORMAT = 1
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How all rows of a run are answered.
+
+    Attributes:
+        policy: how keys and values are stored.
+        system: system prompt.
+        max_new_tokens: longest free answer.
+        list_choices: write the choices under the question, with letters, and score the letters;
+            else score the choices themselves.
+        use_audio_in_video: hear the sound of videos too.
+        video_fps: frames per second that are sampled from videos.
+        dtype: dtype of the weights; None for the default.
+
+    Raises:
+        InputError: a value is not allowed.
+    """
+
+    policy: KVPolicy
+    system: str | None = None
+    max_new_tokens: int = 64
+    list_choices: bool = False
+    use_audio_in_video: bool = False
+    video_fps: float = 2.0
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens!r}: must be a whole number, at least 1"
+            )
+
+    def prompt(self, question: str, choices: tuple[str, ...]) -> tuple[str, list[str]]:
+        """Return the text of the prompt, and the answers from which the model chooses."""
+        if not (self.list_choices and choices):
+            return question, list(choices)
+        if len(choices) > len(_LETTERS):
+            raise InputError(f"choices: {len(choices)} are more than there are letters")
+        letters = list(_LETTERS[: len(choices)])
+        listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
+        return "\n".join([question, *listed, "Answer with the letter."]), letters
+
+    def fingerprint(self, model: str | None = None) -> dict[str, Any]:
+        """Return what answers depend on.
+
+        Args:
+            model: ``Pipeline.fingerprint``, or None while no model is loaded.
+        """
+        values = {"format": _FORMAT, "model": model}
+        for name, value in asdict(self).items():
+            if isinstance(value, dict):
+                values |= {f"{name}.{part}": part_value for part, part_value in value.items()}
+            else:
+                values[name] = value
+        return values
+
 
 @dataclass(eq=False)
-class _Asked:
-    """A row that is ready for a batch."""
+class _BatchRow:
+    """A row that waits for its batch."""
 
     row: Row
     reading: SharedMedia
     prepared: Prepared
     choices: list[list[int]]
-    needed: int
+    needed_bytes: int
     seconds: float
 
 
 class Engine:
-    """Answers rows; never raises for what a row holds, that becomes the row's ``error``.
+    """Answers rows; what is wrong with a row becomes its ``error``, not an exception.
 
     Args:
-        pipe: answers; its ``kv_budget`` bounds what recordings and batches hold together.
-        settings: how.
-        batch_size: most rows at once; the choices of a row are not counted.
+        pipe: the model; its ``kv_budget`` bounds recordings and batches together.
+        settings: how to answer.
+        batch_size: most rows at once; the choices of a row do not count.
 
     Attributes:
-        audio_seconds: of the recordings read so far, each once.
-        peak_bytes: most bytes that the pools of pages and blocks took, free slots included.
+        audio_seconds: length of the recordings read so far, each once.
+        peak_bytes: largest pools of pages and blocks so far, free slots included.
     """
 
-    def __init__(self, pipe: Pipeline, settings: Settings, batch_size: int = 8) -> None:
+    def __init__(self, pipe: Pipeline, settings: AnswerSettings, batch_size: int = 8) -> None:
         self.pipe, self.settings, self.batch_size = pipe, settings, batch_size
         self.audio_seconds, self.peak_bytes = 0.0, 0
-        self._how = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
+        self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Results in the order in which they are finished.
+        """Yield results as they are ready.
 
         Args:
             groups: rows about the same media, see ``rows.by_recording``.
         """
-        waiting: list[_Asked] = []
-        # Media of the next group are decoded while the model works on this one.
+        waiting: list[_BatchRow] = []
+        # The thread decodes the next group while the model works on this one.
         with ThreadPoolExecutor(1) as thread:
             for group, media in self._read_ahead(groups, thread):
-                yield from (failed(row, row.error) for row in group if row.error)
+                yield from (error_result(row, row.error) for row in group if row.error)
                 rows = [row for row in group if not row.error]
                 if rows:
                     yield from self._group(rows, media, waiting)
@@ -74,7 +144,7 @@ class Engine:
     def _read_ahead(
         self, groups: Iterable[list[Row]], thread: ThreadPoolExecutor
     ) -> Iterator[tuple[list[Row], Future[Media]]]:
-        """Groups with their media, each given out once the next one's are being read."""
+        """Yield groups with their media, while a thread reads the media of the next group."""
         sound, before = self.settings.use_audio_in_video, None
         for group in groups:
             first = next((row for row in group if not row.error), None)
@@ -87,139 +157,223 @@ class Engine:
             yield before
 
     def _group(
-        self, rows: list[Row], media: Future[Media], waiting: list[_Asked]
+        self, rows: list[Row], media: Future[Media], waiting: list[_BatchRow]
     ) -> Iterator[Result]:
-        """Read the media of rows, and put the rows into batches."""
+        """Read the media of a group, and put its rows into batches."""
         start = time.perf_counter()
         try:
-            heard = media.result()
-            reading = SharedMedia(self.pipe, heard, self.settings.system)
-        except Exception as error:  # Whatever a file makes a library raise is its rows' own.
-            yield from (failed(row, told(error)) for row in rows)
+            media_read = media.result()
+            reading = SharedMedia(self.pipe, media_read, self.settings.system)
+        except Exception as error:  # A file may make a library raise anything.
+            yield from (error_result(row, error_line(error)) for row in rows)
             return
-        opened = time.perf_counter() - start
-        needed = self._bytes(reading) + sum(one.needed for one in waiting)
-        if waiting and not self._has_room(needed):
+        open_s = time.perf_counter() - start
+        needed_bytes = self._media_bytes(reading) + sum(entry.needed_bytes for entry in waiting)
+        if waiting and not self._has_room(needed_bytes):
             yield from self._flush(waiting)
         start = time.perf_counter()
         try:
-            self._check_room(self._bytes(reading), "the media take")
+            self._check_room(self._media_bytes(reading), "the media take")
             reading.read()
             self._check_room(0, "the media take")
         except Exception as error:
             reading.close()
-            yield from (failed(row, told(error)) for row in rows)
+            yield from (error_result(row, error_line(error)) for row in rows)
             return
-        self.audio_seconds += sum(one.seconds for one in heard.audio)
+        self.audio_seconds += sum(recording.seconds for recording in media_read.audio)
         self._note_peak()
-        share = (opened + time.perf_counter() - start) / len(rows)
+        share = (open_s + time.perf_counter() - start) / len(rows)
         for row in rows:
             try:
-                asked = self._asked(reading, row, share)
+                entry = self._batch_row(reading, row, share)
             except Exception as error:
-                yield failed(row, told(error))
+                yield error_result(row, error_line(error))
                 continue
-            if not self._fits(asked, waiting):
+            if not self._fits(entry, waiting):
                 yield from self._flush(waiting, keep=reading)
-            refusal = self._refusal(asked.needed, "the row takes")
+            refusal = self._refusal(entry.needed_bytes, "the row takes")
             if refusal is not None:
-                yield failed(row, refusal)
+                yield error_result(row, refusal)
                 continue
-            waiting.append(asked)
-        if all(asked.reading is not reading for asked in waiting):
+            waiting.append(entry)
+        if all(entry.reading is not reading for entry in waiting):
             reading.close()
 
-    def _asked(self, reading: SharedMedia, row: Row, share: float) -> _Asked:
+    def _batch_row(self, reading: SharedMedia, row: Row, share: float) -> _BatchRow:
         start = time.perf_counter()
         question, texts = self.settings.prompt(row.question, row.choices)
-        correct(row, "", 0 if row.choices else None)  # An answer that is no choice is told now.
-        prepared = reading.asked(0, question, self._how)
+        # A right answer that is no choice is an error now.
+        is_correct(row, "", 0 if row.choices else None)
+        prepared = reading.asked(0, question, self._sampling)
         choices = reading.continuations(question, texts) if texts else []
-        needed = self._needed(prepared, choices)
-        return _Asked(row, reading, prepared, choices, needed, share + time.perf_counter() - start)
+        needed_bytes = self._row_bytes(prepared, choices)
+        return _BatchRow(
+            row, reading, prepared, choices, needed_bytes, share + time.perf_counter() - start
+        )
 
-    def _needed(self, prepared: Prepared, choices: list[list[int]]) -> int:
-        """Bytes that a row adds to its reading."""
+    def _row_bytes(self, prepared: Prepared, choices: list[list[int]]) -> int:
+        """Bytes that a row adds to its media."""
         if self.pipe.budget is None:
             return 0
         new = 0 if choices else self.settings.max_new_tokens
         growth = self.pipe.growth(prepared.prompt, new + sum(map(len, choices)), prepared.past)
         return self.pipe.growth_bytes(growth)
 
-    def _bytes(self, reading: SharedMedia) -> int:
+    def _media_bytes(self, reading: SharedMedia) -> int:
         if self.pipe.budget is None or reading.prompt is None:
             return 0
         return self.pipe.growth_bytes(self.pipe.growth(reading.prompt, 0))
 
-    def _has_room(self, needed: int) -> bool:
-        return self._refusal(needed, "") is None
+    def _has_room(self, needed_bytes: int) -> bool:
+        return self._refusal(needed_bytes, "") is None
 
-    def _check_room(self, needed: int, what: str) -> None:
-        refusal = self._refusal(needed, what)
+    def _check_room(self, needed_bytes: int, what: str) -> None:
+        refusal = self._refusal(needed_bytes, what)
         if refusal is not None:
             raise InputError(refusal)
 
-    def _refusal(self, needed: int, what: str) -> str | None:
-        """Why there is no room for so many bytes more; None if there is."""
+    def _refusal(self, needed_bytes: int, what: str) -> str | None:
+        """Say why so many more bytes have no room; None if they have."""
         budget = self.pipe.budget
-        total = needed + (0 if budget is None else budget.used_bytes)
+        total = needed_bytes + (0 if budget is None else budget.used_bytes)
         if budget is None or total <= budget.limit:
             return None
         return f"kv_budget is {budget.limit:,} bytes, and {what} it to {total:,}"
 
-    def _fits(self, asked: _Asked, rows: list[_Asked]) -> bool:
-        together = [*rows, asked]
-        pasts = [one.prepared.past for one in together if one.prepared.past is not None]
+    def _fits(self, entry: _BatchRow, rows: list[_BatchRow]) -> bool:
+        together = [*rows, entry]
+        pasts = [other.prepared.past for other in together if other.prepared.past is not None]
         return (
             len(together) <= self.batch_size
-            and self._has_room(sum(one.needed for one in together))
+            and self._has_room(sum(other.needed_bytes for other in together))
             and can_join(pasts)
         )
 
-    def _flush(self, waiting: list[_Asked], keep: SharedMedia | None = None) -> Iterator[Result]:
-        """Answer the rows that wait, and give up what they are about, but for ``keep``."""
+    def _flush(self, waiting: list[_BatchRow], keep: SharedMedia | None = None) -> Iterator[Result]:
+        """Answer the rows that wait, and close their media, but for ``keep``."""
         rows = waiting[:]
         waiting.clear()
         for part in ([x for x in rows if x.choices], [x for x in rows if not x.choices]):
             if part:
-                yield from self._answered(part)
-        for reading in {asked.reading for asked in rows} - {keep}:
+                yield from self._answer_batch(part)
+        for reading in {entry.reading for entry in rows} - {keep}:
             reading.close()
 
-    def _answered(self, batch: list[_Asked]) -> Iterator[Result]:
-        """Results of a batch; if it fails as a whole, of each row alone."""
+    def _answer_batch(self, batch: list[_BatchRow]) -> Iterator[Result]:
+        """Answer a batch; if that fails, answer each row alone."""
         start = time.perf_counter()
-        run = self._chosen if batch[0].choices else self._written
+        run = self._choices if batch[0].choices else self._free_answers
         left, failure = dict(enumerate(batch)), ""
         try:
             for index, result in run(batch):
-                asked = left.pop(index)
+                entry = left.pop(index)
                 self._note_peak()
-                seconds = asked.seconds + (time.perf_counter() - start) / len(batch)
+                seconds = entry.seconds + (time.perf_counter() - start) / len(batch)
                 yield result | {"seconds": round(seconds, 4)}
         except Exception as error:
-            failure = told(error)
+            failure = error_line(error)
         if not left:
             return
         if len(batch) == 1:
-            yield failed(batch[0].row, failure)
+            yield error_result(batch[0].row, failure)
             return
-        for asked in left.values():
-            yield from self._answered([asked])
+        for entry in left.values():
+            yield from self._answer_batch([entry])
 
-    def _chosen(self, batch: list[_Asked]) -> Iterator[tuple[int, Result]]:
-        rows = [replace(asked.prepared, index=index) for index, asked in enumerate(batch)]
-        for choice in choose(self.pipe, rows, [asked.choices for asked in batch]):
-            yield choice.index, chosen(batch[choice.index].row, choice)
+    def _choices(self, batch: list[_BatchRow]) -> Iterator[tuple[int, Result]]:
+        rows = [replace(entry.prepared, index=index) for index, entry in enumerate(batch)]
+        for choice in choose(self.pipe, rows, [entry.choices for entry in batch]):
+            yield choice.index, choice_result(batch[choice.index].row, choice)
 
-    def _written(self, batch: list[_Asked]) -> Iterator[tuple[int, Result]]:
-        rows = [replace(asked.prepared, index=index) for index, asked in enumerate(batch)]
+    def _free_answers(self, batch: list[_BatchRow]) -> Iterator[tuple[int, Result]]:
+        rows = [replace(entry.prepared, index=index) for index, entry in enumerate(batch)]
         for result in answers(self.pipe, rows):
             row = batch[result.index].row
             if result.answer is not None:
-                yield result.index, answered(row, result.answer)
+                yield result.index, answer_result(row, result.answer)
             elif result.error is not None:
-                yield result.index, failed(row, told(result.error))
+                yield result.index, error_result(row, error_line(result.error))
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.pipe.store.memory().pool_bytes)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker loads, and how it answers.
+
+    Attributes:
+        model: name of a bundled model, folder or hub id.
+        settings: how to answer.
+        batch_size: most rows at once.
+        kv_budget: most bytes of recordings and batches together, or None.
+        device: torch device; by default a GPU if there is one.
+        allow_remote: fetch media that are http(s) addresses.
+        limits: bounds on media.
+    """
+
+    model: str
+    settings: AnswerSettings
+    batch_size: int = 8
+    kv_budget: int | str | None = None
+    device: str | None = None
+    allow_remote: bool = False
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+
+class Worker:
+    """A loaded model that answers rows, in this process or as an actor of Ray.
+
+    Args:
+        plan: what to load, and how to answer.
+    """
+
+    def __init__(self, plan: WorkerSettings) -> None:
+        self.plan = plan
+        settings = plan.settings
+        self._pipe = pipeline_for(plan.model)(
+            plan.model,
+            policy=settings.policy,
+            device=plan.device,
+            dtype=settings.dtype,
+            limits=plan.limits,
+            video_fps=settings.video_fps,
+            allow_remote=plan.allow_remote,
+            kv_budget=plan.kv_budget,
+            spill=False,
+        )
+        self._engine = Engine(self._pipe, settings, plan.batch_size)
+        self._loaded = time.process_time()
+        self.fingerprint = settings.fingerprint(self._pipe.fingerprint)
+
+    def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
+        """Answer groups of rows about the same media; yield results as they are ready."""
+        return self._engine.run(groups)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of pages and blocks in use now."""
+        return self._pipe.store.memory().used_bytes
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The fields of ``Work`` that only this worker knows, so far."""
+        return {
+            "cpu_seconds": time.process_time() - self._loaded,
+            "audio_seconds": self._engine.audio_seconds,
+            "kv_peak_bytes": self._engine.peak_bytes,
+            "process_peak_bytes": _process_peak(),
+        }
+
+
+def _process_peak() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

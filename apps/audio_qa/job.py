@@ -1,4 +1,4 @@
-"""Job: all rows of a file answered, from reading them to the summary."""
+"""Job: answers all rows of a file, from reading them to the summary."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.answers import RUN, Answers
+from oscar_mm.apps.audio_qa.answer_file import RUN, AnswerFile
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, Worker, WorkerSettings
+from oscar_mm.apps.audio_qa.results import Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
-from oscar_mm.apps.audio_qa.samples import write_samples
-from oscar_mm.apps.audio_qa.settings import Settings
-from oscar_mm.apps.audio_qa.summary import Work, summarize
-from oscar_mm.apps.audio_qa.watch import bar
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
+from oscar_mm.files import whole_file, writing
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.source import is_address
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
-from oscar_mm.whole_file import whole_file, writing
 
 SUMMARY = ".summary.json"
-"""Suffix of the file beside the answers that holds the summary."""
+"""Suffix of the file with the summary."""
 
 
 def audio_qa(
@@ -53,57 +51,57 @@ def audio_qa(
     workers: int | None = None,
     cpus_per_worker: int = 1,
 ) -> dict[str, Any]:
-    """Answer many questions about recordings, images and videos, each medium read once.
+    """Answer many questions about recordings, images and videos, and read each medium once.
 
     ::
 
         summary = audio_qa("questions.jsonl", "answers.jsonl", "Qwen/Qwen3-Omni-30B-A3B-Instruct")
 
-    Every answer is on the disk before the next one; the same call again goes on where the last
-    one ended. Answers come as they are finished; when all are there, the file is put into the
-    order of the questions. A row that cannot be answered gets an ``error`` and stops nothing.
+    Every answer is on the disk before the next one; the same call goes on where an earlier one
+    ended. Answers come as they are ready; in the end the file gets the order of the questions. A
+    row without an answer gets an ``error`` and stops nothing.
 
     Args:
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
-        out: JSONL file of the answers, see ``results.Result``. Beside it are written
-            ``out``.run.json, which says what run it belongs to, and ``out``.summary.json.
+        out: JSONL file of the answers, see ``results.Result``. Two files go beside it:
+            ``out``.run.json identifies the run, and ``out``.summary.json sums it up.
         model: name of a bundled model, folder or hub id.
         policy: how keys and values are stored.
-        question: of rows that have none, and of a folder's.
+        question: question of rows that have none, and of all media of a folder.
         system: system prompt.
         max_new_tokens: longest free answer.
         list_choices: write choices under the question and choose among their letters.
         group_by: field whose value groups the rows of the summary.
         batch_size: most rows at once.
-        kv_budget: bytes ("8GB") that keys and values may take together; None for no bound.
-        overwrite: begin anew, whatever ``out`` holds.
-        retry_failed: ask rows again that have an error.
-        samples: also write answers as lmms-eval logs them into this file.
+        kv_budget: most bytes ("8GB") of keys and values together; None for no bound.
+        overwrite: begin anew, whatever ``out`` contains.
+        retry_failed: answer rows again that have an error.
+        samples: file that also gets the answers in lmms-eval's layout.
         use_audio_in_video: hear the sound of videos too.
         video_fps: frames per second that are sampled from videos.
         limits: bounds on media.
         allow_remote: fetch media that are http(s) addresses.
-        device: of the model; by default a GPU if there is one.
-        dtype: of the weights.
+        device: torch device of the model; by default a GPU if there is one.
+        dtype: dtype of the weights.
         ray: address of a Ray cluster, "local" for one on this machine; None for no Ray.
-        workers: of Ray, one model each; by default one per GPU, or without GPUs as many as the
-            CPUs allow.
-        cpus_per_worker: CPUs of a worker, its share of the cluster.
+        workers: workers of Ray, each with its model; by default one per GPU, or without GPUs as
+            many as the CPUs allow.
+        cpus_per_worker: CPUs of a worker.
 
     Returns:
         the summary, see ``summary.summarize``.
 
     Raises:
-        InputError: a file or argument that cannot be used, ``out`` belongs to another run, or a
-            disk is full: what was answered by then is kept.
+        InputError: a file or argument cannot be used, ``out`` belongs to another run, or the disk
+            is full; answers so far stay.
     """
     rows = read_rows(questions, question=question, group_by=group_by)
-    _refuse_same(questions if isinstance(questions, str | Path) else None, rows, out, samples)
+    _check_overwrites(questions if isinstance(questions, str | Path) else None, rows, out, samples)
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
     if kv_budget is not None:
         kv_budget = parse_bytes("kv_budget", kv_budget)
-    settings = Settings(
+    settings = AnswerSettings(
         policy=KVPolicy.of(policy),
         system=system,
         max_new_tokens=max_new_tokens,
@@ -112,24 +110,24 @@ def audio_qa(
         video_fps=video_fps,
         dtype=dtype,
     )
-    plan = Plan(
+    plan = WorkerSettings(
         str(model), settings, batch_size, kv_budget, device, allow_remote, limits or MediaLimits()
     )
-    answers = Answers(out, settings.fingerprint(), overwrite=overwrite)
+    answers = AnswerFile(out, settings.fingerprint(), overwrite=overwrite)
     try:
         answers.resume(rows, retry_failed=retry_failed)
         left = [row for row in rows if row.id not in answers.done]
         if ray is None:
-            work = _here(plan, left, answers)
+            work = _run_here(plan, left, answers)
         else:
-            from oscar_mm.apps.audio_qa.cluster import on_cluster
+            from oscar_mm.apps.audio_qa.cluster import run_on_cluster
 
-            work = on_cluster(plan, left, answers, ray, workers, cpus_per_worker)
+            work = run_on_cluster(plan, left, answers, ray, workers, cpus_per_worker)
         answers.sort(rows)
         done = {row.id: answers.done[row.id] for row in rows}
     finally:
         answers.close()
-    # Groups are those of the file as it is now.
+    # The file of questions may have other groups than in an earlier run.
     summary = summarize([done[row.id] | {"group": row.group} for row in rows], work)
     path = Path(f"{out}{SUMMARY}")
     with writing(path), whole_file(path) as part:
@@ -139,12 +137,12 @@ def audio_qa(
     return summary
 
 
-def _here(plan: Plan, rows: list[Row], answers: Answers) -> Work:
+def _run_here(plan: WorkerSettings, rows: list[Row], answers: AnswerFile) -> Work:
     """Answer rows in this process."""
     worker = Worker(plan)
     answers.confirm(worker.fingerprint)
     start = time.perf_counter()
-    with bar(len(rows)) as shown:
+    with rows_bar(len(rows)) as shown:
         for count, result in enumerate(worker.run(by_recording(rows)), 1):
             answers.write(result)
             audio = worker.report["audio_seconds"]
@@ -152,30 +150,30 @@ def _here(plan: Plan, rows: list[Row], answers: Answers) -> Work:
     return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
 
 
-def _refuse_same(
+def _check_overwrites(
     questions: str | Path | None, rows: Iterable[Row], out: str | Path, samples: str | Path | None
 ) -> None:
-    """Refuse to write over the questions, what they are about, or one output over another."""
+    """Refuse to overwrite the questions, their media, or one output with another."""
     files = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}", "samples": samples}
-    taken = {} if questions is None else {_file(questions): "the file of the questions"}
+    taken = {} if questions is None else {_file_identity(questions): "the file of the questions"}
     where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
     for medium, line in where.items():
         if not is_address(medium):
-            taken.setdefault(_file(medium), f"what {line} asks about")
+            taken.setdefault(_file_identity(medium), f"what {line} asks about")
     for name, path in files.items():
         if path is None:
             continue
-        if (file := _file(path)) in taken:
+        if (file := _file_identity(path)) in taken:
             raise InputError(f"{path}: is {taken[file]}; give another for the {name}")
         taken[file] = f"the file of the {name}"
 
 
-def _file(path: str | Path) -> tuple[int, int] | str:
-    """The same for all names of a file, links of both kinds looked through."""
+def _file_identity(path: str | Path) -> tuple[int, int] | str:
+    """Return the same for all names of a file, hard and symbolic links included."""
     try:
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
     except OSError:
         return os.path.realpath(path)
-    except ValueError:  # no name of a file
+    except ValueError:  # this names no file
         return str(path)

@@ -1,78 +1,230 @@
-"""Results: lines of the output."""
+"""Results: the lines of the output, their summary, and samples in lmms-eval's layout."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.marking import correct
-from oscar_mm.apps.audio_qa.rows import Row
+from oscar_mm.apps.audio_qa.rows import Row, is_correct
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.errors import InputError
+from oscar_mm.files import whole_file, writing
 from oscar_mm.generation.answer import Answer
 from oscar_mm.pipelines.multiple_choice import Choice
+from oscar_mm.sizes import format_bytes
 
 Result = dict[str, Any]
 """A line of the output:
 
-- id, group: of the row. digest: of what it asks.
-- answer: text; of a row with choices, the one that was chosen. choice: its place, from 0.
-- correct: true, false, or null where no answer was given.
+- id, group: id and group of the row. digest: ``Row.digest``.
+- answer: text of the answer, or of the choice. choice: index of the choice, from 0.
+- correct: true, false, or null where the row has no answer.
 - scores: log-likelihood of each choice. finish_reason: "stop", "length" or "choice".
-- tokens: of prompt and answer, media included.
-- kv_bytes: bytes of the pages, blocks and tables of these tokens, those included that it shares
-  with other rows; kv_ratio: bytes of as many tokens in 16 bit, divided by them.
-- seconds: its share of reading the media and of its batch.
+- tokens: tokens of prompt and answer, media included.
+- kv_bytes: bytes of the pages, blocks and tables of these tokens, also of those that other rows
+  share; kv_ratio: bytes of as many tokens in 16 bit, divided by kv_bytes.
+- seconds: the row's share of reading the media and of its batch.
 - error: why there is no answer, else null.
 """
 
 
-def answered(row: Row, answer: Answer) -> Result:
-    """Of a free answer."""
+def answer_result(row: Row, answer: Answer) -> Result:
+    """Describe a free answer."""
     return _result(
         row,
         answer.memory,
         answer=answer.text,
-        correct=correct(row, answer.text, None),
+        correct=is_correct(row, answer.text, None),
         finish_reason=answer.finish_reason,
         tokens=answer.prompt_tokens + len(answer.token_ids),
     )
 
 
-def chosen(row: Row, choice: Choice) -> Result:
-    """Of a row with choices."""
+def choice_result(row: Row, choice: Choice) -> Result:
+    """Describe the answer to a row with choices."""
     return _result(
         row,
         choice.memory,
         answer=row.choices[choice.best],
         choice=choice.best,
-        correct=correct(row, "", choice.best),
+        correct=is_correct(row, "", choice.best),
         scores=[round(score, 4) for score in choice.scores],
         finish_reason="choice",
         tokens=choice.prompt_tokens,
     )
 
 
-def failed(row: Row, error: str) -> Result:
-    """Of a row that got no answer."""
+def error_result(row: Row, error: str) -> Result:
+    """Describe a row without an answer."""
     return _result(row, None, error=error)
 
 
-def told(error: Exception) -> str:
-    """One line about an error; only those of bad input speak for themselves."""
+def error_line(error: Exception) -> str:
+    """Describe an error in a line, with its type unless the input is to blame."""
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
 
 
 def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
     empty = dict.fromkeys(("answer", "choice", "correct", "scores", "finish_reason", "error"))
-    held = 0 if memory is None else memory.kv_bytes - memory.by_kind["unused"]
+    kv_bytes = 0 if memory is None else memory.kv_bytes - memory.by_kind["unused"]
     return {
         "id": row.id,
         **empty,
         "tokens": 0,
-        "kv_bytes": held,
-        "kv_ratio": round(memory.bf16_bytes / held, 4) if memory and held else None,
+        "kv_bytes": kv_bytes,
+        "kv_ratio": round(memory.bf16_bytes / kv_bytes, 4) if memory and kv_bytes else None,
         "seconds": 0.0,
         "group": row.group,
         "digest": row.digest,
     } | values
+
+
+@dataclass(frozen=True)
+class Work:
+    """What this process, or its workers, did for the run.
+
+    Attributes:
+        rows: rows answered or failed.
+        seconds: time from the first row to the last, without loading the model.
+        cpu_seconds: time of all processors and threads.
+        audio_seconds: length of the recordings read; rows that share a recording count it once.
+        kv_peak_bytes: largest pools of pages and blocks of a worker.
+        process_peak_bytes: largest resident memory of a process; on a GPU its allocated memory.
+    """
+
+    rows: int
+    seconds: float
+    cpu_seconds: float
+    audio_seconds: float
+    kv_peak_bytes: int
+    process_peak_bytes: int
+
+
+def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any]:
+    """Sum up all rows of an output, and the speed of this run."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    rows = list(results)
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    hours = work.seconds / 3600
+    return {
+        **_counts(rows),
+        "groups": {name: _counts(groups[name]) for name in sorted(groups) if name},
+        "throughput": {
+            "rows_per_s": _share(work.rows, work.seconds),
+            "audio_hours_per_hour": _share(work.audio_seconds / 3600, hours),
+        },
+        "work": asdict(work),
+        "failures": {row["id"]: row["error"] for row in rows if row["error"] is not None},
+    }
+
+
+def _counts(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    answered = [row for row in rows if row["error"] is None]
+    with_choices = [row for row in answered if row["choice"] is not None]
+    without_choices = [row for row in answered if row["choice"] is None]
+    kv_bytes = sum(row["kv_bytes"] for row in answered)
+    in_16_bit = sum(row["kv_bytes"] * (row["kv_ratio"] or 0) for row in answered)
+    return {
+        "rows": len(rows),
+        "failed": len(rows) - len(answered),
+        "accuracy": _accuracy(answered),
+        "choice_accuracy": _accuracy(with_choices),
+        "exact_match": _accuracy(without_choices),
+        "marked": sum(row["correct"] is not None for row in answered),
+        "mean_tokens": _share(sum(row["tokens"] for row in answered), len(answered)),
+        "mean_kv_bytes": _share(kv_bytes, len(answered)),
+        "kv_ratio": _share(in_16_bit, kv_bytes),
+    }
+
+
+def _accuracy(rows: list[Mapping[str, Any]]) -> float | None:
+    """Return the share of right rows among rows with a known answer and no error."""
+    marked = [row["correct"] for row in rows if row["correct"] is not None]
+    return _share(sum(marked), len(marked))
+
+
+def _share(part: float, total: float) -> float | None:
+    return round(part / total, 4) if total else None
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print a table of groups, and a line about speed and memory."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in ("", "rows", "failed", "accuracy", "choices", "exact", "tokens", "KV", "ratio"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
+    for name, counts in [*summary["groups"].items(), ("all", summary)]:
+        table.add_row(
+            # No markup, and JSON's escape for half of a surrogate pair.
+            Text(name.encode(errors="backslashreplace").decode()),
+            f"{counts['rows']:,}",
+            f"{counts['failed']:,}",
+            *(_percent(counts[key]) for key in ("accuracy", "choice_accuracy", "exact_match")),
+            f"{counts['mean_tokens'] or 0:,.0f}",
+            format_bytes(counts["mean_kv_bytes"] or 0),
+            f"{counts['kv_ratio'] or 0:.2f}x",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table)
+    work, rates = summary["work"], summary["throughput"]
+    kv_peak, process_peak = (format_bytes(work[f"{kind}_peak_bytes"]) for kind in ("kv", "process"))
+    print(
+        f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
+        f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour; most memory: "
+        f"KV {kv_peak}, process {process_peak}"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
+
+
+def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]) -> int:
+    """Write a line for each answered row, as lmms-eval's ``--log_samples`` does; count them.
+
+    A line has doc_id, input, target, resps, filtered_resps and doc_hash, and a metric:
+    ``exact_match``, or for choices ``acc``. The resps of choices are pairs of a log-likelihood
+    and whether it is the highest.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    lines = [
+        json.dumps(_sample(number, row, done[row.id]), ensure_ascii=False)
+        for number, row in enumerate(rows)
+        if row.id in done and done[row.id]["error"] is None
+    ]
+    with writing(path), whole_file(Path(path)) as part:
+        part.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+    return len(lines)
+
+
+def _sample(number: int, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
+    document = {"id": row.id, "question": row.question, "choices": row.choices, **row.media}
+    correct = result["correct"]
+    sample = {
+        "doc_id": number,
+        "target": row.answer[0] if row.answer else "",
+        "filtered_resps": [result["answer"]],
+        "doc_hash": hashlib.sha256(json.dumps(document).encode()).hexdigest(),
+        "input": row.question,
+    }
+    metric = "exact_match"
+    if row.choices:
+        metric, best = "acc", result["choice"]
+        pairs = [[score, index == best] for index, score in enumerate(result["scores"])]
+        sample |= {"resps": [[pair] for pair in pairs], "filtered_resps": pairs}
+    if correct is not None:
+        sample[metric] = float(correct)
+    return sample

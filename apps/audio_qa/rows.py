@@ -1,4 +1,4 @@
-"""Rows: what is to be asked about which media, from JSONL, CSV or a folder of recordings."""
+"""Rows: the questions of JSONL, CSV or a folder of recordings, and whether answers are right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import hashlib
 import itertools
 import json
+import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.source import is_address
-from oscar_mm.media.suffixes import KIND
+from oscar_mm.media.source import KIND, is_address
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _RARE = {".aiff": "audio", ".aif": "audio", ".wma": "audio", ".amr": "audio", ".caf": "audio"}
 _KIND = KIND | _RARE | {".tif": "images"}
-_Placed = tuple[Mapping[str, Any] | InputError, str]
-"""Fields, or why there are none, and the file and line of them."""
+_Record = tuple[Mapping[str, Any] | InputError, str]
+"""Fields, or why there are none, and their file and line."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Row:
     """One question.
 
     Attributes:
-        id: names it in the answers.
+        id: names the row in the answers.
         question: text.
         audio, images, videos: paths, made absolute, or addresses.
-        choices: texts of which one is to be chosen; empty for a free answer.
-        answer: texts that are right; empty if that is not known.
-        group: rows of one group are added up in the summary; "" for none.
+        choices: texts from which the model chooses; empty for a free answer.
+        answer: texts that are right; empty if nobody knows.
+        group: the summary adds up the rows of a group; "" for none.
         where: file and line, for messages.
-        error: why the row cannot be asked; "" if it can.
+        error: why nobody can answer the row; "" if the model can.
     """
 
     id: str
@@ -58,14 +58,18 @@ class Row:
 
     @property
     def recording(self) -> tuple[tuple[str, ...], ...]:
-        """Rows of which this is equal are about the same media."""
+        """Equal in rows about the same media."""
         return tuple(getattr(self, kind) for kind in MEDIA)
 
     @property
     def digest(self) -> str:
-        """Tells whether a row asks the same as one that was answered before."""
-        asked = [self.question, self.choices, [Path(one).name for one in sum(self.recording, ())]]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        """Equal in rows that ask the same."""
+        content = [
+            self.question,
+            self.choices,
+            [Path(path).name for path in sum(self.recording, ())],
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def read_rows(
@@ -74,24 +78,24 @@ def read_rows(
     question: str | None = None,
     group_by: str = "group",
 ) -> list[Row]:
-    """Rows of a file or folder, or of dicts with the same fields.
+    """Read the rows of a file or folder, or convert dicts with the same fields.
 
     Args:
-        source: a JSONL file (a JSON object on each line), a CSV file with a header, a folder whose
-            recordings, pictures and videos are asked about one by one, or dicts. Fields are id,
+        source: a JSONL file (a JSON object on each line), a CSV file with a header, a folder of
+            recordings, pictures and videos, each of which becomes a row, or dicts. Fields are id,
             question, audio, images, videos (a path or a list of them, relative to the file),
-            choices and answer; in CSV a list is a JSON list. Other fields are left alone. The id
+            choices and answer; in CSV a list is a JSON list. Other fields do not matter. The id
             of a row that has none is its line number, or "line 7" where a row has the id "7".
-        question: of rows that have none; needed for a folder.
+        question: question of rows that have none; a folder needs it.
         group_by: field whose value groups the rows of the summary.
 
     Returns:
-        in the order of the source. A row whose fields cannot be used has an ``error``; a line
-        that is no JSON object has one too, and the id "line 7".
+        rows in the order of the source. A row with unusable fields has an ``error``; so has a line
+        that is no JSON object, whose id is "line 7".
 
     Raises:
-        InputError: nothing there, no line that is a JSON object, a CSV file whose quotes do not
-            match, or an id that two rows are given; names the file and the line.
+        InputError: there are no rows, no line is a JSON object, the quotes of a CSV file do not
+            match, or two rows have the same id; the message names the file and the line.
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -108,7 +112,7 @@ def read_rows(
                 raise InputError(f"{path}: cannot be read: {error.strerror}") from None
             rows = _rows(records, base, question, group_by)
     else:
-        records = [(_fields(one), f"row {number}") for number, one in enumerate(source, 1)]
+        records = [(_fields(record), f"row {number}") for number, record in enumerate(source, 1)]
         rows = _rows(records, Path.cwd(), question, group_by)
     if not rows:
         raise InputError(f"{source}: there are no questions in it")
@@ -121,14 +125,14 @@ def read_rows(
 
 
 def by_recording(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows about the same media together, groups in the order of their first rows."""
+    """Group rows about the same media, in the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.recording, []).append(row)
     return list(groups.values())
 
 
-def _jsonl(path: Path) -> Iterator[_Placed]:
+def _jsonl(path: Path) -> Iterator[_Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:
@@ -137,7 +141,7 @@ def _jsonl(path: Path) -> Iterator[_Placed]:
                 yield _record(_parse_line, line), f"{path}, line {number}"
 
 
-def _csv(path: Path) -> Iterator[_Placed]:
+def _csv(path: Path) -> Iterator[_Record]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -149,12 +153,12 @@ def _csv(path: Path) -> Iterator[_Placed]:
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: is no text in UTF-8: {error}") from None
         except csv.Error as error:
-            # Where the next row begins is not known.
+            # Nobody knows where the next row begins.
             raise InputError(f"{path}, after line {reader.line_num}: no CSV: {error}") from None
 
 
 def _record(parse: Callable[[Any], Any], raw: Any) -> Mapping[str, Any] | InputError:
-    """The fields of a row, or why it has none."""
+    """Return the fields of a row, or why it has none."""
     try:
         return _fields(parse(raw))
     except InputError as error:
@@ -182,7 +186,7 @@ def _parse_line(line: bytes) -> Any:
 
 def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
     if None in cells or None in cells.values():
-        raise InputError(f"has not the {columns} columns of the header")
+        raise InputError(f"does not have the {columns} columns of the header")
     return {name: _cell(cell) for name, cell in cells.items() if cell}
 
 
@@ -202,7 +206,7 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
     def medium(path: Path) -> dict[str, Any]:
         return {_KIND[path.suffix.lower()]: (str(path.absolute()),)}
 
-    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _KIND]
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _KIND]
     return [
         Row(
             id=path.relative_to(folder).as_posix(),
@@ -210,18 +214,18 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
             where=str(path),
             **medium(path),
         )
-        for path in found
+        for path in paths
         if path.is_file()
     ]
 
 
-def _rows(records: Sequence[_Placed], base: Path, question: str | None, group_by: str) -> list[Row]:
-    """Rows of records, unless there is none among them: then the file is of another kind."""
+def _rows(records: Sequence[_Record], base: Path, question: str | None, group_by: str) -> list[Row]:
+    """Convert records into rows; a file without any record is of another kind."""
     if records and all(isinstance(record, InputError) for record, _ in records):
         record, where = records[0]
         raise InputError(f"{where}: {record}")
     taken = {_given_id(record) for record, _ in records}
-    return [_row(one, base, where, question, group_by, taken) for one, where in records]
+    return [_row(record, base, where, question, group_by, taken) for record, where in records]
 
 
 def _row(
@@ -234,11 +238,11 @@ def _row(
 ) -> Row:
     place = where.rpartition(", ")[2]
     if isinstance(record, InputError):
-        return Row(id=_free(taken, place), question="", where=where, error=str(record))
+        return Row(id=_unused_id(taken, place), question="", where=where, error=str(record))
     given = {_SINGULAR.get(name, name): value for name, value in record.items()}
-    asked = given.get("question", question)
+    content = given.get("question", question)
     about: dict[str, Any] = {
-        "id": _free(taken, place.rpartition(" ")[2], place),
+        "id": _unused_id(taken, place.rpartition(" ")[2], place),
         "where": where,
     }
     try:
@@ -247,7 +251,7 @@ def _row(
             for name, field in (("id", "id"), ("group", group_by))
             if given.get(field) is not None
         }
-        if not isinstance(asked, str) or not asked.strip():
+        if not isinstance(content, str) or not content.strip():
             raise InputError("question must be text that is not empty")
         texts: dict[str, Any] = {
             name: _texts(name, given.get(name)) for name in ("choices", "answer", *MEDIA)
@@ -255,10 +259,10 @@ def _row(
         if len(texts["choices"]) == 1 or len(set(texts["choices"])) < len(texts["choices"]):
             raise InputError("choices must be several texts, all different")
         for kind in MEDIA:
-            texts[kind] = tuple(_place(base, one) for one in texts[kind])
+            texts[kind] = tuple(_medium_path(base, source) for source in texts[kind])
     except InputError as error:
-        return Row(question=asked if isinstance(asked, str) else "", error=str(error), **about)
-    return Row(question=asked, **texts, **about)
+        return Row(question=content if isinstance(content, str) else "", error=str(error), **about)
+    return Row(question=content, **texts, **about)
 
 
 def _given_id(record: Mapping[str, Any] | InputError) -> str | None:
@@ -270,33 +274,66 @@ def _given_id(record: Mapping[str, Any] | InputError) -> str | None:
         return None
 
 
-def _free(taken: Container[str | None], *names: str) -> str:
-    """The first of some names for a row without an id that no other row was given."""
+def _unused_id(taken: Container[str | None], *names: str) -> str:
+    """Choose an id for a row without one: the first of ``names`` that no other row has."""
     more = (f"{names[-1]} ({count})" for count in itertools.count(2))
     return next(name for name in itertools.chain(names, more) if name not in taken)
 
 
 def _label(name: str, value: Any) -> str:
     try:
-        # As it comes back from the answers: JSON makes one character of two halves in a row.
+        # The answers are JSON too, which joins two halves of a surrogate pair into a character.
         return json.loads(json.dumps(str(value)))
     except (RecursionError, ValueError):
         raise InputError(f"{name} must be text or a number") from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text or a list of texts; numbers are taken as they are written."""
+    """Convert one text or a list of texts; a number becomes a text."""
     if value is None or value == "":
         return ()
     values = list(value) if isinstance(value, list | tuple) else [value]
     if name not in MEDIA:
-        values = [str(one) if type(one) in (int, float) else one for one in values]
+        values = [str(item) if type(item) in (int, float) else item for item in values]
     else:
-        values = [str(one) if isinstance(one, Path) else one for one in values]
-    if not all(isinstance(one, str) and one.strip() for one in values):
+        values = [str(item) if isinstance(item, Path) else item for item in values]
+    if not all(isinstance(item, str) and item.strip() for item in values):
         raise InputError(f"{name} must be text, or a list of texts")
     return tuple(values)
 
 
-def _place(base: Path, source: str) -> str:
+def _medium_path(base: Path, source: str) -> str:
     return source if is_address(source) else str(base / source)
+
+
+def right_choices(row: Row) -> set[int]:
+    """Return the indices of right choices, found by text or else by letter (A is the first).
+
+    Raises:
+        InputError: the row's answer is none of its choices.
+    """
+    texts = [normal_form(choice) for choice in row.choices]
+    right = set()
+    for answer in row.answer:
+        matches = [index for index, text in enumerate(texts) if text == normal_form(answer)]
+        if not matches and len(answer) == 1 and 0 <= ord(answer.upper()) - ord("A") < len(texts):
+            matches = [ord(answer.upper()) - ord("A")]
+        if not matches:
+            raise InputError(f"answer {answer!r} is none of the choices")
+        right.update(matches)
+    return right
+
+
+def is_correct(row: Row, text: str, choice: int | None) -> bool | None:
+    """Whether the choice, or else the text, is right; None if the row has no answer."""
+    if not row.answer:
+        return None
+    if choice is not None:
+        return choice in right_choices(row)
+    return normal_form(text) in {normal_form(answer) for answer in row.answer}
+
+
+def normal_form(text: str) -> str:
+    """Remove case, surrounding punctuation and differences of white space."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return plain.strip(".,;:!?\"'` ") or plain

@@ -1,4 +1,4 @@
-"""Charts as HTML: paths in an SVG that stretches, labels beside it that do not."""
+"""Charts as HTML: paths in an SVG that stretches, and labels beside it that do not."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Line:
     """A line, or the upper edge of an area.
 
     Attributes:
-        name: for the legend.
-        style: CSS class that gives it its colour, "c-image" for example.
+        name: label in the legend.
+        style: CSS class of the colour, "c-image" for example.
         points: (x, y), x ascending.
-        filled: whether it is an area, down to the line before it or to zero.
+        filled: whether this is an area, down to the area before it or to zero.
         dashed: whether a line is dashed.
     """
 
@@ -40,19 +40,20 @@ def chart(
     least_x: float = 0,
     least_y: float = 0,
 ) -> str:
-    """A chart with axes from zero, a legend and a summary for those who do not see it.
+    """Draw a chart with axes from zero, a legend, and a summary for screen readers.
 
     Args:
-        lines: areas first, in the order in which they are stacked; then lines.
-        title: above it.
-        summary: what it shows now, in words.
-        x_label: below it.
-        show_y: a value as people read it.
-        ticks: of the horizontal axis; by default its ends and its middle.
-        least_x: the horizontal axis goes at least that far; least_y likewise.
+        lines: areas in the order in which they are stacked, then lines.
+        title: caption above the chart.
+        summary: what the chart shows now, in words.
+        x_label: label of the horizontal axis.
+        show_y: writes a value of the vertical axis for people.
+        ticks: values on the horizontal axis; by default its ends and its middle.
+        least_x: shortest horizontal axis.
+        least_y: shortest vertical axis.
     """
     points = [point for line in lines for point in line.points]
-    top = _nice(max(max((y for _, y in points), default=0), least_y) or 1)
+    top = _round_up(max(max((y for _, y in points), default=0), least_y) or 1)
     right = max(max((x for x, _ in points), default=0), least_x) or 1
     below: Sequence[tuple[float, float]] = ()
     drawn = []
@@ -64,8 +65,8 @@ def chart(
             drawn.append(f'<path class="area {line.style}" d="{path}"/>')
             below = placed
         elif placed:
-            kind = "line dashed" if line.dashed else "line"
-            drawn.append(f'<path class="{kind} {line.style}" d="{_path(placed)}"/>')
+            style = "line dashed" if line.dashed else "line"
+            drawn.append(f'<path class="{style} {line.style}" d="{_path(placed)}"/>')
     rules = "".join(
         f'<span class="rule" style="bottom:{25 * part}%"><i>{escape(show_y(top * part / 4))}</i>'
         "</span>"
@@ -95,7 +96,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
 
 
-def _nice(value: float) -> float:
-    """The next round number whose quarters are round too."""
+def _round_up(value: float) -> float:
+    """Return the next round number whose quarters are round too."""
     power = 10.0 ** math.floor(math.log10(value / 4))
     return next(4 * step * power for step in _STEPS if 4 * step * power >= value * 0.999)

@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from oscar_mm.apps import options, progress
+from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.models import BUNDLED
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 DEFAULT_MODEL = "pocket-omni"
-"""Takes pictures and sound."""
+"""This model takes pictures and sound."""
 
 
 def demo(
@@ -28,7 +28,9 @@ def demo(
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer over a 16-bit cache too, side by side.")
     ] = False,
-    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Of the page.")] = 7860,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65535, help="Port of the page.")
+    ] = 7860,
     host: Annotated[
         str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 is all of them.")
     ] = "127.0.0.1",
@@ -54,7 +56,7 @@ def demo(
     parse_bytes("--kv-budget", kv_budget)
     if importlib.util.find_spec("gradio") is None:
         raise InputError("the demo needs gradio: pip install 'oscar-mm[demo]'")
-    progress.on_loading()
+    terminal.quiet_transformers()
     from oscar_mm.apps.demo.server import serve  # brings gradio and torch
 
     serve(

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "media"
-"""There in a checkout, not in an installed wheel."""
+"""A checkout has this folder, an installed wheel does not."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A question and the files that it shows, below FOLDER."""
+    """A question and the files below FOLDER that it shows."""
 
     text: str
     files: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[Path]:
-        """Of the files."""
+        """Paths of the files."""
         return [FOLDER / file for file in self.files]
 
 
@@ -27,20 +27,20 @@ class Example:
     """A conversation.
 
     Attributes:
-        title: of its button.
-        what: it shows, in a few words.
-        messages: asked one after the other.
-        hears: whether the model has to take sound.
+        title: label of its button.
+        summary: what it shows, in a few words.
+        messages: questions in their order.
+        needs_sound: whether the model must take sound.
     """
 
     title: str
-    what: str
+    summary: str
     messages: tuple[Message, ...]
-    hears: bool = False
+    needs_sound: bool = False
 
     @property
-    def is_there(self) -> bool:
-        """Whether all of its files are."""
+    def exists(self) -> bool:
+        """Whether all of its files exist."""
         return all(path.is_file() for message in self.messages for path in message.paths)
 
 
@@ -89,7 +89,7 @@ EXAMPLES = (
             Message("Write clips 1, 4 and 9."),
             Message("What was said in clip 7?"),
         ),
-        hears=True,
+        needs_sound=True,
     ),
     Example(
         "Pictures and sound",
@@ -100,6 +100,6 @@ EXAMPLES = (
             Message("How much is TEA in picture 15?", _cards(*range(11, 18))),
             Message("What was said in clip 4?"),
         ),
-        hears=True,
+        needs_sound=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Handlers: what happens when something is pressed; each returns what the page then shows."""
+"""Handlers: what the page does when a visitor presses something, and then shows."""
 
 from __future__ import annotations
 
@@ -12,168 +12,173 @@ from typing import Any
 import gradio as gr
 
 from oscar_mm.admission.capacity import ModelShape
-from oscar_mm.apps.demo import views
+from oscar_mm.apps.demo.comparison_panel import comparison_view
 from oscar_mm.apps.demo.examples import Example
-from oscar_mm.apps.demo.fits import MODELS, how_many
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.report import report_json
-from oscar_mm.apps.demo.settings import chosen, whole
+from oscar_mm.apps.demo.memory_panel import (
+    MODELS,
+    capacity,
+    memory_report,
+    memory_view,
+    segments_view,
+    status_view,
+)
+from oscar_mm.apps.demo.session import Session, SessionSettings, as_int
+from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import history, live
-from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.errors import InputError
 
 THIS_MODEL = "the model of this page"
-_SAME = gr.skip()
+_UNCHANGED = gr.skip()
 
 
 class Handlers:
-    """Of one page.
+    """The handlers of a page.
 
-    ``shown`` is the order of what most of them return.
+    Most take the scenario for which the page shows the capacity: GPU, model and length.
 
     Args:
-        hall: the visitors.
-        folder: for files that visitors download.
+        sessions: the visitors.
+        folder: takes the files that visitors download.
+
+    Attributes:
+        part_names: the parts of the page that most handlers return, in this order.
     """
 
-    shown = ("history", "live", "memory", "segments", "compared", "fits", "status", "compare")
+    part_names = (
+        *("history", "live", "memory", "segments"),
+        *("compared", "capacity", "status", "compare"),
+    )
 
-    def __init__(self, hall: Hall, folder: Path) -> None:
-        self.hall, self.folder = hall, folder
-        pipe = hall.pipe
-        whole = getattr(pipe.family, "whole", pipe.model)
-        self.shape = ModelShape.of(pipe.model.config, whole.num_parameters())
+    def __init__(self, sessions: Sessions, folder: Path) -> None:
+        self.sessions, self.folder = sessions, folder
+        pipe = sessions.pipe
+        model = getattr(pipe.family, "whole", pipe.model)
+        self.shape = ModelShape.of(pipe.model.config, model.num_parameters())
 
-    def fresh(self, gpu: str, model: str, length: str) -> dict[str, Any]:
-        """What a page shows before anything was said, by the names of ``shown``."""
-        visitor = Visitor(self.hall)
-        parts = self.all_of(visitor, gpu, model, length)
-        visitor.close()
-        return dict(zip(self.shown, parts, strict=True))
+    def initial(self, *scenario: str) -> dict[str, Any]:
+        """Return the parts of an empty conversation by name."""
+        session = Session(self.sessions)
+        parts = self.all_parts(session, *scenario)
+        session.close()
+        return dict(zip(self.part_names, parts, strict=True))
 
-    def all_of(self, visitor: Visitor, gpu: str, model: str, length: str) -> tuple:
-        """Every part of ``shown``."""
+    def all_parts(self, session: Session, *scenario: str) -> tuple:
+        """Return all parts, in the order of ``part_names``."""
         return (
-            history(visitor.exchanges, visitor.writing),
-            live(visitor.writing),
-            views.panel(visitor),
-            views.segments(visitor),
-            views.compared(visitor),
-            self._fits(visitor, gpu, model, length),
-            views.status(visitor),
-            visitor.other is not None,
+            history(session.exchanges, session.active),
+            live(session.active),
+            memory_view(session),
+            segments_view(session),
+            comparison_view(session),
+            self._capacity(session, *scenario),
+            status_view(session),
+            session.baseline is not None,
         )
 
     def ask(
         self,
+        request: gr.Request,
         message: dict[str, Any] | None,
         temperature: float,
         longest: float,
-        gpu: str,
-        model: str,
-        length: str,
-        request: gr.Request,
+        *scenario: str,
     ) -> Iterator[tuple]:
-        """Answer a message; the box is emptied, and filled again if it could not be answered."""
+        """Answer a message; a message that the page refuses goes back into the box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
-        visitor = self._visitor(request)
+        session = self._session(request)
         options = self._options(temperature, longest)
         empty = gr.MultimodalTextbox(value=None)
-        sent = yield from self._answer(visitor, text, files, options, empty)
-        last = visitor.exchanges[-1:]
-        back = bool(last and last[0].error and not last[0].counts)
-        box = gr.MultimodalTextbox(value={"text": text, "files": files}) if back else _SAME
-        past, *parts = self.all_of(visitor, gpu, model, length)
-        yield _SAME if past == sent else past, *parts, box
+        sent = yield from self._answer(session, text, files, options, empty)
+        last = session.exchanges[-1:]
+        refused = bool(last and last[0].error and not last[0].counts)
+        box = gr.MultimodalTextbox(value={"text": text, "files": files}) if refused else _UNCHANGED
+        past, *parts = self.all_parts(session, *scenario)
+        yield _UNCHANGED if past == sent else past, *parts, box
 
     def example(self, example: Example) -> Callable[..., Iterator[tuple]]:
-        """A handler that begins anew and asks what an example asks."""
+        """Return a handler that begins a conversation and asks an example's questions."""
 
         def play(
-            temperature: float,
-            longest: float,
-            gpu: str,
-            model: str,
-            length: str,
-            request: gr.Request,
+            request: gr.Request, temperature: float, longest: float, *scenario: str
         ) -> Iterator[tuple]:
-            visitor = self._visitor(request)
+            session = self._session(request)
             try:
-                visitor.begin()
+                session.begin()
             except InputError as error:
                 raise gr.Error(str(error), print_exception=False) from None
             options = self._options(temperature, longest)
             for message in example.messages:
-                sent = yield from self._answer(visitor, message.text, message.paths, options, _SAME)
-                past, *parts = self.all_of(visitor, gpu, model, length)
-                yield _SAME if past == sent else past, *parts, _SAME
-                if visitor.stopped or not visitor.exchanges or visitor.exchanges[-1].error:
+                sent = yield from self._answer(
+                    session, message.text, message.paths, options, _UNCHANGED
+                )
+                past, *parts = self.all_parts(session, *scenario)
+                yield _UNCHANGED if past == sent else past, *parts, _UNCHANGED
+                if session.stopped or not session.exchanges or session.exchanges[-1].error:
                     break
 
         return play
 
     @property
-    def usual_temperature(self) -> float:
-        """The checkpoint's own."""
-        return self.hall.pipe.sampling({}, ()).temperature
+    def default_temperature(self) -> float:
+        """The checkpoint's own temperature."""
+        return self.sessions.pipe.sampling({}, ()).temperature
 
     def _options(self, temperature: float, longest: float) -> dict[str, Any]:
-        # At its own temperature the checkpoint also says among which tokens is chosen.
-        chosen = None if temperature == self.usual_temperature else temperature
-        return {"temperature": chosen, "max_new_tokens": whole(longest)}
+        # A checkpoint's top_k and top_p go with its own temperature only.
+        sampled = None if temperature == self.default_temperature else temperature
+        return {"temperature": sampled, "max_new_tokens": as_int(longest)}
 
     def _answer(
-        self, visitor: Visitor, text: str, files: list, options: dict[str, Any], box: Any
+        self, session: Session, text: str, files: list, options: dict[str, Any], box: Any
     ) -> Generator[tuple, None, str]:
-        """Tells the page of an answer that is being written; the history that it has in the end."""
-        writing, sent = None, ""
+        """Show an answer while the model writes it; return the history that the page has then."""
+        active, sent = None, ""
         try:
-            for _ in visitor.ask(text, files, **options):
-                past, now = _SAME, visitor.writing
-                if now is not writing or box is not _SAME:
-                    past = sent = history(visitor.exchanges, now)
-                    writing = now
-                compared = views.compared(visitor) if visitor.other else _SAME
-                parts = past, live(now), views.panel(visitor), _SAME, compared
-                yield *parts, *[_SAME] * 3, box
-                box = _SAME
+            for _ in session.ask(text, files, **options):
+                past, now = _UNCHANGED, session.active
+                if now is not active or box is not _UNCHANGED:
+                    past = sent = history(session.exchanges, now)
+                    active = now
+                compared = comparison_view(session) if session.baseline else _UNCHANGED
+                parts = past, live(now), memory_view(session), _UNCHANGED, compared
+                yield *parts, *[_UNCHANGED] * 3, box
+                box = _UNCHANGED
         except InputError as error:
             gr.Warning(str(error))
         return sent
 
-    def compare(
-        self, wanted: bool, gpu: str, model: str, length: str, request: gr.Request
-    ) -> Iterator[tuple]:
+    def compare(self, request: gr.Request, wanted: bool, *scenario: str) -> Iterator[tuple]:
         """Begin or end the comparison."""
-        visitor = self._visitor(request)
+        session = self._session(request)
         try:
             if wanted:
-                for _ in visitor.compare():
-                    panel, compared = views.panel(visitor), views.compared(visitor)
-                    yield _SAME, _SAME, panel, _SAME, compared, *[_SAME] * 3
+                for _ in session.compare():
+                    panel, compared = memory_view(session), comparison_view(session)
+                    yield _UNCHANGED, _UNCHANGED, panel, _UNCHANGED, compared, *[_UNCHANGED] * 3
             else:
-                visitor.stop_comparing()
+                session.stop_comparing()
         except InputError as error:
-            visitor.tell(error)
-        yield self.all_of(visitor, gpu, model, length)
+            session.show_error(error)
+        yield self.all_parts(session, *scenario)
 
-    def do(self, name: str) -> Callable[..., tuple]:
-        """A handler for a method of a visitor that takes nothing: "undo" or "begin"."""
+    def action(self, name: str) -> Callable[..., tuple]:
+        """Return a handler for a method of a session without arguments: "undo" or "begin"."""
 
-        def act(gpu: str, model: str, length: str, request: gr.Request) -> tuple:
-            visitor = self._visitor(request)
-            with _told(visitor):
-                getattr(visitor, name)()
-            return self.all_of(visitor, gpu, model, length)
+        def act(request: gr.Request, *scenario: str) -> tuple:
+            session = self._session(request)
+            with _errors_in_chat(session):
+                getattr(session, name)()
+            return self.all_parts(session, *scenario)
 
         return act
 
     def stop(self, request: gr.Request) -> None:
-        """End the answer that is being written."""
-        self._visitor(request).stop()
+        """End the answer that the model writes."""
+        self._session(request).stop()
 
     def begin_with(
         self,
+        request: gr.Request,
         preset: str,
         text: str,
         image: str,
@@ -182,84 +187,77 @@ class Handlers:
         window: float,
         system: str,
         compare: bool,
-        gpu: str,
-        model: str,
-        length: str,
-        request: gr.Request,
+        *scenario: str,
     ) -> tuple:
-        """A new conversation with the settings of the page."""
-        visitor = self._visitor(request)
+        """Begin a conversation with the settings of the page."""
+        session = self._session(request)
         bits = {"text": text, "image": image, "video": video, "audio": audio}
-        with _told(visitor):
-            visitor.begin(chosen(preset, bits, window, system, compare))
-        return self.all_of(visitor, gpu, model, length)
+        with _errors_in_chat(session):
+            session.begin(SessionSettings.of_fields(preset, bits, window, system, compare))
+        return self.all_parts(session, *scenario)
 
-    def forget(
-        self, gpu: str, model: str, length: str, request: gr.Request, event: gr.EventData
-    ) -> tuple:
-        """Free a segment."""
-        visitor = self._visitor(request)
-        with _told(visitor):
-            visitor.forget(event.index)
-        return self.all_of(visitor, gpu, model, length)
+    def forget(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
+        """Free the memory of a segment."""
+        session = self._session(request)
+        with _errors_in_chat(session):
+            session.forget(event.index)
+        return self.all_parts(session, *scenario)
 
-    def load(
-        self, path: str | None, gpu: str, model: str, length: str, request: gr.Request
-    ) -> tuple:
-        """Go on with a saved conversation."""
-        visitor = self._visitor(request)
-        with _told(visitor):
+    def load(self, request: gr.Request, path: str | None, *scenario: str) -> tuple:
+        """Replace the conversation with a saved one."""
+        session = self._session(request)
+        with _errors_in_chat(session):
             if path:
-                visitor.load(path)
-        return self.all_of(visitor, gpu, model, length)
+                session.load(path)
+        return self.all_parts(session, *scenario)
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
-        """The conversation as a file, and the history, which may tell why there is none."""
-        visitor = self._visitor(request)
+        """Return the conversation as a file, or None, and the history, which then tells why."""
+        session = self._session(request)
         path = self._new_file("conversation.safetensors")
-        with _told(visitor):
-            visitor.save(path)
-        return str(path) if path.exists() else None, history(visitor.exchanges)
+        with _errors_in_chat(session):
+            session.save(path)
+        return str(path) if path.exists() else None, history(session.exchanges)
 
     def report(self, request: gr.Request) -> str:
-        """The memory report as a file."""
+        """Return the memory report as a file."""
         path = self._new_file("memory.json")
-        path.write_text(report_json(self._visitor(request)))
+        path.write_text(memory_report(self._session(request)))
         return str(path)
 
-    def fits(self, gpu: str, model: str, length: str, request: gr.Request) -> str:
-        """How many conversations fit."""
-        return self._fits(self._visitor(request), gpu, model, length)
+    def capacity(self, request: gr.Request, *scenario: str) -> str:
+        """Tell how many conversations fit on a GPU."""
+        return self._capacity(self._session(request), *scenario)
 
-    def why(self, request: gr.Request) -> Iterator[str]:
-        """What the keys of this conversation are like."""
-        from oscar_mm.apps.demo.why import why
+    def inspect(self, request: gr.Request) -> Iterator[str]:
+        """Inspect the keys of this conversation."""
+        from oscar_mm.apps.demo.inspection_panel import inspection_view
 
-        visitor = self._visitor(request)
+        session = self._session(request)
         yield '<p class="empty">Reading …</p>'
         try:
-            yield why(visitor.inspection())
+            yield inspection_view(session.inspection())
         except InputError as error:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
-    def arrive(self, gpu: str, model: str, length: str, request: gr.Request) -> tuple:
-        """A page was loaded."""
-        return self.all_of(self._visitor(request), gpu, model, length)
+    def open_page(self, request: gr.Request, *scenario: str) -> tuple:
+        """Show the session of a page that a browser has loaded."""
+        return self.all_parts(self._session(request), *scenario)
 
-    def _visitor(self, request: gr.Request) -> Visitor:
+    def _session(self, request: gr.Request) -> Session:
         try:
-            return self.hall.visitor(str(request.session_hash))
+            return self.sessions.session(str(request.session_hash))
         except InputError as error:
             raise gr.Error(str(error), print_exception=False) from None
 
     def leave(self, request: gr.Request) -> None:
-        """A page was closed, or is loaded anew."""
-        self.hall.leave(str(request.session_hash))
+        """End the session of a page that a browser has closed or loads anew."""
+        self.sessions.leave(str(request.session_hash))
 
-    def _fits(self, visitor: Visitor, gpu: str, model: str, length: str) -> str:
+    def _capacity(self, session: Session, gpu: str, model: str, length: str) -> str:
         shape = self.shape if model == THIS_MODEL else MODELS[model]
-        stored = visitor.side.tokens_by_modality
-        return how_many(stored, visitor.settings.policy, gpu, shape, length)
+        stored = session.conversation.tokens_by_modality
+        return capacity(stored, session.settings.policy, gpu, shape, length)
 
     def _new_file(self, name: str) -> Path:
         folder = self.folder / secrets.token_hex(16)
@@ -268,9 +266,9 @@ class Handlers:
 
 
 @contextmanager
-def _told(visitor: Visitor) -> Iterator[None]:
-    """Whatever the input is refused for is told in the chat."""
+def _errors_in_chat(session: Session) -> Iterator[None]:
+    """Show in the transcript why the page refuses the input."""
     try:
         yield
     except InputError as error:
-        visitor.tell(error)
+        session.show_error(error)

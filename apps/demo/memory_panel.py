@@ -1,30 +1,74 @@
-"""The memory panel: what the conversation holds now, in numbers and over its tokens."""
+"""The memory panel: what a conversation holds, piece by piece, and how many fit on a GPU."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from html import escape
+from typing import Any
 
+import oscar_mm
+from oscar_mm.admission.capacity import ModelShape
+from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.curve import PARTS, Curve
+from oscar_mm.apps.demo.measured_chat import PARTS, MemoryCurve
+from oscar_mm.apps.demo.session import Session
+from oscar_mm.chat.conversation import Segment
 from oscar_mm.generation.answer import Timings
+from oscar_mm.modality import Modality
+from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
 
-_POINTS = 160
+_MOST_POINTS = 160
 _NOTE = (
     '<p class="how">Tokens stay in 16 bit until 128 of their modality fill a page, so a short '
     "conversation gains little. Every byte that is in use counts.</p>"
 )
 _LEAST_TOKENS, _LEAST_BYTES = 256, 100_000
-"""Where the axes end before there is much to show."""
+"""The shortest axes."""
+FORGET_SCRIPT = """
+element.addEventListener('click', (event) => {
+  const button = event.target.closest('button[data-index]');
+  if (!button || button.disabled) return;
+  button.disabled = true;
+  trigger('click', {index: Number(button.dataset.index)});
+});
+"""
+"""Sends the index of the segment whose button a visitor presses."""
+MODELS = {
+    "Qwen3-VL-2B": ModelShape(28, 8, 128, 2_100_000_000),
+    "Qwen3-VL-4B": ModelShape(36, 8, 128, 4_400_000_000),
+    "Qwen3-VL-8B": ModelShape(36, 8, 128, 8_800_000_000),
+    "Qwen3-VL-32B": ModelShape(64, 8, 128, 33_400_000_000),
+    "Qwen3-VL-30B-A3B": ModelShape(48, 4, 128, 31_100_000_000),
+    "Qwen3-Omni-30B-A3B": ModelShape(48, 4, 128, 35_300_000_000),
+    "LLaVA-v1.6-Mistral-7B": ModelShape(32, 8, 128, 7_600_000_000),
+    "LLaVA-v1.6-Vicuna-7B": ModelShape(32, 32, 128, 7_100_000_000),
+    "LLaVA-v1.6-Vicuna-13B": ModelShape(40, 40, 128, 13_400_000_000),
+}
+"""Layers, KV heads, head_dim and about how many parameters published checkpoints have."""
+LENGTHS = {"this long": 0, "8K tokens": 8192, "32K tokens": 32768, "128K tokens": 131072}
+"""Tokens of a conversation; 0 for its present length."""
+_EXAMPLE_MIX = {"text": 1, "image": 7}
+"""The mix of modalities in an empty conversation."""
 
 
-def memory_panel(curve: Curve, timings: Timings | None, other: Curve | None = None) -> str:
-    """Tiles and chart.
+def memory_view(session: Session) -> str:
+    """Show the memory of a conversation in numbers, and over its tokens."""
+    baseline = session.baseline.curve if session.baseline else None
+    return memory_panel(session.conversation.curve, session.conversation.timings, baseline)
+
+
+def memory_panel(
+    curve: MemoryCurve, timings: Timings | None, baseline: MemoryCurve | None = None
+) -> str:
+    """Show tiles and a chart.
 
     Args:
-        curve: of the conversation.
-        timings: of the latest answer, as far as it goes.
-        other: of the same conversation over a 16-bit cache, where that runs beside it.
+        curve: memory of the conversation.
+        timings: timings of the latest answer so far.
+        baseline: memory of the same conversation over a 16-bit cache, where that runs beside it.
     """
     now = curve.last
     speed = f"{timings.tokens_per_s:.0f}" if timings and timings.tokens_per_s else "-"
@@ -34,49 +78,184 @@ def memory_panel(curve: Curve, timings: Timings | None, other: Curve | None = No
         f"<dd>{escape(value)}</dd><small>{escape(note)}</small></div>"
         for name, value, note, lead in (
             ("16 bit takes", f"{now.ratio:.2f}x", "as much", True),
-            ("Held now", format_bytes(now.held), f"{now.stored:,} tokens", True),
-            ("In 16 bit", format_bytes(now.plain), "the same tokens", False),
+            ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens", True),
+            ("In 16 bit", format_bytes(now.bf16_bytes), "the same tokens", False),
             ("Bits per value", f"{now.bits_per_value:.2f}", "all counted", False),
             ("Speed", speed, "tokens/s", False),
             ("First token", wait, "media and prompt", False),
         )
     )
-    return f'<dl class="tiles">{tiles}</dl>{memory_chart(curve, other)}{_NOTE}'
+    return f'<dl class="tiles">{tiles}</dl>{memory_chart(curve, baseline)}{_NOTE}'
 
 
-def memory_chart(curve: Curve, other: Curve | None) -> str:
-    """Bytes over tokens, stacked by modality, below what 16 bit would take."""
-    samples = curve.thinned(_POINTS)
-    shown = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
+def memory_chart(curve: MemoryCurve, baseline: MemoryCurve | None) -> str:
+    """Draw bytes over tokens, stacked by modality, below what 16 bit would take."""
+    samples = curve.thinned(_MOST_POINTS)
+    parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
-    for part in shown or PARTS[:1]:
-        below = [height + one.parts[part] for height, one in zip(below, samples, strict=True)]
-        points = [(one.tokens, height) for one, height in zip(samples, below, strict=True)]
+    for part in parts or PARTS[:1]:
+        below = [height + sample.parts[part] for height, sample in zip(below, samples, strict=True)]
+        points = [(sample.tokens, height) for sample, height in zip(samples, below, strict=True)]
         lines.append(Line(part, f"c-{part}", points, filled=True))
-    plain = [(sample.tokens, sample.plain) for sample in samples]
+    plain = [(sample.tokens, sample.bf16_bytes) for sample in samples]
     lines.append(Line("the same in 16 bit", "c-plain", plain, dashed=True))
-    if other is not None:
-        measured = [(sample.tokens, sample.held) for sample in other.thinned(_POINTS)]
-        lines.append(Line("16 bit, measured", "c-other", measured))
+    if baseline is not None:
+        points = [(sample.tokens, sample.used_bytes) for sample in baseline.thinned(_MOST_POINTS)]
+        lines.append(Line("16 bit, measured", "c-other", points))
     now = curve.last
     summary = (
-        f"{now.stored} tokens hold {format_bytes(now.held)}; in 16 bit they would hold "
-        f"{format_bytes(now.plain)}, {now.ratio:.2f} times as much"
+        f"{now.stored_tokens} tokens hold {format_bytes(now.used_bytes)}; in 16 bit they would "
+        f"hold {format_bytes(now.bf16_bytes)}, {now.ratio:.2f} times as much"
     )
     return chart(
         lines,
         title="Memory of keys and values",
         summary=summary,
         x_label="tokens of the conversation",
-        show_y=_short,
+        show_y=_axis_bytes,
         least_x=_LEAST_TOKENS,
         least_y=_LEAST_BYTES,
     )
 
 
-def _short(count: float) -> str:
-    """Bytes for an axis, where the steps are round."""
+def _axis_bytes(count: float) -> str:
+    """Write bytes for an axis, whose steps are round."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:g} {unit}"
     return f"{count:g}"
+
+
+def segments_view(session: Session) -> str:
+    """Show the parts of a conversation."""
+    previews = [[preview.html for preview in turn.previews] for turn in session.turns]
+    return segment_table(session.conversation.segments, previews)
+
+
+def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]) -> str:
+    """Show segments with their tokens and bytes, and a button to forget each medium.
+
+    Args:
+        segments: segments of the conversation.
+        previews: HTML of the media of each turn, in the order of its segments; "" for none.
+    """
+    if not segments:
+        return (
+            '<p class="empty">What you show and ask is listed here, with its tokens and bytes.</p>'
+        )
+    media = {turn: iter(htmls) for turn, htmls in enumerate(previews)}
+    rows = "".join(
+        _segment_row(
+            segment, "" if segment.modality is Modality.TEXT else next(media[segment.turn], "")
+        )
+        for segment in segments
+    )
+    return (
+        '<table class="segments"><caption class="sr">Segments of the conversation</caption>'
+        '<thead><tr><th scope="col" class="what">Segment</th><th scope="col">Tokens</th>'
+        '<th scope="col">Bytes</th><th scope="col"><span class="sr">Forget</span></th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
+    )
+
+
+def _segment_row(segment: Segment, preview: str) -> str:
+    label, kind = escape(segment.label), segment.modality.label
+    mark = preview or f'<i class="glyph c-{kind}" aria-hidden="true">{kind[0].upper()}</i>'
+    action = ""
+    if segment.forgotten:
+        action = '<span class="gone">forgotten</span>'
+    elif segment.modality is not Modality.TEXT:
+        action = (
+            f'<button type="button" data-index="{segment.index}" aria-label="Forget {label}" '
+            'title="Free its memory; the conversation goes on">Forget</button>'
+        )
+    return (
+        f'<tr class="{"is-gone" if segment.forgotten else ""}"><th scope="row"><div class="piece">'
+        f'<span class="mark">{mark}</span><span class="name"><b>{label}</b>'
+        f'<small class="c-{kind}">{kind}</small></span></div></th>'
+        f"<td>{segment.tokens:,}</td><td>{format_bytes(segment.bytes)}</td><td>{action}</td></tr>"
+    )
+
+
+def capacity(
+    stored: Mapping[str, int], policy: KVPolicy, gpu: str, shape: ModelShape, length: str
+) -> str:
+    """Tell how many conversations like this fit on a GPU, computed from the model's shape.
+
+    Args:
+        stored: tokens of the conversation by modality.
+        policy: cache format of the conversation.
+        gpu: a key of ``oscar_mm.admission.gpus.GPUS``.
+        shape: shape of the model.
+        length: a key of LENGTHS.
+    """
+    mix = stored if sum(stored.values()) else _EXAMPLE_MIX
+    tokens = scale_mix(mix, LENGTHS[length] or sum(stored.values()) or 1024)
+    plain = KVPolicy.preset("bf16")
+    room = GPUS[gpu] * 1e9
+    packed, unpacked = (
+        shape.conversations(room, cache_format, tokens) for cache_format in (policy, plain)
+    )
+    if not unpacked and not packed:
+        weights = format_bytes(shape.weight_bytes)
+        return f'<p class="fits none">Weights of {weights} leave no room on this GPU.</p>'
+    packed_size, size = (
+        escape(format_bytes(shape.kv_bytes(cache_format, tokens)))
+        for cache_format in (policy, plain)
+    )
+    total = sum(tokens.values())
+    return (
+        f'<p class="fits"><strong>{packed:,}</strong> conversations like this fit, '
+        f"<b>{unpacked:,}</b> in 16 bit.</p>"
+        f'<p class="how">{total:,} tokens: {packed_size} each instead of {size}, beside '
+        f"weights of {format_bytes(shape.weight_bytes)}. By the formats, not measured.</p>"
+    )
+
+
+def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
+    """Scale a mix of modalities to ``total`` tokens; what division leaves over is text."""
+    count = sum(mix.values())
+    tokens = {name: total * part // count for name, part in mix.items()}
+    tokens["text"] = tokens.get("text", 0) + total - sum(tokens.values())
+    return tokens
+
+
+def memory_report(session: Session) -> str:
+    """Return model, policy, memory, segments (without names) and speed as JSON.
+
+    The report is for sharing: it contains nothing that anybody said or showed.
+    """
+    conversation, pipe = session.conversation, session.conversation.chat.pipe
+    policy = asdict(pipe.policy) | {"bits": pipe.policy.bits._asdict()}
+    record: dict[str, Any] = {
+        "oscar_mm": oscar_mm.__version__,
+        "model": {"family": pipe.family.name, "fingerprint": pipe.fingerprint},
+        "dtype": str(pipe.model.dtype).removeprefix("torch."),
+        "device": pipe.family.device.type,
+        "policy": {"preset": session.settings.name, **policy},
+        "turns": len(conversation.chat.turns),
+        "memory": conversation.memory.to_dict(),
+        "segments": [
+            {
+                "modality": segment.modality.label,
+                "tokens": segment.tokens,
+                "bytes": segment.bytes,
+                "forgotten": segment.forgotten,
+            }
+            for segment in conversation.segments
+        ],
+        "timings": asdict(conversation.timings) if conversation.timings else None,
+    }
+    if session.baseline is not None:
+        record["sixteen_bit"] = {"memory": session.baseline.memory.to_dict()}
+    return json.dumps(record, indent=1, allow_nan=False)
+
+
+def status_view(session: Session) -> str:
+    """Show a line about this conversation and the server."""
+    policy = session.settings.policy
+    bits = ", ".join(f"{name} {count}" for name, count in policy.bits._asdict().items())
+    return (
+        f'<p class="status"><b>{escape(session.settings.name)}</b> · bits: {escape(bits)} · '
+        f"window {policy.window} · {escape(session.sessions.status)}</p>"
+    )

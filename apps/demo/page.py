@@ -1,4 +1,4 @@
-"""The page: its parts, and which handler each of them calls."""
+"""The page: its parts, and the handler that each part calls."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import gradio as gr
 
 from oscar_mm.admission.gpus import GPUS
-from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.examples import EXAMPLES
-from oscar_mm.apps.demo.fits import LENGTHS, MODELS
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
-from oscar_mm.apps.demo.local import LocalBlocks
-from oscar_mm.apps.demo.segments import SCRIPT as FORGETTING
-from oscar_mm.apps.demo.settings import AS_PRESET, WIDTHS
-from oscar_mm.apps.demo.transcript import SCRIPT as SCROLLING
+from oscar_mm.apps.demo.inspection_panel import NOT_INSPECTED
+from oscar_mm.apps.demo.isolation import LocalBlocks
+from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS
+from oscar_mm.apps.demo.session import AS_PRESET, WIDTHS
+from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
 from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
-from oscar_mm.media.suffixes import SUFFIXES
+from oscar_mm.media.source import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 
@@ -33,33 +32,33 @@ const field = document.querySelector('#message textarea');
 if (field) field.setAttribute('aria-label', 'Message');
 """
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
-"""What is chosen at first."""
+"""The choices of a new page."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
-# An answer keeps one of the places busy; everything else is short.
+# An answer occupies a worker for long; everything else is short.
 _ANSWERS_AT_ONCE = 4
 _QUEUE = 64
 
 
 def build(handlers: Handlers) -> gr.Blocks:
-    """The page of a hall."""
-    fresh = handlers.fresh(GPU, MODEL, LENGTH)
+    """Build the page."""
+    initial = handlers.initial(GPU, MODEL, LENGTH)
     with LocalBlocks(title=TITLE, fill_width=True, analytics_enabled=False) as page:
         _header(handlers)
         with gr.Row(elem_id="columns"):
             with gr.Column(scale=6, min_width=340, elem_id="talk"):
-                talk = _talk(handlers, fresh)
+                chat = _conversation_column(handlers, initial)
             with gr.Column(scale=5, min_width=340, elem_id="side"), gr.Tabs():
-                side = _side(handlers, fresh)
-        status = _HTML(fresh["status"], elem_id="status")
-        parts = talk | side | {"status": status}
+                panels = _panel_tabs(handlers, initial)
+        status = _HTML(initial["status"], elem_id="status")
+        parts = chat | panels | {"status": status}
         _wire(page, handlers, parts)
     page.queue(default_concurrency_limit=8, max_size=_QUEUE)
     return page
 
 
 def _header(handlers: Handlers) -> None:
-    family = handlers.hall.pipe.family
-    reads = ", ".join(sorted(one.label for one in family.reads))
+    family = handlers.sessions.pipe.family
+    reads = ", ".join(sorted(modality.label for modality in family.reads))
     _HTML(
         "<header><h1>oscar_mm</h1><p>Long conversations about pictures, sound and video in a "
         f'2-bit KV cache</p><span class="chip">{family.name} · reads {reads}</span>'
@@ -70,14 +69,14 @@ def _header(handlers: Handlers) -> None:
     )
 
 
-def _talk(handlers: Handlers, fresh: dict[str, Any]) -> dict[str, Any]:
-    reads = handlers.hall.pipe.family.reads
+def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
+    reads = handlers.sessions.pipe.family.reads
     kinds = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "audio"}
     suffixes = [end for one, kind in kinds.items() if one in reads for end in SUFFIXES[kind]]
     hears = Modality.AUDIO in reads
-    script = partial(_HTML, js_on_load=SCROLLING)
+    script = partial(_HTML, js_on_load=SCROLL_SCRIPT)
     with gr.Column(elem_id="transcript"):
-        history, live = script(fresh["history"], elem_id="history"), script("", elem_id="live")
+        history, live = script(initial["history"], elem_id="history"), script("", elem_id="live")
     message = gr.MultimodalTextbox(
         label="Message",
         show_label=False,
@@ -95,13 +94,18 @@ def _talk(handlers: Handlers, fresh: dict[str, Any]) -> dict[str, Any]:
         stop = gr.Button("Stop", elem_id="stop", size="sm", min_width=60)
         undo = gr.Button("Undo", elem_id="undo", size="sm", min_width=60)
         clear = gr.Button("New conversation", elem_id="clear", size="sm", min_width=120)
-    shown = [one for one in EXAMPLES if one.is_there and (hears or not one.hears)]
+    offered = [
+        example for example in EXAMPLES if example.exists and (hears or not example.needs_sound)
+    ]
     examples = []
-    if shown:
+    if offered:
         with gr.Row(elem_id="examples"):
             examples = [
-                (gr.Button(f"{one.title}: {one.what}", size="sm", min_width=140), one)
-                for one in shown
+                (
+                    gr.Button(f"{example.title}: {example.summary}", size="sm", min_width=140),
+                    example,
+                )
+                for example in offered
             ]
     return {
         "history": history,
@@ -114,19 +118,19 @@ def _talk(handlers: Handlers, fresh: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _side(handlers: Handlers, fresh: dict[str, Any]) -> dict[str, Any]:
+def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     with gr.Tab("Memory", id="memory"):
-        parts["memory"] = _HTML(fresh["memory"], elem_id="memory")
+        parts["memory"] = _HTML(initial["memory"], elem_id="memory")
         with gr.Column(elem_id="capacity"):
-            parts["fits"] = _HTML(fresh["fits"], elem_id="fits")
+            parts["capacity"] = _HTML(initial["capacity"], elem_id="fits")
             with gr.Row():
                 gpus = [(f"{name}, {size} GB", name) for name, size in GPUS.items()]
                 parts["gpu"] = gr.Dropdown(gpus, value=GPU, label="GPU")
                 models = [THIS_MODEL, *MODELS]
                 parts["model"] = gr.Dropdown(models, value=MODEL, label="Model")
                 parts["length"] = gr.Dropdown(list(LENGTHS), value=LENGTH, label="Length")
-        parts["segments"] = _HTML(fresh["segments"], js_on_load=FORGETTING, elem_id="segments")
+        parts["segments"] = _HTML(initial["segments"], js_on_load=FORGET_SCRIPT, elem_id="segments")
         with gr.Row(elem_id="files"):
             parts["save"] = gr.Button("Save", elem_id="save", size="sm", min_width=60)
             parts["load"] = gr.UploadButton(
@@ -137,11 +141,11 @@ def _side(handlers: Handlers, fresh: dict[str, Any]) -> dict[str, Any]:
         parts["reported"] = gr.DownloadButton("reported", elem_id="reported", visible="hidden")
     with gr.Tab("Compare", id="compare"):
         parts["compare"] = gr.Checkbox(
-            fresh["compare"], label="Answer with a 16-bit cache too", elem_id="compare"
+            initial["compare"], label="Answer with a 16-bit cache too", elem_id="compare"
         )
-        parts["compared"] = _HTML(fresh["compared"], elem_id="compared")
+        parts["compared"] = _HTML(initial["compared"], elem_id="compared")
     with gr.Tab("Why", id="why"):
-        parts["why"] = _HTML(views.NOT_INSPECTED, elem_id="why")
+        parts["why"] = _HTML(NOT_INSPECTED, elem_id="why")
         parts["inspect"] = gr.Button("Inspect this conversation", elem_id="inspect", size="sm")
     with gr.Tab("Settings", id="settings"):
         parts |= _settings(handlers)
@@ -152,22 +156,25 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     gr.Markdown("For every answer")
     with gr.Row():
-        usual, pipe = handlers.usual_temperature, handlers.hall.pipe
-        parts["temperature"] = gr.Slider(0, 2, value=usual, step=0.1, label="Temperature")
+        default, pipe = handlers.default_temperature, handlers.sessions.pipe
+        parts["temperature"] = gr.Slider(0, 2, value=default, step=0.1, label="Temperature")
         most, longest = pipe.longest_answer(MAX_NEW_TOKENS), pipe.longest_answer()
         label = "Longest answer, tokens"
         parts["longest"] = gr.Slider(1, most, value=longest, step=1, label=label)
     gr.Markdown("For a new conversation")
     parts["system"] = gr.Textbox(label="System prompt", lines=2, max_length=MAX_CHARACTERS)
-    policy = handlers.hall.settings
+    settings = handlers.sessions.settings
     names = list(KVPolicy.preset_names())
-    parts["preset"] = gr.Radio(names, value=policy.preset, label="Cache format")
+    parts["preset"] = gr.Radio(names, value=settings.preset, label="Cache format")
     with gr.Row():
-        for one in Modality:
-            parts[one.label] = gr.Dropdown(
-                [AS_PRESET, *WIDTHS], value=AS_PRESET, label=f"Bits of {one.label}", min_width=90
+        for modality in Modality:
+            parts[modality.label] = gr.Dropdown(
+                [AS_PRESET, *WIDTHS],
+                value=AS_PRESET,
+                label=f"Bits of {modality.label}",
+                min_width=90,
             )
-    window = policy.policy.window
+    window = settings.policy.window
     parts["window"] = gr.Slider(0, 512, value=window, step=1, label="Latest tokens kept in 16 bit")
     parts["apply"] = gr.Button(
         "Begin a conversation with these", elem_id="apply", variant="primary"
@@ -176,9 +183,9 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
 
 
 def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
-    shown = [parts[name] for name in handlers.shown]
-    where = [parts[name] for name in ("gpu", "model", "length")]
-    how = [parts["temperature"], parts["longest"]]
+    all_outputs = [parts[name] for name in handlers.part_names]
+    scenario = [parts[name] for name in ("gpu", "model", "length")]
+    options = [parts["temperature"], parts["longest"]]
     private: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     answer = private | {
         "concurrency_limit": _ANSWERS_AT_ONCE,
@@ -187,31 +194,35 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         "show_progress_on": parts["message"],
     }
     box = parts["message"]
-    box.submit(handlers.ask, [box, *how, *where], [*shown, box], **answer)
+    box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
     for button, example in parts["examples"]:
-        button.click(handlers.example(example), [*how, *where], [*shown, box], **answer)
-    parts["compare"].input(handlers.compare, [parts["compare"], *where], shown, **answer)
+        button.click(
+            handlers.example(example), [*options, *scenario], [*all_outputs, box], **answer
+        )
+    parts["compare"].input(handlers.compare, [parts["compare"], *scenario], all_outputs, **answer)
     parts["stop"].click(handlers.stop, queue=False, **private)
-    parts["undo"].click(handlers.do("undo"), where, shown, **private)
-    parts["clear"].click(handlers.do("begin"), where, shown, **private)
-    fields = [parts[name] for name in ("preset", *(one.label for one in Modality), "window")]
-    fields += [parts["system"], parts["compare"], *where]
-    parts["apply"].click(handlers.begin_with, fields, shown, **private)
-    parts["segments"].click(handlers.forget, where, shown, **private)
-    for one in where:
-        one.input(handlers.fits, where, parts["fits"], **private)
-    parts["load"].upload(handlers.load, [parts["load"], *where], shown, **private)
+    parts["undo"].click(handlers.action("undo"), scenario, all_outputs, **private)
+    parts["clear"].click(handlers.action("begin"), scenario, all_outputs, **private)
+    fields = [
+        parts[name] for name in ("preset", *(modality.label for modality in Modality), "window")
+    ]
+    fields += [parts["system"], parts["compare"], *scenario]
+    parts["apply"].click(handlers.begin_with, fields, all_outputs, **private)
+    parts["segments"].click(handlers.forget, scenario, all_outputs, **private)
+    for field in scenario:
+        field.input(handlers.capacity, scenario, parts["capacity"], **private)
+    parts["load"].upload(handlers.load, [parts["load"], *scenario], all_outputs, **private)
     for button, handler, outputs, target in (
         ("save", handlers.save, [parts["saved"], parts["history"]], "saved"),
         ("report", handlers.report, [parts["reported"]], "reported"),
     ):
         done = parts[button].click(handler, None, outputs, **private)
         done.success(None, None, None, js=_press(target), **private)
-    parts["inspect"].click(handlers.why, None, parts["why"], **answer)
-    page.load(handlers.arrive, where, shown, **private)
+    parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
+    page.load(handlers.open_page, scenario, all_outputs, **private)
     page.unload(handlers.leave)
 
 
 def _press(name: str) -> str:
-    """Press a hidden button, once it has its file."""
+    """Return a script that presses a hidden button once it has its file."""
     return f"() => setTimeout(() => document.getElementById('{name}').click(), 100)"

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from oscar_mm.apps.demo.examples import FOLDER
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.session import SessionSettings
+from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
-from oscar_mm.apps.listening import bound
-from oscar_mm.apps.signals import sigterm_as_ctrl_c
+from oscar_mm.apps.server_process import bind, sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -27,9 +26,9 @@ from oscar_mm.policy import KVPolicy
 _STYLE = Path(__file__).with_name("style.css")
 _FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
-_CLEANED_EVERY_S, _KEPT_S = 600, 6 * 3600
+_CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S = 600, 6 * 3600
 GRACE_S = 10.0
-"""So long answers that are being written have to end when the page is closed."""
+"""Seconds in which answers end when the page is closed."""
 
 
 def serve(
@@ -44,15 +43,15 @@ def serve(
     device: str | None,
     dtype: str | None,
 ) -> None:
-    """Load the model and serve the page until Ctrl-C or SIGTERM; then nothing of it is left.
+    """Load the model and serve the page until Ctrl-C or SIGTERM, then remove all its files.
 
     Raises:
-        InputError: no such model, or the port or the host cannot be used.
+        InputError: there is no such model, or the port or the host cannot be used.
     """
     with sigterm_as_ctrl_c():
-        # gradio binds its own, when the model is loaded.
-        for one in bound(host, port):
-            one.close()
+        # gradio binds its own socket when the model is loaded; a port in use is an error now.
+        for sock in bind(host, port):
+            sock.close()
         pipe = pipeline_for(model)(
             model,
             policy=policy,
@@ -62,68 +61,68 @@ def serve(
             kv_budget=kv_budget,
             max_context=max_context,
         )
-        settings = Settings(KVPolicy.preset(policy), policy, compare=compare)
+        settings = SessionSettings(KVPolicy.preset(policy), policy, compare=compare)
         try:
-            with running(pipe, settings, port=port, host=host) as served:
-                print(f"oscar-mm: {served.address} (Ctrl-C ends it)", file=sys.stderr)
+            with serve_page(pipe, settings, port=port, host=host) as running:
+                print(f"oscar-mm: {running.address} (Ctrl-C ends it)", file=sys.stderr)
                 wait_for_ctrl_c()
         finally:
             if pipe.budget is not None:
                 pipe.budget.close()
     print(file=sys.stderr)
-    if not served.hall.is_empty:
-        # The model still reads for someone, in a thread that the process would wait for.
+    if not running.sessions.is_empty:
+        # The process would wait for the thread in which the model still reads for a visitor.
         sys.stderr.flush()
         os._exit(0)
 
 
 def _dtype(device: str | None) -> str | None:
-    """On a CPU too, tokens that are not packed take 16 bit; on a GPU the checkpoint says it."""
+    """Choose 16 bit for tokens that are not packed on a CPU too; on a GPU the checkpoint does."""
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     return "bfloat16" if on_cpu else None
 
 
 @dataclass(frozen=True)
-class Served:
-    """A page that is being served.
+class RunningPage:
+    """A page that is served now.
 
     Attributes:
-        address: of the page.
-        hall: its visitors.
+        address: URL of the page.
+        sessions: its visitors.
         page: gradio's blocks.
     """
 
     address: str
-    hall: Hall
+    sessions: Sessions
     page: Any
 
 
 @contextmanager
-def running(
-    pipe: Any, settings: Settings, *, port: int, host: str = "127.0.0.1"
-) -> Iterator[Served]:
-    """The page while it is served; then visitors leave, those with an answer in ``GRACE_S``.
+def serve_page(
+    pipe: Any, settings: SessionSettings, *, port: int, host: str = "127.0.0.1"
+) -> Iterator[RunningPage]:
+    """Serve the page inside; then end all sessions, running answers within ``GRACE_S``.
 
     Raises:
         InputError: the port is taken.
     """
-    # Answers that go on may still open files in it.
+    # Answers that still run may open files in this folder.
     with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
-        # Read when a page is built; uploads go there, and nothing outlives the server.
+        # gradio reads this when it builds a page: uploads go there, and go with the server.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         from gradio.themes import Base
         from starlette.middleware import Middleware
 
         from oscar_mm.apps.demo.handlers import Handlers
-        from oscar_mm.apps.demo.local import LocalOnly
+        from oscar_mm.apps.demo.isolation import Isolation
         from oscar_mm.apps.demo.page import build
         from oscar_mm.apps.guard import Guard
 
-        hall = Hall(pipe, settings, (folder, FOLDER))
-        page = build(Handlers(hall, folder / "made"))
-        page.delete_cache = (_CLEANED_EVERY_S, _KEPT_S)
+        sessions = Sessions(pipe, settings, (folder, FOLDER))
+        page = build(Handlers(sessions, folder / "made"))
+        page.delete_cache = (_CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S)
         try:
             page.launch(
                 server_name=host,
@@ -144,7 +143,7 @@ def running(
                 app_kwargs={
                     "middleware": [
                         Middleware(Guard, host=host, uploads=("/upload",)),
-                        Middleware(LocalOnly, folder=folder),
+                        Middleware(Isolation, folder=folder),
                     ],
                     "docs_url": None,
                     "redoc_url": None,
@@ -153,19 +152,19 @@ def running(
                 head=f"<style>{_STYLE.read_text()}</style>",
             )
         except OSError:
-            # gradio's own words are about what this program has not.
+            # gradio's own message names options that this program lacks.
             raise InputError(f"--host {host} --port {port}: cannot be used: give another") from None
         try:
-            yield Served(str(page.local_url), hall, page)
+            yield RunningPage(str(page.local_url), sessions, page)
         finally:
-            leaving = threading.Thread(target=hall.close, daemon=True)
-            leaving.start()
+            closing = threading.Thread(target=sessions.close, daemon=True)
+            closing.start()
             page.close(verbose=False)
-            leaving.join(GRACE_S)
+            closing.join(GRACE_S)
 
 
 def wait_for_ctrl_c() -> None:
-    """Other threads serve meanwhile."""
+    """Wait while other threads serve."""
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -1,16 +1,34 @@
-"""The transcript: questions, media and answers as HTML in which all text is escaped."""
+"""The transcript: questions, media and answers, and their HTML, in which all text is escaped."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from oscar_mm.apps.demo.exchange import Exchange
-from oscar_mm.apps.demo.thumbnails import Shown
+import numpy as np
+from PIL import Image
 
-SCRIPT = """
+from oscar_mm.chat.conversation import Turn
+from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
+from oscar_mm.media.image import eighth
+from oscar_mm.modality import Modality
+
+NOTES = {
+    "interrupted": "stopped: what was written counts as the answer",
+    "length": "ended at the longest answer that the settings allow",
+}
+"""What the transcript tells about an answer that something ended, by finish reason."""
+_THUMBNAIL_SIZE = (144, 96)
+_WAVEFORM_BARS = 28
+_KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
+SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 watch('value', () => {
   if (box.dataset.away !== 'yes') box.scrollTop = box.scrollHeight;
@@ -44,7 +62,7 @@ if (!box.dataset.away) {
   });
 }
 """
-"""Keeps the end in sight, unless somebody scrolled up; plays one recording at a time."""
+"""Keeps the end in sight unless the visitor has scrolled up; plays one recording at a time."""
 _EMPTY = (
     '<div class="welcome"><b>Show pictures, recordings or a video, and ask about them.</b>'
     "<p>The model keeps what it has seen in a packed cache: later questions cost their own tokens "
@@ -52,72 +70,183 @@ _EMPTY = (
 )
 
 
-def history(exchanges: Sequence[Exchange], writing: Exchange | None = None) -> str:
-    """All of it but the answer that is being written; changes at the ends of a turn only."""
+@dataclass(eq=False)
+class Exchange:
+    """A question and its answer.
+
+    Attributes:
+        question: text of the question.
+        media: files of the question by kind.
+        previews: the same media, in the order of the turn's segments.
+        options: sampling options of the answer.
+        reasoning: reasoning of a thinking model so far.
+        answer: text of the answer so far.
+        baseline: text of the answer over a 16-bit cache so far, or None.
+        note: what ended the answer; "" if the model did.
+        error: why there is no answer.
+        counts: whether the exchange is a turn of the chat.
+    """
+
+    question: str
+    media: dict[str, list[Path]] = field(default_factory=dict)
+    previews: list[Preview] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    reasoning: str = ""
+    answer: str = ""
+    baseline: str | None = None
+    note: str = ""
+    error: str = ""
+    counts: bool = False
+
+    @classmethod
+    def loaded(cls, turn: Turn) -> Exchange:
+        """Convert a turn of a saved conversation, which has names of media but no files."""
+        return cls(
+            question=turn.prompt,
+            previews=[Preview.named(span.modality, span.label) for span in turn.media],
+            reasoning=turn.reasoning or "",
+            answer=turn.answer,
+            note=NOTES.get(turn.finish_reason, ""),
+            counts=True,
+        )
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A medium of a message, with a small picture that needs no further file.
+
+    Attributes:
+        kind: "picture", "video" or "clip".
+        name: name of the file.
+        path: the file; None where it is missing.
+        html: the picture, or "".
+    """
+
+    kind: str
+    name: str
+    path: Path | None = None
+    html: str = ""
+
+    @classmethod
+    def named(cls, modality: Modality, name: str) -> Preview:
+        """Describe a medium whose file is missing."""
+        return cls(_KINDS[modality], name)
+
+
+def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[Preview]:
+    """Read the media of a message, in the order of its segments: images, videos, recordings.
+
+    Raises:
+        InputError: a file cannot be read, or is over the limits.
+    """
+    two_frames = replace(limits, max_video_frames=2)
+    previews = []
+    for path in media["images"]:
+        picture = load_image(path, limits=limits, label=path.name, fit=eighth)
+        previews.append(Preview("picture", path.name, path, _picture(picture, path.name)))
+    for path in media["videos"]:
+        frames = load_video(path, limits=two_frames, label=path.name).frames
+        picture = Image.fromarray(frames[0])
+        previews.append(Preview("video", path.name, path, _picture(picture, path.name)))
+    for path in media["audio"]:
+        samples = load_audio(path, limits=limits, label=path.name).samples
+        previews.append(Preview("clip", path.name, path, _waveform(samples, path.name)))
+    return previews
+
+
+def _picture(image: Image.Image, name: str) -> str:
+    small = image.copy()
+    small.thumbnail(_THUMBNAIL_SIZE)
+    target = io.BytesIO()
+    small.save(target, "JPEG", quality=80)
+    data = base64.b64encode(target.getvalue()).decode()
+    width, height = small.size
+    return (
+        f'<img src="data:image/jpeg;base64,{data}" width="{width}" height="{height}" '
+        f'alt="{escape(name)}">'
+    )
+
+
+def _waveform(samples: np.ndarray, name: str) -> str:
+    peaks = [float(np.abs(part).max(initial=0)) for part in np.array_split(samples, _WAVEFORM_BARS)]
+    highest = max(*peaks, 1e-6)
+    bars = "".join(
+        f'<rect x="{4 * place + 0.5:.1f}" y="{40 - 36 * peak / highest:.1f}" width="3" '
+        f'height="{max(2.0, 72 * peak / highest):.1f}" rx="1.5"/>'
+        for place, peak in enumerate(peaks)
+    )
+    return (
+        f'<svg class="waveform" viewBox="0 0 {4 * _WAVEFORM_BARS} 80" role="img" '
+        f'aria-label="waveform of {escape(name)}">{bars}</svg>'
+    )
+
+
+def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> str:
+    """Show all exchanges but for the active answer; changes only where a turn begins or ends."""
     if not exchanges:
         return _EMPTY
     numbers: Counter[str] = Counter()
     parts = []
     for exchange in exchanges:
-        parts.append(_asked(exchange, numbers))
-        if exchange is not writing:
-            parts.append(_answered(exchange))
+        parts.append(_question(exchange, numbers))
+        if exchange is not active:
+            parts.append(_answer(exchange))
     return "".join(parts)
 
 
 def live(exchange: Exchange | None) -> str:
-    """The answer that is being written, or nothing."""
+    """Show the active answer, or nothing."""
     if exchange is None:
         return ""
-    thought = _folded(exchange, unfolded=not exchange.answer)
+    reasoning = _reasoning(exchange, is_open=not exchange.answer)
     if exchange.answer:
         text = f"<p>{escape(exchange.answer)}</p>"
     else:
-        text = f'<p class="dots">{"thinking" if thought else "reading"}</p>'
-    return f'<article class="said live" aria-busy="true">{thought}{text}</article>'
+        text = f'<p class="dots">{"thinking" if reasoning else "reading"}</p>'
+    return f'<article class="said live" aria-busy="true">{reasoning}{text}</article>'
 
 
-def _asked(exchange: Exchange, numbers: Counter[str]) -> str:
-    shown = "".join(_figure(one, numbers) for one in exchange.shown)
-    media = f'<div class="media">{shown}</div>' if shown else ""
+def _question(exchange: Exchange, numbers: Counter[str]) -> str:
+    figures = "".join(_figure(preview, numbers) for preview in exchange.previews)
+    media = f'<div class="media">{figures}</div>' if figures else ""
     text = f"<p>{escape(exchange.question)}</p>" if exchange.question else ""
     return f'<article class="asked">{media}{text}</article>' if media or text else ""
 
 
-def _figure(one: Shown, numbers: Counter[str]) -> str:
-    numbers[one.kind] += 1
-    name, caption = escape(one.name), f"{one.kind} {numbers[one.kind]}"
-    body = one.html or '<span class="missing" aria-hidden="true">?</span>'
-    if one.path is not None:
-        address = f"gradio_api/file={quote(str(one.path))}"
-        if one.kind == "clip":
+def _figure(preview: Preview, numbers: Counter[str]) -> str:
+    numbers[preview.kind] += 1
+    name, caption = escape(preview.name), f"{preview.kind} {numbers[preview.kind]}"
+    body = preview.html or '<span class="missing" aria-hidden="true">?</span>'
+    if preview.path is not None:
+        address = f"gradio_api/file={quote(str(preview.path))}"
+        if preview.kind == "clip":
             body = (
                 f'<button type="button" class="play" data-sound="{address}" aria-pressed="false" '
                 f'aria-label="Play {name}">{body}</button>'
             )
         else:
             body = f'<a href="{address}" target="_blank" rel="noopener" title="{name}">{body}</a>'
-    return f'<figure class="{one.kind}">{body}<figcaption>{caption}</figcaption></figure>'
+    return f'<figure class="{preview.kind}">{body}<figcaption>{caption}</figcaption></figure>'
 
 
-def _answered(exchange: Exchange) -> str:
-    parts = [_folded(exchange)] if exchange.reasoning else []
+def _answer(exchange: Exchange) -> str:
+    parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f"<p>{escape(exchange.answer)}</p>")
     if exchange.note:
         parts.append(f"<small>{escape(exchange.note)}</small>")
-    said = f'<article class="said">{"".join(parts)}</article>' if parts else ""
+    html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:
-        said += (
+        html += (
             f'<article class="said error" role="alert"><p>{escape(exchange.error)}</p></article>'
         )
-    return said
+    return html
 
 
-def _folded(exchange: Exchange, *, unfolded: bool = False) -> str:
+def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:
     if not exchange.reasoning:
         return ""
     return (
-        f'<details class="reasoning"{" open" if unfolded else ""}><summary>Reasoning</summary>'
+        f'<details class="reasoning"{" open" if is_open else ""}><summary>Reasoning</summary>'
         f"<div>{escape(exchange.reasoning)}</div></details>"
     )

@@ -1,4 +1,4 @@
-"""What a visitor may send: which files, how many, how large, from where."""
+"""Uploads: which files and texts a visitor may send, how many, and how large."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.suffixes import KIND, SUFFIXES
+from oscar_mm.media.source import KIND, SUFFIXES
 
 LIMITS = MediaLimits(
     max_request_pixels=400_000_000,
@@ -18,32 +18,32 @@ LIMITS = MediaLimits(
     max_audio_seconds=300,
 )
 MAX_FILES = 24
-"""Of one message."""
+"""Most files of one message."""
 MAX_CHAT_BYTES = 2**30
-"""Of one file that is uploaded at all: a saved conversation may be longer than any medium."""
+"""Largest upload: a saved conversation may be larger than any medium."""
 MAX_STORED_BYTES = 4 * 2**30
-"""Of all files that are on the server."""
+"""Most bytes of all files on the server."""
 MAX_NEW_TOKENS = 1024
-"""Of one answer, without a thinking model's reasoning."""
+"""Longest answer, without a thinking model's reasoning."""
 MAX_CHARACTERS = 4000
-"""Of one message, or of the system prompt."""
+"""Longest message or system prompt."""
 
 
-def by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, list[Path]]:
-    """Files of a message as arguments of ``Chat.stream``.
+def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, list[Path]]:
+    """Sort the files of a message into arguments of ``Chat.stream``.
 
     Args:
-        files: their paths.
-        folders: the only ones that are read: uploads, and the examples that are shipped.
+        files: paths of the files.
+        folders: the only folders that are read: uploads, and the examples that come along.
 
     Raises:
-        InputError: too many, not a medium, or from elsewhere.
+        InputError: there are too many files, or one is no medium, or lies elsewhere.
     """
     if len(files) > MAX_FILES:
         raise InputError(f"{len(files)} files are more than the {MAX_FILES} of one message")
     kinds: dict[str, list[Path]] = {kind: [] for kind in SUFFIXES}
     for file in files:
-        path = uploaded(file, folders)
+        path = upload_path(file, folders)
         kind = KIND.get(path.suffix.lower())
         if kind is None:
             raise InputError(f"{path.name}: is no image, video or recording that is known here")
@@ -54,11 +54,11 @@ def by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, l
     return kinds
 
 
-def uploaded(file: str | Path, folders: Sequence[Path]) -> Path:
-    """The file's path, links followed.
+def upload_path(file: str | Path, folders: Sequence[Path]) -> Path:
+    """Resolve the path of an uploaded file.
 
     Raises:
-        InputError: it is in none of the folders, or not there.
+        InputError: the file lies in none of the folders, or does not exist.
     """
     path = Path(file).resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
@@ -68,11 +68,11 @@ def uploaded(file: str | Path, folders: Sequence[Path]) -> Path:
     return path
 
 
-def checked_text(name: str, text: str) -> str:
-    """The text, without spaces around it.
+def bounded_text(name: str, text: str) -> str:
+    """Strip the spaces around a text.
 
     Raises:
-        InputError: it is too long.
+        InputError: the text is too long.
     """
     if len(text) > MAX_CHARACTERS:
         raise InputError(

@@ -1,1 +1,1 @@
-"""`oscar-mm serve`: OpenAI's chat-completions protocol over kept caches."""
+"""`oscar-mm serve`: OpenAI's chat-completions protocol over cached conversations."""

@@ -1,30 +1,32 @@
-"""`oscar-mm serve`: the model for other programs, over HTTP."""
+"""`oscar-mm serve`: answer other programs over HTTP."""
 
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from oscar_mm.apps import options, progress
-from oscar_mm.apps.listening import bound, listen, url
-from oscar_mm.apps.signals import sigterm_as_ctrl_c
+from oscar_mm.apps import options, terminal
+from oscar_mm.apps.server_process import bind, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
 _LONGEST_TEXT = 1024
-"""Tokens of an answer by default, without a thinking model's reasoning."""
+"""Longest answer by default, in tokens, without a thinking model's reasoning."""
 _KEY_BYTES = 4096
-"""Longest file of a key."""
-_LETS_GO_S = 2.0
-"""In which a model that works on an answer ends its step, when the server has stopped."""
+"""Largest file of a key."""
+_RELEASE_S = 2.0
+"""Seconds in which the model must end its step after the server has stopped."""
 
 
+@options.grouped
 def serve(
+    *,
     model: options.Model = None,
     policy: options.Policy = DEFAULT,
     host: Annotated[
@@ -43,26 +45,24 @@ def serve(
         typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
     ] = None,
     max_context: options.MaxContext = None,
-    max_new_tokens: options.Longest = None,
+    max_new_tokens: options.AnswerLength = None,
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
     ] = "64MB",
-    running: Annotated[int, typer.Option(metavar="N", help="Answers written at once.")] = 4,
-    waiting: Annotated[int, typer.Option(metavar="N", help="Requests in the queue.")] = 64,
+    running: Annotated[int, typer.Option(metavar="N", help="Most answers written at once.")] = 4,
+    waiting: Annotated[int, typer.Option(metavar="N", help="Most requests in the queue.")] = 64,
     conversations: Annotated[
-        int, typer.Option(metavar="N", help="Conversations that are kept.")
+        int, typer.Option(metavar="N", help="Conversations kept for later requests.")
     ] = 64,
     grace: Annotated[
         float,
         typer.Option(metavar="S", help="Seconds that answers have to end in on SIGTERM or Ctrl-C."),
     ] = 10.0,
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    dtype: options.Dtype = None,
+    placement: options.PlacementOptions,
 ) -> None:
     """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
 
-    A conversation goes on from its kept cache. GET /metrics is for Prometheus.
+    A conversation goes on from its cache. GET /metrics is for Prometheus.
     """
     KVPolicy.preset(policy)
     size = parse_bytes("--max-request", max_request)
@@ -89,26 +89,24 @@ def serve(
         raise InputError(
             f"serve needs the package {error.name}: pip install 'oscar-mm[serve]'"
         ) from None
-    sockets = bound(host, port)
-    model = options.chosen_model(model, hears=True)
-    progress.on_loading()
+    sockets = bind(host, port)
+    model = options.model_or_bundled(model, hears=True)
+    terminal.quiet_transformers()
     from oscar_mm.apps.guard import is_loopback
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
-    from oscar_mm.apps.serve.service import Bounds
+    from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.pipelines import pipeline_for
 
     pipe = pipeline_for(model)(
         model,
         policy=policy,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
+        **asdict(placement),
         max_context=max_context,
         kv_budget=kv_budget,
     )
     if not is_loopback(host) and key is None:
         print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
-    bounds = Bounds(
+    limits = ServerLimits(
         api_key=key,
         max_request_bytes=size,
         max_new_tokens=max_new_tokens or pipe.longest_answer(_LONGEST_TEXT),
@@ -117,28 +115,28 @@ def serve(
         conversations=conversations,
         grace_s=grace,
     )
-    server = Server(create_app(pipe, model, bounds, host))
+    server = Server(create_app(pipe, model, limits, host))
     try:
         listen(sockets)
         print(f"{model} at {url(host, port)}/v1", file=sys.stderr)
-        # uvicorn hands a signal on when it has stopped.
+        # uvicorn raises the signal again after it has stopped.
         with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
             server.run(sockets)
     finally:
         if pipe.budget is not None:
             pipe.budget.close()
-    if not pipe.lock.acquire(timeout=_LETS_GO_S):
-        # A long prompt is being read, in a thread that the process would wait for.
+    if not pipe.lock.acquire(timeout=_RELEASE_S):
+        # The process would wait for the thread in which the model still reads a long prompt.
         sys.stderr.flush()
         os._exit(0)
     pipe.lock.release()
 
 
 def api_key(file: Path | None) -> str | None:
-    """The key of a file, or of the environment, as an option would stand in the process list.
+    """Read the key from a file or the environment; the process list would show an option.
 
     Raises:
-        InputError: the file cannot be read, or a key that is there is none.
+        InputError: the file cannot be read, or holds no key.
     """
     name = KEY_VARIABLE if file is None else str(file)
     if file is None:
@@ -152,6 +150,6 @@ def api_key(file: Path | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
     key = key.strip()
-    if not key or len(key) > _KEY_BYTES or any(one.isspace() for one in key):
+    if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
         raise InputError(f"{name}: must hold one key, without spaces, and nothing else")
     return key

@@ -1,4 +1,4 @@
-"""Conversations: chats that are kept, found again by what was said in them."""
+"""Conversations: chats that go on with later requests, found by what was said in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.apps.serve.protocol import Request, Said
+from oscar_mm.apps.serve.protocol import DecodedMessage, Request, Turn
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.conversation import Message
 from oscar_mm.chat.given_turn import tell
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Written:
-    """An answer that is complete, with what its client is told of it; the chat may be closed.
+class CompletedAnswer:
+    """A complete answer and its usage; they outlive the chat.
 
     Attributes:
         answer: the answer.
-        cached_tokens: of the conversation, that were held already.
-        prompt_tokens: of all that was said before the answer.
+        cached_tokens: tokens of the conversation that the cache had before the request.
+        prompt_tokens: tokens of everything before the answer.
     """
 
     answer: Answer
@@ -37,7 +37,7 @@ class Written:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of the whole conversation, and what it holds."""
+        """Tokens and memory of the conversation, as the protocol and this server name them."""
         written, memory = len(self.answer.token_ids), self.answer.memory
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -54,123 +54,123 @@ class Written:
 
 
 class Conversations:
-    """Kept chats by the SHA-256 of all that was said in them, media by their encoded bytes.
+    """Chats by the SHA-256 of all that was said in them, media by their encoded bytes.
 
-    A client sends the whole conversation with each request. Where all but its last message is a
-    chat that is kept, only the last message is read; else the earlier ones are read again. A chat
-    is forked before it goes on, so that it can be continued more than once; forks share pages.
+    A client sends the whole conversation with each request. Where a chat has all but the last
+    message, the model reads the last message only; else it reads the earlier ones again. A fork of
+    the chat goes on, so that several requests can continue one chat; forks share pages.
 
     Args:
         pipe: answers.
-        limit: most chats that are kept; the least recently used goes first.
+        limit: most chats; the least recently used goes first.
     """
 
     def __init__(self, pipe: Pipeline, limit: int) -> None:
         self.pipe, self.limit = pipe, limit
-        self._kept: OrderedDict[str, Chat] = OrderedDict()
+        self._chats: OrderedDict[str, Chat] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many are kept."""
-        return len(self._kept)
+        """Number of chats."""
+        return len(self._chats)
 
-    def answering(self, request: Request) -> Generator[str | Written, None, None]:
-        """Answer, step by step; who closes the generator ends the answer there.
+    def answer_steps(self, request: Request) -> Generator[str | CompletedAnswer, None, None]:
+        """Answer step by step; closing the generator ends the answer there.
 
         Yields:
-            "" after each turn of the past that had to be read, then the pieces of the answer, those
-            of its reasoning as ``Reasoning``, then the whole of it, when its chat is kept already.
+            "" after each earlier turn that the model had to read, then the pieces of the answer,
+            those of its reasoning as ``Reasoning``, then the complete answer.
 
         Raises:
-            Busy: others hold the memory that the request needs.
-            InputError: what cannot be read or has no room.
+            Busy: other answers use the memory that the request needs.
+            InputError: something cannot be read or has no room.
         """
-        chat, turns = self._known(request)
+        chat, turns = self._fork_longest_past(request)
         if chat is None:
             chat = self.pipe.chat(request.system.text if request.system else None)
         try:
-            held = chat.turns[-1].stop if chat.turns else 0
-            for asked, answer in request.past[turns:]:
-                tell(chat, answer=answer.text, **_question(asked))
+            cached = chat.turns[-1].stop if chat.turns else 0
+            for question, answer in request.past[turns:]:
+                tell(chat, answer=answer.text, **_chat_arguments(question))
                 yield ""
-            stream = chat.stream(**_question(request.asked), **request.sampling)
+            stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
             yield from stream.with_reasoning()
             answer, turn = stream.result, chat.turns[-1]
-            written = Written(answer, held, turn.start + answer.prompt_tokens)
+            written = CompletedAnswer(answer, cached, turn.start + answer.prompt_tokens)
         except BaseException:
             chat.close()
             raise
-        past = (*request.past, (request.asked, Said("assistant", 0, turn.answer)))
-        self._keep(_keys(request.system, past)[-1], chat)
+        past = (*request.past, (request.question, DecodedMessage("assistant", 0, turn.answer)))
+        self._store(_keys(request.system, past)[-1], chat)
         yield written
 
     def give_way(self) -> bool:
-        """Give up the chat that was used least recently; whether that may have freed memory.
+        """Close the least recently used chat, and return whether that may have freed memory.
 
-        Chats that go to disk when others need their memory are kept.
+        Nothing happens where the budget moves chats to disk when others need their memory.
         """
         budget = self.pipe.budget
         if budget is not None and budget.folder is not None:
             return False
         with self._lock:
-            dropped = self._kept.popitem(last=False)[1] if self._kept else None
+            dropped = self._chats.popitem(last=False)[1] if self._chats else None
         if dropped is not None:
             dropped.close()
         return dropped is not None
 
     def close(self) -> None:
-        """Give up all chats."""
+        """Close all chats."""
         with self._lock:
-            kept, self._kept = self._kept, OrderedDict()
-        for chat in kept.values():
+            chats, self._chats = self._chats, OrderedDict()
+        for chat in chats.values():
             chat.close()
 
-    def _keep(self, key: str, chat: Chat) -> None:
-        """Remember a chat that has just answered."""
+    def _store(self, key: str, chat: Chat) -> None:
+        """Add a chat that has just answered."""
         with self._lock:
-            # One that is kept may be in use for a fork.
-            dropped = [chat] if key in self._kept else []
-            self._kept.setdefault(key, chat)
-            self._kept.move_to_end(key)
-            while len(self._kept) > self.limit:
-                dropped.append(self._kept.popitem(last=False)[1])
-        for one in dropped:
-            one.close()
+            # Another thread may be forking the chat that is there.
+            dropped = [chat] if key in self._chats else []
+            self._chats.setdefault(key, chat)
+            self._chats.move_to_end(key)
+            while len(self._chats) > self.limit:
+                dropped.append(self._chats.popitem(last=False)[1])
+        for old in dropped:
+            old.close()
 
-    def _known(self, request: Request) -> tuple[Chat | None, int]:
-        """A fork of the kept chat with the longest beginning of a past, and its turns.
+    def _fork_longest_past(self, request: Request) -> tuple[Chat | None, int]:
+        """Fork the chat that has the longest beginning of the past, and count its turns.
 
         Raises:
-            Busy: the chat is on disk, and others hold the memory that it needs.
+            Busy: the chat is on disk, and other answers use the memory that it needs.
         """
         keys = _keys(request.system, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
             with self._lock:
-                chat = self._kept.get(key)
+                chat = self._chats.get(key)
                 if chat is None:
                     continue
-                self._kept.move_to_end(key)
+                self._chats.move_to_end(key)
             try:
                 return chat.fork(), turns
             except Busy:
                 raise
             except (InputError, RuntimeError):
-                # Its file is gone, or somebody else closed it meanwhile: it is read again.
-                self._forget(key, chat)
+                # The file is missing, or another thread has closed the chat: the model reads again.
+                self._drop(key, chat)
         return None, 0
 
-    def _forget(self, key: str, chat: Chat) -> None:
+    def _drop(self, key: str, chat: Chat) -> None:
         with self._lock:
-            if self._kept.get(key) is chat:
-                del self._kept[key]
+            if self._chats.get(key) is chat:
+                del self._chats[key]
         chat.close()
 
 
-def _question(messages: tuple[Said, ...]) -> dict[str, Any]:
-    """Arguments of ``Chat.stream`` for messages that end with the question."""
+def _chat_arguments(messages: tuple[DecodedMessage, ...]) -> dict[str, Any]:
+    """Convert messages, the last of which is the question, into arguments of ``Chat.stream``."""
     *before, question = messages
-    images = [image for said in messages for image in said.images]
-    audio = [recording for said in messages for recording in said.audio]
+    images = [image for message in messages for image in message.images]
+    audio = [recording for message in messages for recording in message.audio]
     return {
         "prompt": question.text,
         "images": images or None,
@@ -179,16 +179,19 @@ def _question(messages: tuple[Said, ...]) -> dict[str, Any]:
     }
 
 
-def _keys(system: Said | None, past: tuple[tuple[tuple[Said, ...], Said], ...]) -> list[str]:
-    """A key for each beginning of a past: each covers all that was said up to there."""
+def _keys(system: DecodedMessage | None, past: tuple[Turn, ...]) -> list[str]:
+    """Return a key for each beginning of a past; it covers everything up to there."""
     keys, before = [], json.dumps(system and system.text)
-    for asked, answer in past:
-        said = [[one.role, one.text, _digests(one.images), _digests(one.audio)] for one in asked]
-        text = json.dumps([before, said, answer.text])
+    for question, answer in past:
+        contents = [
+            [message.role, message.text, _digests(message.images), _digests(message.audio)]
+            for message in question
+        ]
+        text = json.dumps([before, contents, answer.text])
         before = hashlib.sha256(text.encode()).hexdigest()
         keys.append(before)
     return keys
 
 
 def _digests(media: tuple[bytes, ...]) -> list[str]:
-    return [hashlib.sha256(one).hexdigest() for one in media]
+    return [hashlib.sha256(medium).hexdigest() for medium in media]

@@ -1,4 +1,4 @@
-"""Metrics: counts, times and KV bytes in Prometheus' format."""
+"""Metrics: counts, times and KV bytes for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """What a server counts, and what it holds at the moment it is asked.
+    """Counters of a server, and its memory at the moment of a request.
 
     Args:
-        conversations: kept chats, and by their pipeline the pages.
+        conversations: the chats, whose pipeline has the memory.
 
     Attributes:
-        registry: for ``prometheus_client.generate_latest``.
+        registry: all metrics, for ``prometheus_client.generate_latest``.
     """
 
     def __init__(self, conversations: Conversations) -> None:
@@ -38,23 +38,23 @@ class Metrics:
         )
         self.running = Gauge("oscar_mm_running", "Answers being written", registry=self.registry)
         self.waiting = Gauge("oscar_mm_waiting", "Requests in the queue", registry=self.registry)
-        self.first_token = Histogram(
+        self.first_token_seconds = Histogram(
             "oscar_mm_first_token_seconds",
             "Time to the first token, the queue not included",
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.whole = Histogram(
+        self.answer_seconds = Histogram(
             "oscar_mm_answer_seconds",
             "Time to the last token, the queue not included",
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.registry.register(_Held(conversations))
+        self.registry.register(_MemoryCollector(conversations))
 
 
-class _Held(Collector):
-    """What is held, looked up when it is asked for."""
+class _MemoryCollector(Collector):
+    """Measures memory when Prometheus asks for it."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations

@@ -3,19 +3,18 @@
 Where OpenAI's own server and vLLM differ, this one does as vLLM, which most programs that ask open
 models are written against:
 
-- An unknown ``model`` is refused, an omitted one accepted.
-- Messages need not take turns. Several of a user in a row, an answer that no user asked for, and a
-  system or developer message in the middle are written by the checkpoint's chat template, each as
-  a message of its own; a template that insists on turns refuses them. "developer" is "system".
-- ``content`` that is null is empty, in any role. A part whose text, image or recording is null is
-  left out.
-- Fields that are not known are ignored, and so are those that change no answer (``user``,
-  ``metadata``, ``store``, ``service_tier``, ...).
+- It refuses an unknown ``model`` and accepts a request without one.
+- Messages need not take turns. The checkpoint's chat template writes several messages of a user in
+  a row, an answer without a question, and a system or developer message in the middle, each as a
+  message of its own; a template that insists on turns refuses them. "developer" is "system".
+- ``content`` that is null is empty, in any role. A part whose text, image or recording is null does
+  not count.
+- It ignores unknown fields and fields that change no answer (``user``, ``metadata``, ``store``,
+  ``service_tier``, ...).
 
-Other than vLLM this server
+Unlike vLLM this server
 
-- refuses fields that would change the answer and are not supported, where vLLM ignores those that
-  it does not know;
+- refuses unsupported fields that would change the answer, where vLLM ignores unknown ones;
 - refuses roles that chat templates leave out silently, and messages that end with an answer.
 """
 
@@ -34,15 +33,15 @@ from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.source import NamedBytes
 
 MAX_STRUCTURE = 250_000
-"""Brackets and commas of a request: what decoding its JSON costs, apart from long texts."""
+"""Most brackets and commas of a request: they cost time in decoding, long texts do not."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Of all messages together."""
+"""Most parts of all messages together."""
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
-"""Of one stop string."""
+"""Longest stop string."""
 _BASE64_PIECE = 4 << 20
-"""Characters that are decoded at once: other threads wait as long. A multiple of 4."""
+"""Characters that are decoded at once while other threads wait; a multiple of 4."""
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -88,12 +87,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields that would change the answer and are not supported, and the values, beside null, that
-change nothing."""
+"""Unsupported fields that would change the answer, and their values, beside null, that do not."""
 
 
 class FieldError(InputError):
-    """A request that cannot be used.
+    """A field of a request is wrong.
 
     Attributes:
         field: the protocol's name of what is wrong, such as ``messages[2].content[0]``; or None.
@@ -105,13 +103,13 @@ class FieldError(InputError):
 
 
 class _Model(BaseModel):
-    """Values have the protocol's own types: no number is a text, no text a number."""
+    """Values must have the protocol's types: no number is a text, no text a number."""
 
     model_config = ConfigDict(strict=True)
 
 
 class ImageURL(_Model):
-    """Where an image is: in the address itself."""
+    """An image as a data URI."""
 
     url: str
 
@@ -140,7 +138,7 @@ def _as_parts(content: Any) -> Any:
 
 
 class Message(_Model):
-    """What somebody said."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part] | None, BeforeValidator(_as_parts)] = None
@@ -156,7 +154,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class Body(_Model):
-    """The JSON of a request; what it does not name is looked up in ``_REFUSED``, or ignored."""
+    """The JSON of a request; other fields are refused if ``_REFUSED`` has them, else ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -187,12 +185,15 @@ class Body(_Model):
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one message says: text, encoded images, encoded recordings.
+class DecodedMessage:
+    """A message with its decoded media.
 
     Attributes:
         role: "system", "user" or "assistant".
-        place: its index among the messages.
+        place: index among the messages of the request.
+        text: texts of all parts, one a line.
+        images: image files.
+        audio: sound files.
     """
 
     role: str
@@ -202,6 +203,10 @@ class Said:
     audio: tuple[NamedBytes, ...] = ()
 
 
+Turn = tuple[tuple[DecodedMessage, ...], DecodedMessage]
+"""Messages that end with a user's, and the answer to them."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A checked request.
@@ -209,31 +214,31 @@ class Request:
     Attributes:
         model: name that the client asked for, or None.
         system: the system prompt, or None.
-        past: what was said and answered before: messages that end with a user's, and the answer.
-        asked: what is asked now: messages that end with a user's.
+        past: earlier turns.
+        question: the messages to answer, which end with a user's.
         sampling: fields of ``Sampling``.
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
-        bound: the field that bounds the answer's tokens, as the client calls it.
+        length_field: the field by which the client bounds the answer's tokens.
     """
 
     model: str | None
-    system: Said | None
-    past: tuple[tuple[tuple[Said, ...], Said], ...]
-    asked: tuple[Said, ...]
+    system: DecodedMessage | None
+    past: tuple[Turn, ...]
+    question: tuple[DecodedMessage, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
-    bound: str = "max_tokens"
+    length_field: str = "max_tokens"
 
-    def messages(self) -> Iterator[Said]:
-        """All of them, in their order."""
+    def messages(self) -> Iterator[DecodedMessage]:
+        """Yield all messages in their order."""
         if self.system is not None:
             yield self.system
-        for asked, answer in self.past:
-            yield from asked
+        for question, answer in self.past:
+            yield from question
             yield answer
-        yield from self.asked
+        yield from self.question
 
 
 def read_request(data: bytes, limits: MediaLimits) -> Request:
@@ -244,7 +249,7 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
         limits: ``max_file_bytes`` bounds each medium.
 
     Raises:
-        FieldError: names the field, what is wrong with it and what would be right.
+        FieldError: a field is wrong; the message names it and what would be right.
     """
     structure = sum(map(data.count, (b"{", b"[", b",")))
     if structure > MAX_STRUCTURE:
@@ -258,12 +263,14 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
         raise _field_error(error) from None
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
-    said = [_said(message, place, limits) for place, message in enumerate(body.messages)]
-    system = said.pop(0) if said[0].role == "system" else None
-    past, asked = _turns(said)
-    bound = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    messages = [
+        _decode_message(message, place, limits) for place, message in enumerate(body.messages)
+    ]
+    system = messages.pop(0) if messages[0].role == "system" else None
+    past, question = _split_turns(messages)
+    length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     sampling = {
-        "max_new_tokens": getattr(body, bound),
+        "max_new_tokens": getattr(body, length_field),
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": 0 if body.top_k == -1 else body.top_k,
@@ -275,38 +282,36 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
         model=body.model,
         system=system if system and system.text.strip() else None,
         past=tuple(past),
-        asked=asked,
+        question=question,
         sampling={name: value for name, value in sampling.items() if value is not None},
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
-        bound=bound,
+        length_field=length_field,
     )
 
 
-def _turns(
-    messages: list[Said],
-) -> tuple[list[tuple[tuple[Said, ...], Said]], tuple[Said, ...]]:
-    """What was asked with its answers, and what is asked now.
+def _split_turns(messages: list[DecodedMessage]) -> tuple[list[Turn], tuple[DecodedMessage, ...]]:
+    """Split messages into earlier turns and the question.
 
-    An answer is what the assistant says to a user; anything else goes before the next question.
+    An assistant's message after a user's is an answer; any other goes before the next question.
     """
-    past: list[tuple[tuple[Said, ...], Said]] = []
-    asked: list[Said] = []
-    for said in messages:
-        if said.role == "assistant" and asked and asked[-1].role == "user":
-            past.append((tuple(asked), said))
-            asked = []
+    past: list[Turn] = []
+    question: list[DecodedMessage] = []
+    for message in messages:
+        if message.role == "assistant" and question and question[-1].role == "user":
+            past.append((tuple(question), message))
+            question = []
         else:
-            asked.append(said)
-    if not asked or asked[-1].role != "user":
+            question.append(message)
+    if not question or question[-1].role != "user":
         raise FieldError("must end with a message of role 'user'", "messages")
-    for question in (*(turn[-1] for turn, _ in past), asked[-1]):
-        if not (question.text.strip() or question.images or question.audio):
-            raise FieldError("is empty: give some text", f"messages[{question.place}].content")
-    return past, tuple(asked)
+    for last in (*(turn[-1] for turn, _ in past), question[-1]):
+        if not (last.text.strip() or last.images or last.audio):
+            raise FieldError("is empty: give some text", f"messages[{last.place}].content")
+    return past, tuple(question)
 
 
-def _said(message: Message, place: int, limits: MediaLimits) -> Said:
+def _decode_message(message: Message, place: int, limits: MediaLimits) -> DecodedMessage:
     texts: list[str] = []
     images: list[NamedBytes] = []
     audio: list[NamedBytes] = []
@@ -317,23 +322,23 @@ def _said(message: Message, place: int, limits: MediaLimits) -> Said:
         if part.type == "text" and part.text is not None:
             texts.append(part.text)
         elif part.type == "image_url" and part.image_url is not None:
-            images.append(_image(part.image_url.url, name, limits))
+            images.append(_decode_image(part.image_url.url, name, limits))
         elif part.type == "input_audio" and part.input_audio is not None:
-            audio.append(_decoded(part.input_audio.data, name, limits))
+            audio.append(_decode_base64(part.input_audio.data, name, limits))
     role = "system" if message.role == "developer" else message.role
-    return Said(role, place, "\n".join(texts), tuple(images), tuple(audio))
+    return DecodedMessage(role, place, "\n".join(texts), tuple(images), tuple(audio))
 
 
-def _image(url: str, name: str, limits: MediaLimits) -> NamedBytes:
-    # Never an address or a path: the server must not fetch or open what a stranger names.
+def _decode_image(url: str, name: str, limits: MediaLimits) -> NamedBytes:
+    # The server must not fetch an address or open a path that a stranger names.
     head, comma, data = url.partition(",")
     if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
         raise FieldError("image_url.url must be a data URI, data:image/png;base64,...", name)
-    return _decoded(data, name, limits)
+    return _decode_base64(data, name, limits)
 
 
-def _decoded(text: str, name: str, limits: MediaLimits) -> NamedBytes:
-    """The bytes of a medium in base64."""
+def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:
+    """Decode a medium in base64."""
     limits.check_bytes(len(text) * 3 // 4, name)
     try:
         if "=" in text[:-2]:
@@ -364,18 +369,18 @@ _MESSAGES = {
     "string_too_short": "must not be empty",
     "string_too_long": "is longer than the {max_length} characters allowed",
 }
-"""What is said of pydantic's types of errors."""
+"""Messages by pydantic's type of error."""
 
 
 def _field_error(error: ValidationError) -> FieldError:
-    """The first of the errors, by the protocol's names."""
+    """Convert the first of pydantic's errors, with the protocol's name of the field."""
     first = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":
         return FieldError(f"the request is no JSON: {context['error']}")
     if isinstance(own := context.get("error"), FieldError):
         return own
-    name = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"])
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     if first["type"] == _OWN_ERROR:
         message = first["msg"]
     else:

@@ -22,31 +22,30 @@ from starlette.exceptions import HTTPException
 from oscar_mm.apps.guard import Guard
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
-from oscar_mm.apps.serve.refusals import Refused
-from oscar_mm.apps.serve.replies import failure, heading, model_card
-from oscar_mm.apps.serve.service import Bounds, Service
+from oscar_mm.apps.serve.responses import Refusal, answer_header, error_body, model_card
+from oscar_mm.apps.serve.service import ServerLimits, Service
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _AFTER_GRACE_S = 3
-"""In which answers that were cut short have sent their last event."""
+"""Seconds in which answers that the server has cut short send their last event."""
 
 
-def create_app(pipe: Pipeline, name: str, bounds: Bounds, host: str = "127.0.0.1") -> FastAPI:
-    """The application for ``Server``; one process, as the chats live in it.
+def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127.0.0.1") -> FastAPI:
+    """Create the application for ``Server``; all chats are in its one process.
 
     Args:
-        pipe: answers; its store holds all conversations.
-        name: of the model, for clients.
-        bounds: what is taken on.
-        host: where the server will listen.
+        pipe: answers; its store has the memory of all conversations.
+        name: the model's name for clients.
+        limits: bounds on requests and answers.
+        host: the address on which the server will listen.
 
     Returns:
         the application; its ``state.service`` is the ``Service``.
     """
-    conversations = Conversations(pipe, bounds.conversations)
-    service = Service(conversations, Metrics(conversations), bounds, name)
+    conversations = Conversations(pipe, limits.conversations)
+    service = Service(conversations, Metrics(conversations), limits, name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -55,37 +54,39 @@ def create_app(pipe: Pipeline, name: str, bounds: Bounds, host: str = "127.0.0.1
 
     app = FastAPI(title="oscar-mm", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    if bounds.api_key is None:
+    if limits.api_key is None:
         app.add_middleware(Guard, host=host)
 
-    @app.exception_handler(Refused)
-    async def refused(_: HttpRequest, error: Refused) -> JSONResponse:
+    @app.exception_handler(Refusal)
+    async def refuse(_: HttpRequest, error: Refusal) -> JSONResponse:
         service.metrics.requests.labels(str(error.status)).inc()
         return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def unknown(_: HttpRequest, error: HTTPException) -> JSONResponse:
-        return JSONResponse(failure(str(error.detail), "invalid_request_error"), error.status_code)
+        return JSONResponse(
+            error_body(str(error.detail), "invalid_request_error"), error.status_code
+        )
 
     @app.exception_handler(Exception)
     async def failed(_: HttpRequest, __: Exception) -> JSONResponse:
         service.metrics.requests.labels("500").inc()
-        return JSONResponse(failure("the server failed to answer this", "server_error"), 500)
+        return JSONResponse(error_body("the server failed to answer this", "server_error"), 500)
 
     @app.post("/v1/chat/completions")
     async def complete(request: HttpRequest) -> Response:
         service.authorize(request)
-        return await service.answer(request, heading(uuid4().hex, name))
+        return await service.answer(request, answer_header(uuid4().hex, name))
 
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
         service.authorize(request)
         return {"object": "list", "data": [model_card(name)]}
 
-    @app.get("/v1/models/{asked:path}")
-    async def model(request: HttpRequest, asked: str) -> dict[str, Any]:
+    @app.get("/v1/models/{requested:path}")
+    async def model(request: HttpRequest, requested: str) -> dict[str, Any]:
         service.authorize(request)
-        service.check_model(asked)
+        service.check_model(requested)
         return model_card(name)
 
     @app.get("/metrics")
@@ -102,28 +103,28 @@ def create_app(pipe: Pipeline, name: str, bounds: Bounds, host: str = "127.0.0.1
 
 
 class Server(uvicorn.Server):
-    """Serves an application of ``create_app``; stopped, it lets answers end in their grace time.
+    """Serves an application of ``create_app``; running answers get a grace time when it stops.
 
     Args:
-        app: the application; ``run`` takes the sockets to listen on.
+        app: the application; ``run`` takes the sockets on which it listens.
     """
 
     def __init__(self, app: FastAPI) -> None:
         self.service: Service = app.state.service
-        ended_s = math.ceil(self.service.bounds.grace_s) + 2 * _AFTER_GRACE_S
+        shutdown_s = math.ceil(self.service.limits.grace_s) + 2 * _AFTER_GRACE_S
         super().__init__(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=ended_s)
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=shutdown_s)
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn; a second signal ends the grace time, and still every answer is ended."""
+        """Stop at the first signal, and end the grace time of answers at the second."""
         if self.should_exit:
-            self.service.hurried.set()
+            self.service.hurry.set()
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn: called when a signal or ``should_exit`` ends the server."""
+        """Stop the service beside uvicorn's own shutdown."""
         stopping = asyncio.ensure_future(self._stop())
         await super().shutdown(sockets)
         stopping.cancel()
@@ -132,5 +133,5 @@ class Server(uvicorn.Server):
         await self.service.stop()
         await asyncio.sleep(_AFTER_GRACE_S)
         for connection in list(self.server_state.connections):
-            # Its client does not read.
+            # This client does not read.
             connection.transport.abort()

@@ -1,4 +1,4 @@
-"""Service: reads requests, lets them wait, and answers them."""
+"""Service: reads, queues and answers requests."""
 
 from __future__ import annotations
 
@@ -19,39 +19,46 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from oscar_mm.apps.serve.conversations import Conversations, Written
+from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
-from oscar_mm.apps.serve.refusals import RETRY_S, Gone, Refused, busy, refusals
-from oscar_mm.apps.serve.replies import chunk, completion
+from oscar_mm.apps.serve.responses import (
+    RETRY_S,
+    ClientGone,
+    Refusal,
+    as_refusals,
+    busy,
+    chunk,
+    completion,
+)
 from oscar_mm.errors import Busy
 from oscar_mm.generation.reasoning import Reasoning
 from oscar_mm.generation.sampling import Sampling
 
 _READERS = 2
-"""Requests that are parsed at once, each in a thread."""
+"""Threads that parse requests."""
 _BODIES = 8
-"""Bodies of the largest size that there is room for, of all requests that do not run yet."""
-_LOOKED_AGAIN_S = 1.0
-"""For memory that was freed by others than answers of this server."""
-_ENDING_S = 5.0
-"""In which answers that were cut short are given up."""
+"""All requests before their answers begin may take as much as this many of the largest size."""
+_MEMORY_POLL_S = 1.0
+"""Seconds after which to look for memory that something else than an answer has freed."""
+_CLOSING_S = 5.0
+"""Seconds in which to close answers that the server has cut short."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What the server takes on.
+class ServerLimits:
+    """Bounds on requests and answers.
 
     Attributes:
-        api_key: that clients must send as a bearer token; None for no key.
-        max_request_bytes: of the body of a request, media in base64 included.
-        max_new_tokens: of an answer; also where the client does not say.
-        running: answers that are written at once, token by token in turns.
-        waiting: requests in the queue; more get status 429.
-        conversations: most that are kept.
-        body_s: seconds in which the body of a request has to come.
-        room_s: seconds that a request waits for memory that others hold.
-        grace_s: seconds that answers have to end in when the server stops.
+        api_key: bearer token that clients must send; None for no key.
+        max_request_bytes: largest body of a request, media in base64 included.
+        max_new_tokens: longest answer, in tokens; also the default.
+        running: most answers at once, which take turns token by token.
+        waiting: most requests in the queue; more get status 429.
+        conversations: most chats that later requests can continue.
+        body_s: seconds in which the body of a request must come.
+        room_s: seconds that a request waits for memory that other answers use.
+        grace_s: seconds in which answers must end when the server stops.
     """
 
     api_key: str | None = None
@@ -69,121 +76,121 @@ class Service:
     """Reads, queues and answers requests.
 
     Args:
-        conversations: answer.
-        metrics: count.
-        bounds: what is taken on.
-        name: of the model, for clients.
+        conversations: answers requests.
+        metrics: counts them.
+        limits: bounds on requests and answers.
+        name: the model's name for clients.
 
     Attributes:
-        hurried: set to end the grace time of answers.
+        hurry: ends the grace time of answers when it is set.
     """
 
     def __init__(
-        self, conversations: Conversations, metrics: Metrics, bounds: Bounds, name: str
+        self, conversations: Conversations, metrics: Metrics, limits: ServerLimits, name: str
     ) -> None:
         self.conversations, self.metrics = conversations, metrics
-        self.bounds, self.name = bounds, name
-        self.hurried = asyncio.Event()
-        self._places = asyncio.Semaphore(bounds.running)
+        self.limits, self.name = limits, name
+        self.hurry = asyncio.Event()
+        self._places = asyncio.Semaphore(limits.running)
         self._waiting = self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
-        self.workers = CapacityLimiter(bounds.running + 1)
+        self.workers = CapacityLimiter(limits.running + 1)
         self._closing: set[asyncio.Task[None]] = set()
-        self._freed: asyncio.Future[None] | None = None
+        self._memory_freed: asyncio.Future[None] | None = None
 
     @cached_property
     def stopping(self) -> asyncio.Future[None]:
-        """Done when nothing more is taken on."""
+        """Done when the server takes no more requests."""
         return asyncio.get_running_loop().create_future()
 
     @cached_property
     def cut(self) -> asyncio.Future[None]:
-        """Done when running answers are ended."""
+        """Done when the server cuts running answers short."""
         return asyncio.get_running_loop().create_future()
 
     def authorize(self, http: HttpRequest) -> None:
-        """Raise Refused if a key is needed and this is not it."""
-        if self.bounds.api_key is None:
+        """Raise Refusal if the request lacks the key."""
+        if self.limits.api_key is None:
             return
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.bounds.api_key.encode()):
-            raise Refused(401, "a valid API key is needed", "authentication_error")
+        if not hmac.compare_digest(given.encode(), self.limits.api_key.encode()):
+            raise Refusal(401, "a valid API key is needed", "authentication_error")
 
     def check_model(self, name: str | None) -> None:
-        """Raise Refused, as vLLM words it, if another model is asked for."""
+        """Raise Refusal, in vLLM's words, if the request is for another model."""
         if name and name != self.name:
             message = f"The model `{name[:200]}` does not exist."
-            raise Refused(404, message, "NotFoundError", 404, "model")
+            raise Refusal(404, message, "NotFoundError", 404, "model")
 
-    async def answer(self, http: HttpRequest, about: dict[str, Any]) -> Response:
-        """Read a request, wait for a place, then answer, whole or piece by piece."""
+    async def answer(self, http: HttpRequest, header: dict[str, Any]) -> Response:
+        """Read a request, wait for a place, then answer at once or piece by piece."""
         with self._room_for_body() as add:
-            asked = await self._parsed(await self._body(http, add))
-            gone = asyncio.ensure_future(_left(http))
+            request = await self._request(await self._body(http, add))
+            gone = asyncio.ensure_future(_disconnect(http))
             try:
-                await self._place(gone)
+                await self._take_place(gone)
             except BaseException:
                 gone.cancel()
                 raise
-        writing = _Writing(self, asked, gone)
+        answer = _RunningAnswer(self, request, gone)
         try:
-            first = await writing.begin()
-            if asked.stream:
-                # Whoever sends a stream looks himself whether its client is there.
-                writing.gone = asyncio.get_running_loop().create_future()
-                return _EventStream(writing, _events(writing, first, about))
-            async for _ in writing.pieces(first):
+            first = await answer.begin()
+            if request.stream:
+                # A streaming response itself notices that its client has left.
+                answer.gone = asyncio.get_running_loop().create_future()
+                return _EventStream(answer, _events(answer, first, header))
+            async for _ in answer.pieces(first):
                 pass
         except BaseException:
-            writing.end()
+            answer.end()
             raise
         finally:
             gone.cancel()
-        await asyncio.shield(writing.end())
-        written = writing.written
-        return JSONResponse(completion(about, written.answer, written.usage))
+        await asyncio.shield(answer.end())
+        completed = answer.completed
+        return JSONResponse(completion(header, completed.answer, completed.usage))
 
     async def stop(self) -> None:
-        """Take on nothing more; answers that run have their grace, then they are cut short."""
+        """Take no more requests, and cut running answers short after their grace time."""
         self.stopping.set_result(None)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.hurried.wait(), self.bounds.grace_s)
+            await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
         self.cut.set_result(None)
 
     async def close(self) -> None:
-        """Give up all chats, unless the model does not let go of them in time."""
+        """Close all chats, unless the model does not release them in time."""
         closing = [*self._closing, asyncio.ensure_future(run_sync(self.conversations.close))]
-        await asyncio.wait(closing, timeout=_ENDING_S)
+        await asyncio.wait(closing, timeout=_CLOSING_S)
 
-    async def memory_is_freed(self, gone: asyncio.Future[None], seconds: float) -> None:
-        """Wait until an answer has ended, no longer than some seconds.
+    async def wait_for_memory(self, gone: asyncio.Future[None], seconds: float) -> None:
+        """Wait until an answer has ended, for at most ``seconds``.
 
         Raises:
-            Refused: the client has left, or the server stops.
+            Refusal: the client has left, or the server stops.
         """
-        if self._freed is None:
-            self._freed = asyncio.get_running_loop().create_future()
-        waited = min(seconds, _LOOKED_AGAIN_S)
-        await self._unless_over(self._freed, gone, waited)
+        if self._memory_freed is None:
+            self._memory_freed = asyncio.get_running_loop().create_future()
+        timeout = min(seconds, _MEMORY_POLL_S)
+        await self._wait_for(self._memory_freed, gone, timeout)
 
-    def closes(self, task: asyncio.Task[None]) -> None:
-        """Keep a task that gives up an answer until it is done."""
+    def track_closing(self, task: asyncio.Task[None]) -> None:
+        """Keep a reference to a task that closes an answer until it is done."""
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     def release(self) -> None:
-        """A place is free, and memory."""
+        """Free an answer's place, and tell requests that wait for its memory."""
         self._places.release()
-        if self._freed is not None:
-            self._freed.set_result(None)
-            self._freed = None
+        if self._memory_freed is not None:
+            self._memory_freed.set_result(None)
+            self._memory_freed = None
 
     @contextmanager
     def _room_for_body(self) -> Iterator[Callable[[int], None]]:
-        """Count the bytes of a body until its request runs.
+        """Count the bytes of a body while its request waits.
 
         Yields:
-            counts so many more; raises Refused if there are too many of all requests together.
+            a function that counts more bytes, and raises Refusal if all requests have too many.
         """
         own = 0
 
@@ -191,7 +198,7 @@ class Service:
             nonlocal own
             own += count
             self._body_bytes += count
-            if self._body_bytes > _BODIES * self.bounds.max_request_bytes:
+            if self._body_bytes > _BODIES * self.limits.max_request_bytes:
                 raise busy("the server holds too many large requests")
 
         try:
@@ -200,19 +207,19 @@ class Service:
             self._body_bytes -= own
 
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
-        """The body; one that is too large, or too slow, is not read to its end."""
-        limit, seconds = self.bounds.max_request_bytes, self.bounds.body_s
+        """Read the body, but not to its end if it is too large or too slow."""
+        limit, seconds = self.limits.max_request_bytes, self.limits.body_s
 
-        async def collected() -> bytes:
+        async def collect() -> bytes:
             parts, size = [], 0
             async for part in http.stream():
                 add(len(part))
                 parts.append(part)
                 if (size := size + len(part)) > limit:
-                    raise Refused(413, f"the request is larger than the limit of {limit:,} bytes")
+                    raise Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
             return b"".join(parts)
 
-        reading = asyncio.ensure_future(collected())
+        reading = asyncio.ensure_future(collect())
         try:
             await asyncio.wait(
                 (reading, self.stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -221,39 +228,39 @@ class Service:
                 return reading.result()
             if self.stopping.done():
                 raise busy("the server is stopping")
-            raise Refused(408, f"the request did not come within {seconds:g} s")
+            raise Refusal(408, f"the request did not come within {seconds:g} s")
         except ClientDisconnect:
-            raise Gone from None
+            raise ClientGone from None
         finally:
             reading.cancel()
 
-    async def _parsed(self, body: bytes) -> Request:
-        """The checked request."""
-        with refusals():
-            asked = await run_sync(self._parse, body, limiter=self._readers)
-        self.check_model(asked.model)
-        return asked
+    async def _request(self, body: bytes) -> Request:
+        """Parse and check a request."""
+        with as_refusals():
+            request = await run_sync(self._parse, body, limiter=self._readers)
+        self.check_model(request.model)
+        return request
 
     def _parse(self, body: bytes) -> Request:
-        pipe, most = self.conversations.pipe, self.bounds.max_new_tokens
-        asked = read_request(body, pipe.limits)
-        for said in asked.messages():
-            pipe.check_text(f"messages[{said.place}].content", said.text, may_be_empty=True)
-        if asked.sampling.setdefault("max_new_tokens", most) > most:
-            raise FieldError(f"this server writes at most {most} tokens", asked.bound)
-        Sampling(**asked.sampling)
-        return asked
+        pipe, most = self.conversations.pipe, self.limits.max_new_tokens
+        request = read_request(body, pipe.limits)
+        for message in request.messages():
+            pipe.check_text(f"messages[{message.place}].content", message.text, may_be_empty=True)
+        if request.sampling.setdefault("max_new_tokens", most) > most:
+            raise FieldError(f"this server writes at most {most} tokens", request.length_field)
+        Sampling(**request.sampling)
+        return request
 
-    async def _place(self, gone: asyncio.Future[None]) -> None:
-        """Wait until fewer answers run than may; who leaves the queue leaves its place in it."""
-        if self._places.locked() and self._waiting >= self.bounds.waiting:
+    async def _take_place(self, gone: asyncio.Future[None]) -> None:
+        """Wait in the queue for one of the places of running answers."""
+        if self._places.locked() and self._waiting >= self.limits.waiting:
             message = "too many requests are waiting: try again"
-            raise Refused(429, message, "rate_limit_error", retry_after=RETRY_S)
+            raise Refusal(429, message, "rate_limit_error", retry_after=RETRY_S)
         self._waiting += 1
         self.metrics.waiting.inc()
         place = asyncio.ensure_future(self._places.acquire())
         try:
-            await self._unless_over(place, gone)
+            await self._wait_for(place, gone)
         except BaseException:
             if place.done():
                 self._places.release()
@@ -263,63 +270,60 @@ class Service:
             self._waiting -= 1
             self.metrics.waiting.dec()
 
-    async def _unless_over(
+    async def _wait_for(
         self, awaited: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float | None = None
     ) -> None:
-        """Wait for something, at most some seconds.
+        """Wait for a future, for at most ``seconds``.
 
         Raises:
-            Refused: the client has left, or the server stops.
+            Refusal: the client has left, or the server stops.
         """
         ends = (awaited, gone, self.stopping)
         await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
-            raise Gone
+            raise ClientGone
         if self.stopping.done():
             raise busy("the server is stopping")
 
 
-class _Writing:
-    """One answer as it is written; every step of the model is made in a thread.
+class _RunningAnswer:
+    """An answer that the model writes; each of its steps runs in a thread.
 
     Args:
-        service: counts it, and gets its place back.
-        asked: the request.
+        service: counts the answer, and gets its place back.
+        request: the request.
         gone: done when the client has left.
-
-    Attributes:
-        gone: see above.
     """
 
-    def __init__(self, service: Service, asked: Request, gone: asyncio.Future[None]) -> None:
-        self.service, self.asked = service, asked
-        self._written: Written | None = None
+    def __init__(self, service: Service, request: Request, gone: asyncio.Future[None]) -> None:
+        self.service, self.request = service, request
+        self._completed: CompletedAnswer | None = None
         self.gone = gone
-        self._steps = service.conversations.answering(asked)
-        self._step: asyncio.Future[str | Written] | None = None
+        self._steps = service.conversations.answer_steps(request)
+        self._step: asyncio.Future[str | CompletedAnswer] | None = None
         self._end: asyncio.Task[None] | None = None
         self._start = perf_counter()
         service.metrics.running.inc()
 
     @property
-    def written(self) -> Written:
-        """The answer, when its pieces are exhausted."""
-        if self._written is None:
+    def completed(self) -> CompletedAnswer:
+        """The complete answer, once ``pieces`` is exhausted."""
+        if self._completed is None:
             raise RuntimeError("the answer is not complete")
-        return self._written
+        return self._completed
 
-    async def begin(self) -> str | Written:
-        """Read media, past and prompt, if need be when others have freed their memory.
+    async def begin(self) -> str | CompletedAnswer:
+        """Read media, past and prompt; wait for memory that other answers use.
 
         Returns:
             the first piece.
 
         Raises:
-            Refused: no answer, and why.
+            Refusal: there is no answer; the message says why.
         """
         service = self.service
-        deadline = perf_counter() + service.bounds.room_s
-        with refusals():
+        deadline = perf_counter() + service.limits.room_s
+        with as_refusals():
             while True:
                 try:
                     while (first := await self._next()) == "":
@@ -327,53 +331,53 @@ class _Writing:
                 except Busy:
                     if (left := deadline - perf_counter()) <= 0:
                         raise
-                    self._steps = service.conversations.answering(self.asked)
+                    self._steps = service.conversations.answer_steps(self.request)
                     if not await run_sync(service.conversations.give_way):
-                        await service.memory_is_freed(self.gone, left)
+                        await service.wait_for_memory(self.gone, left)
                 else:
-                    service.metrics.first_token.observe(perf_counter() - self._start)
+                    service.metrics.first_token_seconds.observe(perf_counter() - self._start)
                     return first
 
-    async def pieces(self, first: str | Written) -> AsyncIterator[str]:
-        """Pieces of text; ``written`` is there at the end.
+    async def pieces(self, first: str | CompletedAnswer) -> AsyncIterator[str]:
+        """Yield pieces of text, then set ``completed``.
 
         Raises:
-            Refused: the answer ends here, and why.
+            Refusal: the answer ends here; the message says why.
         """
         piece = first
-        with refusals():
-            while not isinstance(piece, Written):
+        with as_refusals():
+            while not isinstance(piece, CompletedAnswer):
                 yield piece
                 piece = await self._next()
-        self._written = piece
+        self._completed = piece
         metrics = self.service.metrics
         metrics.requests.labels("200").inc()
-        metrics.whole.observe(perf_counter() - self._start)
+        metrics.answer_seconds.observe(perf_counter() - self._start)
         metrics.tokens.labels("cached").inc(piece.cached_tokens)
         metrics.tokens.labels("prompt").inc(piece.prompt_tokens - piece.cached_tokens)
         metrics.tokens.labels("completion").inc(len(piece.answer.token_ids))
 
     def end(self) -> asyncio.Task[None]:
-        """Give up what is not kept, and the place, as soon as the model lets go of it."""
+        """Close the answer and free its place, once the model has ended its step."""
         if self._end is None:
-            self._end = asyncio.ensure_future(self._give_up())
-            self.service.closes(self._end)
+            self._end = asyncio.ensure_future(self._close())
+            self.service.track_closing(self._end)
         return self._end
 
-    async def _next(self) -> str | Written:
+    async def _next(self) -> str | CompletedAnswer:
         step = asyncio.ensure_future(run_sync(next, self._steps, limiter=self.service.workers))
         self._step = step
         ends: tuple[asyncio.Future[Any], ...] = (step, self.service.cut, self.gone)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if step.done():
             return step.result()
-        raise busy("the server is stopping") if self.service.cut.done() else Gone()
+        raise busy("the server is stopping") if self.service.cut.done() else ClientGone()
 
-    async def _give_up(self) -> None:
+    async def _close(self) -> None:
         service = self.service
         try:
             if self._step is not None:
-                # Whatever comes of it, nobody is told.
+                # The result of this step, or its error, concerns nobody any more.
                 await asyncio.gather(self._step, return_exceptions=True)
             with suppress(Exception):
                 await run_sync(self._steps.close, limiter=service.workers)
@@ -383,37 +387,37 @@ class _Writing:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of an answer, which ends with them, even if they never begin."""
+    """Server-sent events of an answer; the answer ends with them, even if they never begin."""
 
-    def __init__(self, writing: _Writing, events: AsyncIterator[str]) -> None:
+    def __init__(self, answer: _RunningAnswer, events: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._writing = writing
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Send the events, then end the answer."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._writing.end()
+            self._answer.end()
 
 
 async def _events(
-    writing: _Writing, first: str | Written, about: dict[str, Any]
+    answer: _RunningAnswer, first: str | CompletedAnswer, header: dict[str, Any]
 ) -> AsyncIterator[str]:
     try:
-        yield _event(chunk(about, {"role": "assistant", "content": ""}))
-        async for piece in writing.pieces(first):
+        yield _event(chunk(header, {"role": "assistant", "content": ""}))
+        async for piece in answer.pieces(first):
             name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
-            yield _event(chunk(about, {name: piece}))
-        yield _event(chunk(about, {}, writing.written.answer.finish_reason))
-        if writing.asked.usage:
-            yield _event(chunk(about, None, usage=writing.written.usage))
-        await asyncio.shield(writing.end())
+            yield _event(chunk(header, {name: piece}))
+        yield _event(chunk(header, {}, answer.completed.answer.finish_reason))
+        if answer.request.usage:
+            yield _event(chunk(header, None, usage=answer.completed.usage))
+        await asyncio.shield(answer.end())
         yield "data: [DONE]\n\n"
-    except Refused as error:
-        # Too late for a status: the answer has begun.
-        writing.service.metrics.requests.labels(str(error.status)).inc()
+    except Refusal as error:
+        # The status is sent already: the answer has begun.
+        answer.service.metrics.requests.labels(str(error.status)).inc()
         yield _event(error.body)
 
 
@@ -421,7 +425,7 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-async def _left(http: HttpRequest) -> None:
-    """Done when the client of a request, whose body was read, has left."""
+async def _disconnect(http: HttpRequest) -> None:
+    """Return when the client has left; call this after the body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oscar_mm.errors import InputError
-from oscar_mm.whole_file import whole_file
+from oscar_mm.files import whole_file
 
 _NAME = "oscar_mm.sha256"
 _BLANK = "0" * 64

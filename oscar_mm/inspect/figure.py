@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.errors import InputError
-from oscar_mm.inspect.errors import ALL, PAIRS
 from oscar_mm.inspect.inspection import Inspection
+from oscar_mm.inspect.quantization_errors import ALL, PAIRS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

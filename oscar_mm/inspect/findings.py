@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from oscar_mm.inspect.errors import PAIRS, QUERY_TOKENS
 from oscar_mm.inspect.inspection import Inspection
+from oscar_mm.inspect.quantization_errors import PAIRS, QUERY_TOKENS
 
 _USUAL = "compact"
 _MATTERS = 0.1

@@ -10,9 +10,9 @@ import torch
 
 from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt, forward
-from oscar_mm.inspect.errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.inspect.norms import Norms, channel_outliers, measure_norms
 from oscar_mm.inspect.probe import LayerStates, Probe
+from oscar_mm.inspect.quantization_errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.modality import Modality
 from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
 
@@ -86,7 +86,7 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
     """Read a prompt once and measure the keys, values and attention of every layer on the way.
 
     No more than one layer's keys and values are held; of a long prompt a sample of whole pages is
-    quantized (``oscar_mm.inspect.errors``).
+    quantized (``oscar_mm.inspect.quantization_errors``).
 
     Args:
         model: with attention "oscar" in its decoder, as pipelines load it.

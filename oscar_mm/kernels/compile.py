@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.whole_file import whole_file
+from oscar_mm.files import whole_file
 
 
 def cache_folder() -> Path | None:

@@ -16,6 +16,14 @@ from typing import TypeGuard
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
 
+SUFFIXES = {
+    "images": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff"),
+    "videos": (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"),
+    "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"),
+}
+KIND = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+
+
 _CHUNK = 64 * 1024
 # Two letters or more before "://", so that a Windows drive is a path.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")

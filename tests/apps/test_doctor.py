@@ -31,10 +31,10 @@ def test_doctor_finds_this_machine_healthy(capsys) -> None:
 def test_doctor_notices_wrong_arithmetic(noise: float, monkeypatch, capsys) -> None:
     from oscar_mm import round_trip
 
-    right = round_trip.roundtrip
+    is_right = round_trip.roundtrip
 
     def wrong(k, v, policy):
-        result = right(k, v, policy)
+        result = is_right(k, v, policy)
         result.k.mul_(noise)
         return result
 

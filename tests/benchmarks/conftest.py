@@ -1,4 +1,4 @@
-"""Decoders in small, as benchmarks of decode steps see them."""
+"""Small decoders for benchmarks of decode steps, and random numbers."""
 
 import gc
 
@@ -15,12 +15,17 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="session")
 def mixture() -> Decoder:
-    """Of experts."""
+    """A mixture of experts."""
     return Decoder("qwen3-vl-30b-a3b", torch.device("cpu"), tiny=True)
 
 
 @pytest.fixture(scope="module")
 def quick_collection() -> None:
-    """Benchmarks collect garbage for each cell: what earlier files left is not looked through."""
+    """Exempt objects of earlier files from the collection of garbage, which each cell runs."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)

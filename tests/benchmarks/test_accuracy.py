@@ -1,4 +1,4 @@
-"""The harness of methods on pocket models: what it measures is what happens, on small sizes."""
+"""The accuracy benchmark on small sizes measures what the pocket models do."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from benchmarks import accuracy, accuracy_report
-from benchmarks.accuracy_bounds import Bound, verdict
-from benchmarks.accuracy_generation import answered, generate
+from benchmarks.accuracy import generate, greedy_answers
+from benchmarks.accuracy_report import Bound, verdict
 from benchmarks.record import Record
-from benchmarks.stress import FACTORS, outlier_channels
-from benchmarks.tasks import TASKS, Task, conversations, load
+from benchmarks.tasks import FACTORS, TASKS, Task, conversations, load, outlier_channels
 from examples.train_pocket.configs import NAMES
 from examples.train_pocket.glyphs import draw
 from examples.train_pocket.studio import Studio
@@ -71,17 +70,19 @@ def test_conversations_are_those_of_the_studio(studio: Studio) -> None:
         layers = talks.record(pocket.generator).layers
         exact = [layer.keys.shape[2] for layer in layers]
         assert set(exact) == {len(talks.ids)}
-        found = answer_logits(pocket.generator, as_recorded(layers), len(talks.ids), talks.forced)
-        wanted = expected.detach()[:, 1:][talks.forced.targets != IGNORE]
+        logits = answer_logits(pocket.generator, as_recorded(layers), len(talks.ids), talks.forced)
+        right = expected.detach()[:, 1:][talks.forced.targets != IGNORE]
         # Keys and values were rounded to bfloat16.
-        assert (found - wanted).norm() < 0.02 * wanted.norm()
-        kinds = {int(one) for one in talks.ids.unique()}
+        assert (logits - right).norm() < 0.02 * right.norm()
+        kinds = {int(kind) for kind in talks.ids.unique()}
         assert kinds == {0, *[1] * (task.images > 0), *[3] * (task.clips > 0)}
 
 
 def test_measured_rows(studio: Studio) -> None:
     name = studio.writer.pocket.name
-    methods = [one for one in main_methods() if one.name in (REFERENCE, DEFAULT, PUBLISHED)]
+    methods = [
+        method for method in main_methods() if method.name in (REFERENCE, DEFAULT, PUBLISHED)
+    ]
     rows = list(
         accuracy.measure(
             studio, studio.writer.pocket.generator, [SMALL[name]], methods, [], prompts=3
@@ -95,10 +96,10 @@ def test_measured_rows(studio: Studio) -> None:
             assert row["kl"] == 0 and row["agreement"] == 1 and row["page_bits"] == 16
         elif row["packed_share"]:
             assert row["kl"] > 0 and 2.3 < row["page_bits"] < 3.2 < row["held_bits"]
-    packed = {row["method"]: row["packed_share"] for row in rows if row["method"] != REFERENCE}
+    shares = {row["method"]: row["packed_share"] for row in rows if row["method"] != REFERENCE}
     # Stream pages take tokens that whole pages leave.
-    assert 1 > packed[DEFAULT] >= packed[PUBLISHED]
-    assert name == "pocket-omni" or packed[PUBLISHED] > 0
+    assert 1 > shares[DEFAULT] >= shares[PUBLISHED]
+    assert name == "pocket-omni" or shares[PUBLISHED] > 0
     if name == "pocket-omni":
         # One question about the images and one about the clips.
         assert rows[0]["answers"] == 2 * rows[0]["prompts"]
@@ -109,7 +110,7 @@ def test_free_answers_are_those_of_teacher_forcing(studio: Studio) -> None:
     pocket = studio.writer.pocket
     task = Task("read", clips=8) if pocket.name == "pocket-omni" else Task("read", images=8)
     [talks] = conversations(studio, task, 2)
-    greedy = answered(pocket, talks, KVPolicy.preset("bf16"), frozenset([-1]))
+    greedy = greedy_answers(pocket, talks, KVPolicy.preset("bf16"), frozenset([-1]))
     layers = talks.record(pocket.generator).layers
     logits = answer_logits(pocket.generator, as_recorded(layers), len(talks.ids), talks.forced)
     first = torch.zeros(2, dtype=torch.long)
@@ -117,9 +118,9 @@ def test_free_answers_are_those_of_teacher_forcing(studio: Studio) -> None:
     for row in range(2):
         first[row] = logits[rows == row][0].argmax()
     assert [answer[0] for answer in greedy] == first.tolist()
-    [row, packed] = generate(studio, pocket, [task], 2, seed=0)
-    assert row["as_16_bit"] == 1 and row["condition"] == packed["condition"] == "generated"
-    assert packed["method"] == DEFAULT and 0 <= packed["as_16_bit"] <= 1
+    [exact, free] = generate(studio, pocket, [task], 2, seed=0)
+    assert exact["as_16_bit"] == 1 and exact["condition"] == free["condition"] == "generated"
+    assert free["method"] == DEFAULT and 0 <= free["as_16_bit"] <= 1
 
 
 def test_every_task_can_be_laid_out(studio: Studio) -> None:
@@ -156,8 +157,8 @@ def test_command_line_records_and_reports(
     assert [(row["method"], row["condition"]) for row in again.rows] == [
         (row["method"], row["condition"]) for row in record.rows
     ]
-    asked = {(row["method"], row["condition"]): row["prompts"] for row in again.rows}
-    assert {cell for cell, prompts in asked.items() if prompts >= 5} == {
+    counts = {(row["method"], row["condition"]): row["prompts"] for row in again.rows}
+    assert {cell for cell, prompts in counts.items() if prompts >= 5} == {
         (REFERENCE, "plain"),
         (PUBLISHED, "plain"),
     }
@@ -172,13 +173,13 @@ def test_command_line_records_and_reports(
 
 def row(method: str, condition: str, kl: float, exact: float, task: str = "ask") -> dict:
     names = {"model": "m", "task": task, "family": task, "condition": condition}
-    packed = {"prompts": 512, "page_bits": 2.3125, "packed_share": 0.5}
-    return names | packed | {"method": method, "kl": kl, "kl_error": kl / 10, "exact": exact}
+    bits = {"prompts": 512, "page_bits": 2.3125, "packed_share": 0.5}
+    return names | bits | {"method": method, "kl": kl, "kl_error": kl / 10, "exact": exact}
 
 
 def test_the_verdict_states_each_bound() -> None:
     rows = [
-        *(row(REFERENCE, one, 0, 0.99) for one in ("plain", "stress")),
+        *(row(REFERENCE, condition, 0, 0.99) for condition in ("plain", "stress")),
         row(REFERENCE, "plain", 0, 0.9, "copy"),
         row(DEFAULT, "plain", 0.010, 0.985),
         row(DEFAULT, "plain", 0.050, 0.7, "copy"),
@@ -189,8 +190,8 @@ def test_the_verdict_states_each_bound() -> None:
         row("compact, groups 32", "plain", 0.005, 0.9),
         row("compact, groups 32", "plain", 0.015, 0.9, "copy"),
     ]
-    found = {bound.what: bound for bound in verdict(rows)}
-    assert {what: bound.met for what, bound in found.items()} == {
+    bounds = {bound.what: bound for bound in verdict(rows)}
+    assert {what: bound.met for what, bound in bounds.items()} == {
         "prompts in a cell": True,
         "bits per value of a page": True,
         "points of exact match lost, ask, plain": True,
@@ -200,12 +201,12 @@ def test_the_verdict_states_each_bound() -> None:
         "mean KL of standard to that of OScaR, published, stress": False,
         "mean KL of compact, groups 32 to that of OScaR, published, plain": True,
     }
-    ratio = found["mean KL of standard to that of OScaR, published, plain"]
-    assert ratio.found == pytest.approx(1.5) and "NOT met" in str(ratio)
+    ratio = bounds["mean KL of standard to that of OScaR, published, plain"]
+    assert ratio.value == pytest.approx(1.5) and "NOT met" in str(ratio)
     # Means 0.03 and 0.02, their errors hypot(0.001, 0.005) / 2 and hypot(0.002, 0.002) / 2.
     assert ratio.error == pytest.approx(1.5 * (0.085**2 + 0.0707**2) ** 0.5, rel=0.01)
     assert "1.5 ± 0.17 <= 0.5" in str(ratio)
-    assert found["points of exact match lost, copy, plain"].found == pytest.approx(20)
+    assert bounds["points of exact match lost, copy, plain"].value == pytest.approx(20)
     assert Bound("m", "x", 500, 500, least=True).met and not Bound("m", "x", 1.1, 1).met
 
 
@@ -220,18 +221,18 @@ def test_the_bundled_model_keeps_its_answers_in_few_bits() -> None:
     torch.manual_seed(0)
     pocket = load("pocket-vl", BUNDLED, CPU)
     studio = Studio(pocket, glyphs, None, plain=True)
-    wanted = (REFERENCE, DEFAULT, PUBLISHED, "INT2 per token")
-    methods = [one for one in main_methods() if one.name in wanted]
+    names = (REFERENCE, DEFAULT, PUBLISHED, "INT2 per token")
+    methods = [method for method in main_methods() if method.name in names]
     rows = list(
         accuracy.measure(studio, pocket.generator, [Task("copy", images=16)], methods, [], 6)
     )
     json.dumps(rows)
-    found = {(one["method"], one["condition"]): one for one in rows}
-    exact = found[REFERENCE, "plain"]
+    cells = {(row["method"], row["condition"]): row for row in rows}
+    exact = cells[REFERENCE, "plain"]
     assert exact["exact"] > 0.7 and exact["tokens"] > 6 * 80
     for condition in ("plain", "stress"):
-        kept = found[DEFAULT, condition]
-        assert kept["page_bits"] < 3.1 and kept["packed_share"] > 0.6
-        assert kept["agreement"] > 0.97 and kept["kl"] < 0.005
-    stressed = {method: found[method, "stress"]["kl"] for method in wanted}
+        packed = cells[DEFAULT, condition]
+        assert packed["page_bits"] < 3.1 and packed["packed_share"] > 0.6
+        assert packed["agreement"] > 0.97 and packed["kl"] < 0.005
+    stressed = {method: cells[method, "stress"]["kl"] for method in names}
     assert stressed[DEFAULT] < stressed[PUBLISHED] < stressed["INT2 per token"] / 5

@@ -1,11 +1,11 @@
-"""The audio QA benchmark: its recordings and questions, without the program that speaks."""
+"""Recordings and questions of the audio QA benchmark, without the program that speaks."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import spoken
+from benchmarks import audio_qa
 from benchmarks.audio_qa import ratios
 from oscar_mm.apps.audio_qa.rows import by_recording, read_rows
 from oscar_mm.media import load_audio
@@ -13,25 +13,27 @@ from oscar_mm.media import load_audio
 
 @pytest.fixture
 def quiet(monkeypatch) -> None:
-    spoken._unit.cache_clear()
-    monkeypatch.setattr(spoken, "speak", lambda words, *_: np.full(800 * len(words), 0.5, "f4"))
+    audio_qa._unit.cache_clear()
+    monkeypatch.setattr(audio_qa, "speak", lambda words, *_: np.full(800 * len(words), 0.5, "f4"))
     yield
-    spoken._unit.cache_clear()
+    audio_qa._unit.cache_clear()
 
 
 def test_questions_about_recordings(quiet, tmp_path: Path) -> None:
-    rows = spoken.questions(tmp_path, recordings=2, clips=5, asked=4)
-    found = read_rows(spoken.save(tmp_path / "q.jsonl", rows))
-    assert [len(group) for group in by_recording(found)] == [4, 4]
-    assert not any(row.error for row in found)
-    assert {row.group for row in found} == {"free", "choices"}
-    for row in found:
+    rows = audio_qa.spoken_questions(tmp_path, recordings=2, clips=5, questions=4)
+    read = read_rows(audio_qa.write_jsonl(tmp_path / "q.jsonl", rows))
+    assert [len(group) for group in by_recording(read)] == [4, 4]
+    assert not any(row.error for row in read)
+    assert {row.group for row in read} == {"free", "choices"}
+    for row in read:
         assert len(row.audio) == 5 and (not row.choices or row.answer[0] in row.choices)
         for path in row.audio:
             assert 1 <= load_audio(path).seconds <= 3.5
-    apart = read_rows(spoken.save(tmp_path / "apart.jsonl", spoken.unshared(tmp_path, rows)))
+    apart = read_rows(
+        audio_qa.write_jsonl(tmp_path / "apart.jsonl", audio_qa.with_own_files(tmp_path, rows))
+    )
     assert [len(group) for group in by_recording(apart)] == [1] * 8
-    assert [row.question for row in apart] == [row.question for row in found]
+    assert [row.question for row in apart] == [row.question for row in read]
 
 
 def test_ratios() -> None:

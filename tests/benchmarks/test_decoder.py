@@ -1,4 +1,4 @@
-"""What a step of a decoder reads, and how its caches are filled."""
+"""The bytes that a decoder's step reads, and the pieces that fill its caches."""
 
 from benchmarks.decoder import Decoder
 
@@ -7,8 +7,8 @@ def test_weights_that_a_step_reads(mixture: Decoder) -> None:
     """Of 8 experts, of which a token takes 2, four tokens are expected to read 68%."""
     parts = dict(mixture.model.named_parameters())
     experts = sum(weight.nbytes for name, weight in parts.items() if ".experts." in name)
-    known = ("visual", "embed_tokens")
-    dense = sum(x.nbytes for n, x in parts.items() if not any(part in n for part in known))
+    unread = ("visual", "embed_tokens")
+    dense = sum(x.nbytes for n, x in parts.items() if not any(part in n for part in unread))
     dense -= experts
     assert mixture.weights(1) == dense + experts / 4
     assert abs(mixture.weights(4) - dense - experts * (1 - 0.75**4)) < 1

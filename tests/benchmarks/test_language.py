@@ -23,11 +23,11 @@ def words(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, words: Path, out: Path, *more: str) -> int:
-    given = ["--model", str(folder), "--text", str(words), "--out", str(out), "--passages", "2"]
-    return language.main([*given, *more])
+    arguments = ["--model", str(folder), "--text", str(words), "--out", str(out), "--passages", "2"]
+    return language.main([*arguments, *more])
 
 
-def recorded(out: Path) -> tuple[Record, dict]:
+def load(out: Path) -> tuple[Record, dict]:
     [path] = out.glob("language-*.json")
     record = Record.load(path)
     return record, {(row["context"], row["method"]): row for row in record.rows}
@@ -36,11 +36,11 @@ def recorded(out: Path) -> tuple[Record, dict]:
 def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(language, "GENERATED", 5)
     out = tmp_path / "out"
-    chosen = [f"--methods={name}" for name in (REFERENCE, PUBLISHED, DEFAULT, "quanto, 2 bit")]
-    assert run(folder, words, out, "--tokens", "300", "200", "--stepwise", "1", *chosen) == 0
+    methods = [f"--methods={name}" for name in (REFERENCE, PUBLISHED, DEFAULT, "quanto, 2 bit")]
+    assert run(folder, words, out, "--tokens", "300", "200", "--stepwise", "1", *methods) == 0
     printed = capsys.readouterr()
     assert "300 tokens and more" in printed.out and "200 tokens: " in printed.err
-    record, rows = recorded(out)
+    record, rows = load(out)
     alone = [f"{name}, one by one" for name in (PUBLISHED, DEFAULT)]
     names = {REFERENCE, PUBLISHED, DEFAULT, "quanto, 2 bit", *alone}
     assert set(rows) == {(tokens, name) for tokens in (200, 300) for name in names}
@@ -57,24 +57,24 @@ def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch,
     # Another length and another method; what was measured stays.
     options = ["--stepwise", "0", "--add", "--methods", "compact, 4 bit"]
     assert run(folder, words, out, "--tokens", "300", "250", *options) == 0
-    added, rows = recorded(out)
-    assert added.command.startswith(record.command + "; ") and len(added.rows) == 14
+    longer, rows = load(out)
+    assert longer.command.startswith(record.command + "; ") and len(longer.rows) == 14
     assert rows[300, DEFAULT] == before and (250, "compact, 4 bit") in rows
     # The same cell is replaced; without --add the file begins anew.
-    given = ["--tokens", "300", "--stepwise", "0", "--methods", "compact, 4 bit"]
-    assert run(folder, words, out, *given, "--add", "--passages", "3") == 0
-    assert recorded(out)[1][300, "compact, 4 bit"]["prompts"] == 3
-    assert run(folder, words, out, *given) == 0
-    assert set(recorded(out)[1]) == {(300, "compact, 4 bit")}
+    arguments = ["--tokens", "300", "--stepwise", "0", "--methods", "compact, 4 bit"]
+    assert run(folder, words, out, *arguments, "--add", "--passages", "3") == 0
+    assert load(out)[1][300, "compact, 4 bit"]["prompts"] == 3
+    assert run(folder, words, out, *arguments) == 0
+    assert set(load(out)[1]) == {(300, "compact, 4 bit")}
     json.loads(next(out.glob("*.json")).read_text(), parse_constant=pytest.fail)
 
 
 def test_what_is_missing_replaces_nothing_measured() -> None:
     row = {"model": "m", "context": 1, "method": "hqq, 2 bit"}
-    measured, missing = row | {"kl": 1.0}, row | {"missing": "hqq is not installed"}
-    assert language.merged([measured], [missing]) == [measured]
-    assert language.merged([missing], [measured]) == [measured]
-    assert language.merged([], [missing]) == language.merged([missing], [missing]) == [missing]
+    complete, missing = row | {"kl": 1.0}, row | {"missing": "hqq is not installed"}
+    assert language.merge([complete], [missing]) == [complete]
+    assert language.merge([missing], [complete]) == [complete]
+    assert language.merge([], [missing]) == language.merge([missing], [missing]) == [missing]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks import throughput
+from benchmarks.cache_variants import Dynamic, FilledCache
 from benchmarks.decoder import Decoder
 from benchmarks.record import Record
-from benchmarks.ways import Dynamic, Run
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -17,19 +17,19 @@ class Small(Dynamic):
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def begin(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> Run:
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         if rows > self.rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().begin(decoder, rows, tokens, steps)
+        return super().fill(decoder, rows, tokens, steps)
 
 
-@pytest.mark.parametrize(("fit", "tried"), [(5, [5]), (3, [5, 4, 3])])
-def test_the_largest_batch_that_fits(decoder: Decoder, fit: int, tried: list[int]) -> None:
-    way = Small(fit)
-    free = 5 * way.row_bytes(decoder, 64, 24) + 1
-    rows = list(throughput.largest(decoder, way, 64, 1e9, free))
-    assert [row["batch"] for row in rows] == tried
-    assert ["error" in row for row in rows] == [True] * (len(tried) - 1) + [False]
+@pytest.mark.parametrize(("fit", "batches"), [(5, [5]), (3, [5, 4, 3])])
+def test_the_largest_batch_that_fits(decoder: Decoder, fit: int, batches: list[int]) -> None:
+    variant = Small(fit)
+    free = 5 * variant.row_bytes(decoder, 64, 24) + 1
+    rows = list(throughput.largest(decoder, variant, 64, 1e9, free))
+    assert [row["batch"] for row in rows] == batches
+    assert ["error" in row for row in rows] == [True] * (len(batches) - 1) + [False]
     assert {row["free"] for row in rows} == {free}
 
 
@@ -41,7 +41,7 @@ def test_no_row_fits(decoder: Decoder) -> None:
 def test_another_error_is_no_reason_to_try_fewer(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Dynamic, "begin", lambda *_: 1 / 0)
+    monkeypatch.setattr(Dynamic, "fill", lambda *_: 1 / 0)
     [row] = throughput.largest(decoder, Dynamic(), 64, 1e9, 10**6)
     assert row["error"].startswith("ZeroDivisionError") and row["out_of_memory"] is False
 
@@ -61,12 +61,12 @@ def test_verdicts() -> None:
         row("DynamicCache", 6, 100.0),
         row("compact, graph", 30, 449.0),
     ]
-    assert [(one["found"], one["met"]) for one in throughput.bounds(rows)] == [
+    assert [(bound["found"], bound["met"]) for bound in throughput.bounds(rows)] == [
         (5.0, True),
         (4.49, False),
     ]
-    shorter = [one | {"context": 32768} for one in rows]
-    assert [one["met"] for one in throughput.bounds(shorter)] == [None, None]
+    shorter = [row | {"context": 32768} for row in rows]
+    assert [bound["met"] for bound in throughput.bounds(shorter)] == [None, None]
     assert throughput.bounds(rows[:2]) == [] and throughput.bounds(rows[2:]) == []
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.random_model import build
-from benchmarks.released import RELEASED
+from benchmarks.random_model import RELEASED, build
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.generation import chunked_modules
 from oscar_mm.generation.decode_loop import decode, read_prompt

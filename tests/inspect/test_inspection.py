@@ -9,9 +9,9 @@ from transformers import DynamicCache
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.inspect.errors import PAIRS
 from oscar_mm.inspect.inspection import inspect_prompt
 from oscar_mm.inspect.probe import LayerStates, Probe
+from oscar_mm.inspect.quantization_errors import PAIRS
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.prompts import clip, noise, tone
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.random_model import FAMILIES
-from benchmarks.released import RELEASED
+from benchmarks.random_model import FAMILIES, RELEASED
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
 from oscar_mm.media import MediaLimits, load_video
 from oscar_mm.media.mono import RATE

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from oscar_mm import KVPolicy
-from oscar_mm.apps.audio_qa.settings import Settings
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, Worker, WorkerSettings
 from oscar_mm.policy import DEFAULT
 from tests.prompts import tone
 from tests.recordings import write_sound
@@ -65,9 +64,9 @@ def recordings(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plan(qwen3_omni_folder) -> Plan:
-    how = Settings(KVPolicy.preset(DEFAULT), max_new_tokens=5)
-    return Plan(str(qwen3_omni_folder), how, batch_size=4, device="cpu")
+def plan(qwen3_omni_folder) -> WorkerSettings:
+    how = AnswerSettings(KVPolicy.preset(DEFAULT), max_new_tokens=5)
+    return WorkerSettings(str(qwen3_omni_folder), how, batch_size=4, device="cpu")
 
 
 @pytest.fixture(scope="session")

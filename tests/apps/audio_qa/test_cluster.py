@@ -65,7 +65,7 @@ def test_same_rows_with_a_killed_worker(worker, recordings, tmp_path) -> None:
 
 def test_groups_that_kill_their_workers(worker, recordings) -> None:
     rows = read_rows(write_lines(recordings / "q.jsonl", questions(1)))
-    answering = cluster.Answering.__new__(cluster.Answering)
+    answering = cluster.ClusterWorker.__new__(cluster.ClusterWorker)
     attempts = cluster.Attempts()
     answering._worker, answering._name, answering._begin = worker, "one", attempts.begin
     batch = {"rows": [json.dumps([asdict(row) for row in rows])]}
@@ -81,7 +81,7 @@ def test_rows_and_results_cross_as_they_are(worker, recordings) -> None:
     file = write_lines(recordings / "q.jsonl", questions(1))
     file.write_text(f'no JSON\n{file.read_text()}{{"id": "\\ud800", "question": "?"}}\n')
     groups = by_recording(read_rows(file))
-    answering = cluster.Answering.__new__(cluster.Answering)
+    answering = cluster.ClusterWorker.__new__(cluster.ClusterWorker)
     answering._worker, answering._name = worker, "one"
     answering._begin = cluster.Attempts().begin
     batch = {"rows": [json.dumps([asdict(row) for row in group]) for group in groups]}
@@ -93,7 +93,7 @@ def test_rows_and_results_cross_as_they_are(worker, recordings) -> None:
 
 def test_shares_of_a_cluster(plan) -> None:
     def shares(resources: dict[str, float], workers: int | None = None, cpus: int = 1) -> tuple:
-        return cluster._shares(resources, plan, workers, cpus)
+        return cluster._share_cluster(resources, plan, workers, cpus)
 
     assert shares({"CPU": 6.0}, cpus=4) == (1, {"num_cpus": 4})
     assert shares({"CPU": 6.0}, 3, 2) == (3, {"num_cpus": 2})

@@ -13,10 +13,8 @@ from PIL import Image
 
 from oscar_mm import KVPolicy
 from oscar_mm.apps.audio_qa import engine as engine_module
-from oscar_mm.apps.audio_qa.engine import Engine
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine, Worker, WorkerSettings
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
-from oscar_mm.apps.audio_qa.settings import Settings
-from oscar_mm.apps.audio_qa.worker import Plan, Worker
 from oscar_mm.media import MediaLimits
 from tests.apps.audio_qa.conftest import CHOICES, assert_same, questions, write_lines
 from tests.prompts import noise
@@ -182,7 +180,7 @@ def test_listed_choices_and_other_media(worker: Worker, recordings: Path) -> Non
     assert found["1"]["answer"] in CHOICES and found["2"]["answer"]
     prompt, letters = how.prompt("Is it?", ("yes", "no"))
     assert prompt == "Is it?\nA. yes\nB. no\nAnswer with the letter." and letters == ["A", "B"]
-    assert Settings(how.policy).prompt("Is it?", ("yes", "no")) == ("Is it?", ["yes", "no"])
+    assert AnswerSettings(how.policy).prompt("Is it?", ("yes", "no")) == ("Is it?", ["yes", "no"])
     many = rows_of(recordings, [{"id": 1} | record | {"choices": [str(one) for one in range(27)]}])
     assert (
         "27 are more than there are letters"
@@ -200,8 +198,8 @@ def test_models_that_are_balanced_by_the_prompt(policy, llava_next_folder, recor
         for place, question in enumerate(("What is it?", "How many people?"))
     ]
     rows = rows_of(recordings, records)
-    how = Settings(KVPolicy.preset(policy), max_new_tokens=4)
-    worker = Worker(Plan(str(llava_next_folder), how, 8, device="cpu"))
+    how = AnswerSettings(KVPolicy.preset(policy), max_new_tokens=4)
+    worker = Worker(WorkerSettings(str(llava_next_folder), how, 8, device="cpu"))
     with forward_passes(worker._pipe) as seen:
         found = answered(worker._engine, rows)
     assert not any(one["error"] for one in found.values())

@@ -12,7 +12,7 @@ import pytest
 
 from oscar_mm import InputError
 from oscar_mm.apps.audio_qa import audio_qa, job
-from oscar_mm.apps.audio_qa.worker import Worker
+from oscar_mm.apps.audio_qa.engine import Worker
 from oscar_mm.cli import run
 from tests.apps.audio_qa.conftest import assert_same, questions, read_lines, write_lines
 from tests.processes import Forked, command

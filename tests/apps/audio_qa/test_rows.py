@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.apps.audio_qa.marking import correct, right_choices
-from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, is_correct, read_rows, right_choices
 from tests.apps.audio_qa.conftest import write_lines
 
 
@@ -83,10 +82,10 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     found = [(row.id, row.error) for row in read_rows(table)]
     assert found == [
         ("1", ""),
-        ("line 3", "has not the 3 columns of the header"),
+        ("line 3", "does not have the 3 columns of the header"),
         ("line 4", """'[a, b]' is no JSON list such as ["a", "b"]"""),
         ("line 5", "is nested too deep"),
-        ("line 6", "has not the 3 columns of the header"),
+        ("line 6", "does not have the 3 columns of the header"),
     ]
     [good, bad] = read_rows([{"question": "?"}, 3])
     assert (good.id, bad.id, bad.error) == ("1", "row 2", "must be an object with fields, not int")
@@ -126,8 +125,8 @@ def test_ids_as_they_come_back() -> None:
         ("q.jsonl", "\n[1]\n", r"q.jsonl, line 2: must be an object with fields, not list"),
         ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' occurs already at .*line 1"),
         ("q.jsonl", "\n", "there are no questions in it"),
-        ("q.csv", "id,question\n1\n", r"q.csv, line 2: has not the 2 columns"),
-        ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: has not the 2 columns"),
+        ("q.csv", "id,question\n1\n", r"q.csv, line 2: does not have the 2 columns"),
+        ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: does not have the 2 columns"),
         ("q.csv", 'id,choices\n1,"[a, b]"\n', r"q.csv, line 2: .* is no JSON list"),
         ("q.csv", "id\n", "there are no questions"),
         ("q.csv", 'id,question\n1,?\n2,"a"b\n', r"q.csv, after line 2: no CSV: .* expected after"),
@@ -178,12 +177,12 @@ def test_groups_and_digests() -> None:
 
 def test_marking() -> None:
     free = Row("a", "?", answer=("Two dogs.", "2"))
-    assert correct(free, " two  DOGS", None) and correct(free, "2!", None)
-    assert correct(free, "two", None) is False
-    assert correct(Row("a", "?"), "two", None) is None
-    assert correct(Row("a", "?", answer=("!",)), "!", None)
+    assert is_correct(free, " two  DOGS", None) and is_correct(free, "2!", None)
+    assert is_correct(free, "two", None) is False
+    assert is_correct(Row("a", "?"), "two", None) is None
+    assert is_correct(Row("a", "?", answer=("!",)), "!", None)
     row = Row("a", "?", choices=("Ann", "Bob", "b"), answer=("bob",))
-    assert right_choices(row) == {1} and correct(row, "", 1) and not correct(row, "", 2)
+    assert right_choices(row) == {1} and is_correct(row, "", 1) and not is_correct(row, "", 2)
     # A letter that is a choice itself is that one, any other is a place.
     assert right_choices(Row("a", "?", choices=row.choices, answer=("B", "a"))) == {2, 0}
     for answer in ("D", "Eve"):

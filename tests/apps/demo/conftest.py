@@ -1,4 +1,4 @@
-"""A hall with a tiny Qwen3-Omni, and files that a visitor may show."""
+"""Sessions of a tiny Qwen3-Omni, and files that a visitor may show."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,16 +7,15 @@ import pytest
 from PIL import Image
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.apps.demo.hall import Hall
-from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.session import Session, SessionSettings
+from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.uploads import LIMITS
-from oscar_mm.apps.demo.visitor import Visitor
 from oscar_mm.policy import KVPolicy
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
 from tests.recordings import write_movie, write_sound
 
-COMPACT = Settings(KVPolicy.preset("compact"), "compact")
+COMPACT = SessionSettings(KVPolicy.preset("compact"), "compact")
 
 
 @pytest.fixture(scope="session")
@@ -47,20 +46,20 @@ def uploads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hall(pipe: OscarOmniPipeline, uploads: Path) -> Iterator[Hall]:
+def sessions(pipe: OscarOmniPipeline, uploads: Path) -> Iterator[Sessions]:
     """An empty one."""
-    made = Hall(pipe, COMPACT, (uploads,))
+    made = Sessions(pipe, COMPACT, (uploads,))
     yield made
     made.close()
 
 
 @pytest.fixture
-def visitor(hall: Hall) -> Visitor:
+def session(sessions: Sessions) -> Session:
     """Who has just come in."""
-    return hall.visitor("a")
+    return sessions.session("a")
 
 
-def asked(visitor: Visitor, text: str, *files: Path, tokens: int = 6) -> int:
+def asked(session: Session, text: str, *files: Path, tokens: int = 6) -> int:
     """Ask; how often the page would have been told."""
     options = {"max_new_tokens": tokens, "temperature": 0.0}
-    return sum(1 for _ in visitor.ask(text, files, **options))
+    return sum(1 for _ in session.ask(text, files, **options))

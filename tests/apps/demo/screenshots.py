@@ -14,8 +14,8 @@ from PIL import Image
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.command import DEFAULT_MODEL
 from oscar_mm.apps.demo.examples import FOLDER
-from oscar_mm.apps.demo.server import running
-from oscar_mm.apps.demo.settings import Settings
+from oscar_mm.apps.demo.server import serve_page
+from oscar_mm.apps.demo.session import SessionSettings
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.policy import KVPolicy
 from tests.apps.demo.browser import Browser
@@ -67,8 +67,8 @@ def main() -> None:
     target.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     pipe = OscarOmniPipeline(DEFAULT_MODEL, dtype="bfloat16", limits=LIMITS, kv_budget="1GB")
-    settings = Settings(KVPolicy.preset("compact"), "compact")
-    with running(pipe, settings, port=free_port()) as served:
+    settings = SessionSettings(KVPolicy.preset("compact"), "compact")
+    with serve_page(pipe, settings, port=free_port()) as served:
         take(served.address, target)
     for name, *_ in SHOTS:
         print(target / name, f"{(target / name).stat().st_size:,} bytes")

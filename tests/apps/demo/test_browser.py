@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_mm.apps.demo.server import Served, running
-from oscar_mm.apps.demo.visitor import Visitor
+from oscar_mm.apps.demo.server import RunningPage, serve_page
+from oscar_mm.apps.demo.session import Session
 from tests.apps.demo.conftest import COMPACT
 from tests.apps.demo.test_server import free_port
 
@@ -32,8 +32,8 @@ TOKENS = 160
 
 
 @pytest.fixture(scope="module")
-def served(pipe) -> Iterator[Served]:
-    with running(pipe, COMPACT, port=free_port()) as made:
+def served(pipe) -> Iterator[RunningPage]:
+    with serve_page(pipe, COMPACT, port=free_port()) as made:
         yield made
 
 
@@ -43,13 +43,13 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def window(served: Served, downloads: Path) -> Iterator[Browser]:
+def window(served: RunningPage, downloads: Path) -> Iterator[Browser]:
     with closing(Browser(served.address, downloads=downloads)) as made:
         yield made
 
 
 @pytest.fixture
-def browser(served: Served, window: Browser) -> Browser:
+def browser(served: RunningPage, window: Browser) -> Browser:
     """A new visitor in a window of the usual size; its console must stay silent."""
     window.open(served.address)
     set_length(window, TOKENS)
@@ -65,9 +65,9 @@ def set_length(browser: Browser, tokens: int) -> None:
     browser.press("Memory")
 
 
-def newest(served: Served) -> Visitor:
+def newest(served: RunningPage) -> Session:
     """The visitor who came last; those before may not be gone yet."""
-    return list(served.hall._visitors.values())[-1]
+    return list(served.sessions._sessions.values())[-1]
 
 
 def click_when_there(browser: Browser, selector: str) -> None:
@@ -136,9 +136,9 @@ def test_a_file_with_sound_and_a_recording_of_the_microphone(browser, served, up
     browser.say("And now?")
     browser.wait(lambda: len(browser.all("#history .clip .play")) == 2, "the recording")
     browser.wait_for_the_end()
-    visitor = newest(served)
-    assert [one.kind for one in visitor.exchanges[1].shown] == ["clip"]
-    assert visitor.exchanges[1].counts
+    session = newest(served)
+    assert [one.kind for one in session.exchanges[1].previews] == ["clip"]
+    assert session.exchanges[1].counts
 
 
 def test_forget(browser, uploads) -> None:
@@ -171,10 +171,10 @@ def test_compare(browser, uploads) -> None:
 
 def test_reload_begins_anew_and_frees_what_was_held(browser, served, uploads) -> None:
     browser.ask("What is it?", uploads / "0.png")
-    before = list(served.hall._visitors)[-1]
+    before = list(served.sessions._sessions)[-1]
     browser.driver.refresh()
     browser.wait(lambda: browser.text("#history .welcome"), "a fresh page")
-    browser.wait(lambda: before not in served.hall._visitors, "the visitor to leave")
+    browser.wait(lambda: before not in served.sessions._sessions, "the visitor to leave")
     assert held(browser) == "0 B"
     browser.ask("What is it?", uploads / "0.png")
 
@@ -199,7 +199,7 @@ def test_two_browsers_at_once(browser, served, uploads) -> None:
 
 
 def test_no_html_of_an_answer_is_rendered(browser, served) -> None:
-    pipe = served.hall.pipe
+    pipe = served.sessions.pipe
     wanted = iter(pipe.processor.tokenizer(EVIL)["input_ids"])
 
     def force(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
@@ -238,8 +238,8 @@ def test_stop_undo_and_a_new_conversation(browser, served) -> None:
     browser.wait(lambda: len(browser.text("#live article")) > 30, "some words")
     browser.press("Stop")
     browser.wait(lambda: "stopped" in browser.text("#history .said small"), "the end")
-    visitor = newest(served)
-    assert len(visitor.side.chat.turns) == 1
+    session = newest(served)
+    assert len(session.conversation.chat.turns) == 1
     browser.press("Undo")
     browser.wait(lambda: browser.text("#history .welcome"), "nothing")
     set_length(browser, 5)
@@ -254,8 +254,8 @@ def test_save_load_and_report(browser, served, uploads, downloads) -> None:
     browser.press("JSON report")
     browser.wait(lambda: list(downloads.glob("*.json")), "the report")
     [report] = downloads.glob("*.json")
-    visitor = newest(served)
-    assert json.loads(report.read_text())["memory"] == visitor.side.chat.memory.to_dict()
+    session = newest(served)
+    assert json.loads(report.read_text())["memory"] == session.conversation.chat.memory.to_dict()
     browser.press("Save")
     browser.wait(lambda: list(downloads.glob("*.safetensors")), "the conversation")
     [saved] = downloads.glob("*.safetensors")
@@ -274,8 +274,8 @@ def test_settings_and_why(browser, served, uploads) -> None:
     browser.press("Begin a conversation")
     browser.wait(lambda: browser.text("#status b") == "oscar", "the policy")
     browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
-    visitor = newest(served)
-    assert visitor.side.chat.pipe.policy.token_scaling == "shared"
+    session = newest(served)
+    assert session.conversation.chat.pipe.policy.token_scaling == "shared"
     browser.press("Why")
     browser.press("Inspect")
     browser.wait(lambda: len(browser.all("#why figure")) >= 3, "the charts")

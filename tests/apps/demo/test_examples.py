@@ -7,17 +7,17 @@ import pytest
 
 from examples.train_pocket.language import QUESTIONS
 from oscar_mm.apps.demo.examples import EXAMPLES, FOLDER
-from oscar_mm.apps.demo.uploads import MAX_FILES, by_kind
-from oscar_mm.media.suffixes import SUFFIXES
+from oscar_mm.apps.demo.uploads import MAX_FILES, files_by_kind
+from oscar_mm.media.source import SUFFIXES
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.title)
 def test_files_are_shipped_and_may_be_shown(example) -> None:
-    assert example.is_there
+    assert example.exists
     for message in example.messages:
         assert len(message.files) <= MAX_FILES
-        kinds = by_kind(message.paths, [FOLDER])
-        assert bool(kinds["audio"]) <= example.hears
+        kinds = files_by_kind(message.paths, [FOLDER])
+        assert bool(kinds["audio"]) <= example.needs_sound
         assert sum(map(len, kinds.values())) == len(message.files)
 
 

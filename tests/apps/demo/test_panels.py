@@ -3,25 +3,27 @@
 import json
 import re
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.admission.gpus import GPUS
-from oscar_mm.apps.demo import views
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.curve import Curve
-from oscar_mm.apps.demo.differences import marked
-from oscar_mm.apps.demo.fits import LENGTHS, MODELS, how_many, scaled
-from oscar_mm.apps.demo.memory_panel import memory_panel
-from oscar_mm.apps.demo.report import report_json
-from oscar_mm.apps.demo.settings import AS_PRESET, chosen
-from oscar_mm.apps.demo.thumbnails import thumbnails
-from oscar_mm.apps.demo.uploads import LIMITS
-from oscar_mm.apps.demo.why import why
+from oscar_mm.apps.demo.comparison_panel import comparison_view, mark_differences
+from oscar_mm.apps.demo.inspection_panel import inspection_view
+from oscar_mm.apps.demo.measured_chat import MemoryCurve
+from oscar_mm.apps.demo.memory_panel import (
+    LENGTHS,
+    MODELS,
+    capacity,
+    memory_panel,
+    memory_report,
+    memory_view,
+    scale_mix,
+    segments_view,
+    status_view,
+)
+from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
@@ -52,14 +54,14 @@ def paths(html: str) -> dict[str, list[list[float]]]:
 
 
 def test_free_slots_of_the_server_do_not_count() -> None:
-    curve = Curve()
+    curve = MemoryCurve()
     curve.add(report(300, 650), 30)
-    assert curve.last.held == 1000 and curve.last.ratio == 4.0
-    assert curve.last.bits_per_value == 4.0 and curve.last.stored == 30
+    assert curve.last.used_bytes == 1000 and curve.last.ratio == 4.0
+    assert curve.last.bits_per_value == 4.0 and curve.last.stored_tokens == 30
 
 
 def test_a_long_curve_stays_small_and_keeps_its_ends() -> None:
-    curve = Curve()
+    curve = MemoryCurve()
     for tokens in range(1, 5000):
         curve.add(report(tokens, 0), tokens)
     assert len(curve.samples) <= 1200
@@ -71,7 +73,7 @@ def test_a_long_curve_stays_small_and_keeps_its_ends() -> None:
 
 
 def test_the_chart_stacks_modalities_below_the_line_of_16_bit() -> None:
-    curve = Curve()
+    curve = MemoryCurve()
     curve.add(report(300_000, 650_000), 400)
     html = memory_panel(curve, Timings(0.25, 1.0, 31.0))
     drawn = paths(html)
@@ -82,7 +84,7 @@ def test_the_chart_stacks_modalities_below_the_line_of_16_bit() -> None:
         assert x == 100 and y == pytest.approx(100 - 100 * height / top, abs=0.01)
     for shown in ("4.00x", "950.05 KB", "3.80 MB", "4.00", "31", "0.25 s", "30 tokens"):
         assert shown in html
-    other = Curve()
+    other = MemoryCurve()
     other.add(report(2_000_000, 0), 400)
     assert "other" in paths(memory_panel(curve, None, other))
 
@@ -102,104 +104,67 @@ def test_axes_end_on_round_numbers() -> None:
 
 
 def test_words_that_differ_are_marked() -> None:
-    assert marked("code 7KQ2, red", "code 7KQ3, red") == (
+    assert mark_differences("code 7KQ2, red", "code 7KQ3, red") == (
         "code <mark>7KQ2</mark>, red",
         "code <mark>7KQ3</mark>, red",
     )
-    assert marked("same", "same") == ("same", "same")
-    assert marked("", "more here")[1] == "<mark>more here</mark>"
+    assert mark_differences("same", "same") == ("same", "same")
+    assert mark_differences("", "more here")[1] == "<mark>more here</mark>"
 
 
 def test_how_many_fit_is_told_by_the_formula() -> None:
     policy, shape = KVPolicy.preset("compact"), MODELS["Qwen3-VL-8B"]
     mix = {"text": 100, "image": 700}
-    html = how_many(mix, policy, "H100", shape, "32K tokens")
-    tokens = scaled(mix, 32768)
+    html = capacity(mix, policy, "H100", shape, "32K tokens")
+    tokens = scale_mix(mix, 32768)
     assert sum(tokens.values()) == 32768 and tokens["image"] == 28672
     packed = shape.conversations(80e9, policy, tokens)
     whole = shape.conversations(80e9, KVPolicy.preset("bf16"), tokens)
     assert f"<strong>{packed:,}</strong>" in html and f"<b>{whole:,}</b>" in html
-    assert "no room" in how_many({}, policy, "RTX 4090", MODELS["Qwen3-VL-32B"], "this long")
+    assert "no room" in capacity({}, policy, "RTX 4090", MODELS["Qwen3-VL-32B"], "this long")
 
 
 def test_every_choice_of_the_planner_works() -> None:
     for gpu in GPUS:
         for shape in (*MODELS.values(), ModelShape(4, 2, 128, 5_000_000)):
             for length in LENGTHS:
-                assert how_many({"text": 3}, KVPolicy.preset("oscar"), gpu, shape, length)
+                assert capacity({"text": 3}, KVPolicy.preset("oscar"), gpu, shape, length)
 
 
-def test_settings_say_what_is_wrong() -> None:
-    assert chosen("kivi", BITS, 32.0, "", False).policy == KVPolicy.preset("kivi")
-    assert chosen("bf16", BITS, 0, None, False).policy == KVPolicy.preset("bf16")
-    for preset, bits, window, why_not in (
-        ("nothing", BITS, 32, "unknown policy 'nothing'"),
-        (
-            "compact",
-            BITS | {"image": "3"},
-            32,
-            "bits '3': must be one of 2, 3/2, 4/2, 4, 16 or 'preset'",
-        ),
-        ("compact", BITS | {"text": 4}, 32, "bits 4: must be one of"),
-        ("compact", BITS, 32.5, "window=32.5"),
-        ("compact", BITS, None, "window=None"),
-        ("compact", BITS, 9999, "window=9999"),
-    ):
-        with pytest.raises(InputError, match=why_not):
-            chosen(preset, bits, window, None, False)
-
-
-def test_thumbnails(uploads, tmp_path) -> None:
-    Image.fromarray(np.zeros((3000, 4000, 3), np.uint8)).save(uploads / "big.png")
-    media = {
-        "images": [uploads / "big.png"],
-        "videos": [uploads / "clip.mp4"],
-        "audio": [uploads / "tone.wav"],
-    }
-    picture, video, clip = thumbnails(media, LIMITS)
-    assert (picture.kind, video.kind, clip.kind) == ("picture", "video", "clip")
-    assert all(one.html.startswith("<img src=") for one in (picture, video))
-    assert 'alt="big.png"' in picture.html and len(picture.html) < 10_000
-    assert 'aria-label="waveform of tone.wav"' in clip.html and clip.html.count("<rect") == 28
-    broken = {"images": [uploads / "broken.png"], "videos": [], "audio": []}
-    with pytest.raises(InputError, match=r"broken\.png"):
-        thumbnails(broken, LIMITS)
-
-
-def test_views_of_a_conversation(visitor, uploads) -> None:
-    assert "Start comparing" in views.compared(visitor)
-    assert "listed here" in views.segments(visitor)
-    visitor.begin(chosen("compact", BITS, 32, None, True))
-    assert "next answer is compared" in views.compared(visitor)
-    asked(visitor, "What?", uploads / "0.png", uploads / "tone.wav")
-    table = views.segments(visitor)
+def test_views_of_a_conversation(session, uploads) -> None:
+    assert "Start comparing" in comparison_view(session)
+    assert "listed here" in segments_view(session)
+    session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
+    assert "next answer is compared" in comparison_view(session)
+    asked(session, "What?", uploads / "0.png", uploads / "tone.wav")
+    table = segments_view(session)
     assert table.count("<button") == 2 and 'aria-label="Forget tone.wav"' in table
     assert table.count("<img") == 1 and table.count("waveform of") == 1
-    visitor.forget(1)
-    table = views.segments(visitor)
+    session.forget(1)
+    table = segments_view(session)
     assert table.count("<button") == 1 and "forgotten" in table
-    compared = views.compared(visitor)
+    compared = comparison_view(session)
     assert compared.count("<section>") == 2 and 'role="status"' in compared
-    assert "bits: text 2, image 2" in views.status(visitor)
+    assert "bits: text 2, image 2" in status_view(session)
     assert "other" in paths(compared)
-    assert set(paths(views.panel(visitor))) >= {"text", "image", "audio", "plain", "other"}
+    assert set(paths(memory_view(session))) >= {"text", "image", "audio", "plain", "other"}
 
 
-def test_the_report_has_numbers_and_nothing_that_was_said(visitor, uploads) -> None:
-    asked(visitor, "My secret question", uploads / "0.png")
-    text = report_json(visitor)
+def test_the_report_has_numbers_and_nothing_that_was_said(session, uploads) -> None:
+    asked(session, "My secret question", uploads / "0.png")
+    text = memory_report(session)
     found = json.loads(text)
     assert "secret" not in text and "0.png" not in text
-    assert found["memory"] == visitor.side.chat.memory.to_dict()
+    assert found["memory"] == session.conversation.chat.memory.to_dict()
     assert found["policy"]["bits"] == {one.label: [2, 2] for one in Modality}
     assert [one["modality"] for one in found["segments"]] == ["text", "image"]
     assert found["dtype"] == "bfloat16" and found["timings"]["prefill_s"] > 0
 
 
-def test_why(visitor, uploads) -> None:
-    asked(visitor, "What?", *(uploads / f"{index}.png" for index in range(3)))
-    inspection = visitor.inspection()
-    html = why(inspection)
+def test_why(session, uploads) -> None:
+    asked(session, "What?", *(uploads / f"{index}.png" for index in range(3)))
+    inspection = session.inspection()
+    html = inspection_view(inspection)
     assert html.count("<figure") == (4 if inspection.has_pages else 3)
     medians = [layer.norms.tokens["image"].median for layer in inspection.layers]
     top = [float(one) for one in re.findall(r"<i>([^<]*)</i>", html)][4]

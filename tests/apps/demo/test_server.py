@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from oscar_mm.apps.demo import uploads as bounds
-from oscar_mm.apps.demo.server import Served, running
+from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.errors import InputError
 from tests.apps.demo.conftest import COMPACT
 
@@ -25,18 +25,20 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def served(pipe) -> Iterator[Served]:
-    with running(pipe, COMPACT, port=free_port()) as made:
+def served(pipe) -> Iterator[RunningPage]:
+    with serve_page(pipe, COMPACT, port=free_port()) as made:
         yield made
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: RunningPage) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.address, timeout=60) as made:
         yield made
 
 
-def call(client: httpx.Client, served: Served, name: str, data: list, session: str) -> list[dict]:
+def call(
+    client: httpx.Client, served: RunningPage, name: str, data: list, session: str
+) -> list[dict]:
     """What the queue sends about a call of a handler."""
     join(client, served, name, data, session)
     sent = []
@@ -51,7 +53,7 @@ def call(client: httpx.Client, served: Served, name: str, data: list, session: s
     return sent
 
 
-def join(client: httpx.Client, served: Served, name: str, data: list, session: str) -> None:
+def join(client: httpx.Client, served: RunningPage, name: str, data: list, session: str) -> None:
     """Have a handler called."""
     [index] = [i for i, one in served.page.fns.items() if one.name == name]
     body = {"data": data, "fn_index": index, "session_hash": session}
@@ -72,16 +74,16 @@ def test_a_conversation(served, client, uploads) -> None:
     file = upload(client, uploads / "0.png")
     sent = call(client, served, "ask", [{"text": "What?", "files": [file]}, 0, 20, *WHERE], "s1")
     assert sent[-1]["success"], sent[-1]
-    visitor = served.hall.visitor("s1")
-    [exchange] = visitor.exchanges
-    assert exchange.counts and exchange.shown[0].name == "0.png"
+    session = served.sessions.session("s1")
+    [exchange] = session.exchanges
+    assert exchange.counts and exchange.previews[0].name == "0.png"
     pieces = [one for one in sent if one["msg"] == "process_generating"]
     assert len(pieces) >= 3
-    shown = client.get(f"gradio_api/file={exchange.shown[0].path}")
+    shown = client.get(f"gradio_api/file={exchange.previews[0].path}")
     assert shown.content == (uploads / "0.png").read_bytes()
     sent = call(client, served, "report", [], "s1")
     link = sent[-1]["output"]["data"][0]["url"]
-    assert client.get(link).json()["memory"] == visitor.side.chat.memory.to_dict()
+    assert client.get(link).json()["memory"] == session.conversation.chat.memory.to_dict()
 
 
 def test_a_message_that_is_refused_comes_back_to_the_box(served, client, uploads) -> None:
@@ -100,7 +102,7 @@ def test_other_files_are_neither_read_nor_served(served, client, path) -> None:
     assert client.get(f"gradio_api/file={path}").status_code in (403, 404)
     sent = call(client, served, "ask", [{"text": "", "files": [file_of(path)]}, 0, 9, *WHERE], "s3")
     assert not sent[-1]["success"]
-    assert served.hall.visitor("s3").exchanges == []
+    assert served.sessions.session("s3").exchanges == []
 
 
 def test_nothing_is_fetched(served, client, monkeypatch) -> None:
@@ -141,7 +143,7 @@ def test_pages_of_other_sites_cannot_use_it(served, client, uploads) -> None:
     foreign = {"Sec-Fetch-Site": "cross-site"}
     assert client.post("gradio_api/upload", files=files, headers=foreign).status_code == 403
     assert client.post("gradio_api/upload", files=files).status_code == 200
-    assert "s9" not in served.hall._visitors
+    assert "s9" not in served.sessions._sessions
 
 
 def test_the_browser_is_told_to_stay_here(client) -> None:
@@ -168,7 +170,7 @@ def test_uploads_are_bounded(client, uploads, monkeypatch) -> None:
 
 
 def test_who_goes_away_leaves_nothing(served, client, uploads) -> None:
-    budget = served.hall.pipe.budget
+    budget = served.sessions.pipe.budget
     used = budget.used_bytes
     with client.stream("GET", "gradio_api/heartbeat/s5") as beats:
         lines = beats.iter_lines()  # kept: the connection ends with it
@@ -179,11 +181,11 @@ def test_who_goes_away_leaves_nothing(served, client, uploads) -> None:
     deadline = time.monotonic() + 30
     while budget.used_bytes > used and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert budget.used_bytes == used and "s5" not in served.hall._visitors
+    assert budget.used_bytes == used and "s5" not in served.sessions._sessions
 
 
 def test_a_port_that_is_taken(served, pipe) -> None:
     port = int(served.address.rstrip("/").rpartition(":")[2])
     refused = pytest.raises(InputError, match=f"--port {port}: cannot be used: give")
-    with refused, running(pipe, COMPACT, port=port):
+    with refused, serve_page(pipe, COMPACT, port=port):
         pass

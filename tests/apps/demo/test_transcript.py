@@ -3,12 +3,16 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
-from oscar_mm.apps.demo.differences import marked
-from oscar_mm.apps.demo.exchange import Exchange
-from oscar_mm.apps.demo.segments import segment_table
-from oscar_mm.apps.demo.thumbnails import Shown
-from oscar_mm.apps.demo.transcript import history, live
+import numpy as np
+import pytest
+from PIL import Image
+
+from oscar_mm.apps.demo.comparison_panel import mark_differences
+from oscar_mm.apps.demo.memory_panel import segment_table
+from oscar_mm.apps.demo.transcript import Exchange, Preview, history, live, load_previews
+from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.chat.conversation import Segment
+from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'
@@ -41,11 +45,14 @@ def test_nothing_that_was_said_becomes_html() -> None:
         reasoning=EVIL,
         note=EVIL,
         error=EVIL,
-        shown=[Shown("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"), Shown("clip", EVIL)],
+        previews=[
+            Preview("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"),
+            Preview("clip", EVIL),
+        ],
     )
     evil_segment = Segment(1, Modality.IMAGE, 18, 100, EVIL, 0)
     htmls = [history([evil]), live(evil), segment_table([evil_segment], [[]])]
-    htmls.append(marked(EVIL, "other")[0])
+    htmls.append(mark_differences(EVIL, "other")[0])
     for html in htmls:
         page = Page(html)
         assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img"})
@@ -54,18 +61,20 @@ def test_nothing_that_was_said_becomes_html() -> None:
 
 
 def test_media_are_numbered_over_the_whole_conversation() -> None:
-    first = [Shown("picture", "a.png"), Shown("picture", "b.png"), Shown("clip", "c.wav")]
-    page = Page(history([exchange(shown=first), exchange(shown=[Shown("picture", "d.png")])]))
+    first = [Preview("picture", "a.png"), Preview("picture", "b.png"), Preview("clip", "c.wav")]
+    page = Page(
+        history([exchange(previews=first), exchange(previews=[Preview("picture", "d.png")])])
+    )
     for caption in ("picture 1", "picture 2", "clip 1", "picture 3"):
         assert caption in page.text
 
 
 def test_files_are_linked_and_sounds_can_be_played() -> None:
     shown = [
-        Shown("picture", "a b.png", Path("/up/a b.png"), '<img alt="a b.png">'),
-        Shown("clip", "c.wav", Path("/up/c.wav"), "<svg></svg>"),
+        Preview("picture", "a b.png", Path("/up/a b.png"), '<img alt="a b.png">'),
+        Preview("clip", "c.wav", Path("/up/c.wav"), "<svg></svg>"),
     ]
-    tags = Page(history([exchange(shown=shown)])).tags
+    tags = Page(history([exchange(previews=shown)])).tags
     [link] = [attrs for tag, attrs in tags if tag == "a"]
     assert link["href"] == "gradio_api/file=/up/a%20b.png"
     [sound] = [attrs for tag, attrs in tags if tag == "button"]
@@ -92,3 +101,20 @@ def test_reasoning_is_folded_once_there_is_an_answer() -> None:
         assert [attrs for attrs in details(html) if "open" in attrs] == []
         assert "It is a sign.A sign." in Page(html).text
     assert details(history([exchange(answer="A sign.")])) == []
+
+
+def test_thumbnails(uploads, tmp_path) -> None:
+    Image.fromarray(np.zeros((3000, 4000, 3), np.uint8)).save(uploads / "big.png")
+    media = {
+        "images": [uploads / "big.png"],
+        "videos": [uploads / "clip.mp4"],
+        "audio": [uploads / "tone.wav"],
+    }
+    picture, video, clip = load_previews(media, LIMITS)
+    assert (picture.kind, video.kind, clip.kind) == ("picture", "video", "clip")
+    assert all(one.html.startswith("<img src=") for one in (picture, video))
+    assert 'alt="big.png"' in picture.html and len(picture.html) < 10_000
+    assert 'aria-label="waveform of tone.wav"' in clip.html and clip.html.count("<rect") == 28
+    broken = {"images": [uploads / "broken.png"], "videos": [], "audio": []}
+    with pytest.raises(InputError, match=r"broken\.png"):
+        load_previews(broken, LIMITS)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from oscar_mm.apps.demo import uploads as module
-from oscar_mm.apps.demo.uploads import by_kind, checked_text
+from oscar_mm.apps.demo.uploads import bounded_text, files_by_kind
 from oscar_mm.errors import InputError
 
 
 def test_files_by_kind_in_their_order(uploads: Path) -> None:
     names = ["1.png", "tone.wav", "0.png", "clip.mp4"]
-    kinds = by_kind([str(uploads / name) for name in names], [uploads])
+    kinds = files_by_kind([str(uploads / name) for name in names], [uploads])
     assert {kind: [path.name for path in paths] for kind, paths in kinds.items()} == {
         "images": ["1.png", "0.png"],
         "videos": ["clip.mp4"],
@@ -26,24 +26,24 @@ def test_other_files_are_not_read(uploads: Path, tmp_path: Path) -> None:
     link.symlink_to(outside)
     for path in (outside, link, uploads / ".." / outside.name, Path("/etc/passwd")):
         with pytest.raises(InputError, match="was not uploaded here"):
-            by_kind([path], [uploads])
+            files_by_kind([path], [uploads])
     link.unlink()
     with pytest.raises(InputError, match=r"gone\.png: is not here any more"):
-        by_kind([uploads / "gone.png"], [uploads])
+        files_by_kind([uploads / "gone.png"], [uploads])
 
 
 def test_bounds(uploads: Path, monkeypatch) -> None:
     text = uploads / "notes.txt"
     text.write_text("notes")
     with pytest.raises(InputError, match=r"notes\.txt: is no image, video or recording"):
-        by_kind([text], [uploads])
+        files_by_kind([text], [uploads])
     small = module.MediaLimits(max_file_bytes=2**20)
     monkeypatch.setattr(module, "LIMITS", small)
     large = uploads / "large.png"
     large.write_bytes(bytes(2**20 + 1))
     with pytest.raises(InputError, match=r"large\.png: is larger than the 1 MiB"):
-        by_kind([large], [uploads])
+        files_by_kind([large], [uploads])
     large.unlink()
     with pytest.raises(InputError, match="system prompt: 4,001 characters"):
-        checked_text("system prompt", "x" * 4001)
-    assert checked_text("message", " a \n") == "a"
+        bounded_text("system prompt", "x" * 4001)
+    assert bounded_text("message", " a \n") == "a"

@@ -60,11 +60,11 @@ def user(*parts: Any) -> dict[str, Any]:
 @contextmanager
 def started(app: Any) -> Iterator[tuple[Any, str]]:
     """A server that runs in a thread of its own, and its address."""
-    from oscar_mm.apps.listening import bound
     from oscar_mm.apps.serve.server import Server
+    from oscar_mm.apps.server_process import bind
 
     server = Server(app)
-    sockets = bound("127.0.0.1", 0)
+    sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     thread = threading.Thread(target=server.run, args=[sockets])
     thread.start()
@@ -81,12 +81,12 @@ def started(app: Any) -> Iterator[tuple[Any, str]]:
 
 
 @contextmanager
-def served(pipe: Any, **bounds: Any) -> Iterator[str]:
+def served(pipe: Any, **limits: Any) -> Iterator[str]:
     """Address of a server over a pipeline."""
     from oscar_mm.apps.serve.server import create_app
-    from oscar_mm.apps.serve.service import Bounds
+    from oscar_mm.apps.serve.service import ServerLimits
 
-    with started(create_app(pipe, "tiny", Bounds(**bounds))) as (_, address):
+    with started(create_app(pipe, "tiny", ServerLimits(**limits))) as (_, address):
         yield address
 
 

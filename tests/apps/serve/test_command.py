@@ -14,7 +14,6 @@ from typing import Any
 import openai
 import pytest
 
-from oscar_mm.apps.listening import bound, listen, url
 from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError
@@ -58,41 +57,13 @@ def test_where_it_cannot_listen(capsys) -> None:
                 ["--host", "192.0.2.1"],
                 "--port 8000: cannot be used (Cannot assign",
             ),
-            (["--host", "name.invalid"], "--host name.invalid: is no known name or address"),
-            (["--host", "a..b"], "--host a..b: is no known name or address"),
+            (["--host", "name.invalid"], "--host name.invalid: is not a known name or address"),
+            (["--host", "a..b"], "--host a..b: is not a known name or address"),
         ):
             assert run(["serve", "--model", "no-such-folder", *where]) == 2
             said = capsys.readouterr().err
             assert said.startswith("oscar-mm: error: ") and said.count("\n") == 1
             assert expected in said
-
-
-def test_another_that_was_loading_too() -> None:
-    """The later of two is told so; until then nobody can connect."""
-    [first] = bound("127.0.0.1", 0)
-    with first:
-        port = first.getsockname()[1]
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
-        [second] = bound("127.0.0.1", port)
-        with second:
-            listen([first])
-            with pytest.raises(InputError, match=f"--port {port}: cannot be used"):
-                listen([second])
-
-
-def test_a_name_with_an_address_that_this_machine_has_not(monkeypatch) -> None:
-    there = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
-    gone = socket.getaddrinfo("192.0.2.1", 0, type=socket.SOCK_STREAM)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: gone + there)
-    [one] = bound("localhost", 0)
-    with one:
-        assert one.getsockname()[0] == "127.0.0.1"
-
-
-def test_url() -> None:
-    assert url("::1", 80) == url("[::1]", 80) == "http://[::1]:80"
-    assert url("localhost", 80) == "http://localhost:80"
 
 
 def test_key_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
@@ -116,12 +87,12 @@ def command_that_reads_for_ever(*arguments: str) -> None:
     """With a model that does not let go of a prompt."""
     from oscar_mm.apps.serve.conversations import Conversations
 
-    def answering(self: Conversations, _: Any) -> Iterator[str]:
+    def answer_steps(self: Conversations, _: Any) -> Iterator[str]:
         with self.pipe.lock:
             Event().wait()
         yield ""
 
-    Conversations.answering = answering
+    Conversations.answer_steps = answer_steps
     command(*arguments)
 
 

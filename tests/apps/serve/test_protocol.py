@@ -62,7 +62,7 @@ def test_a_conversation() -> None:
     assert request.system.text == "Be brief." and answer.text == "A dog."
     assert (asked.text, asked.images, asked.audio) == ("What\nis it?", (png(),), (wav(0.1),))
     assert asked.images[0].name == "messages[1].content[1]"
-    assert [said.text for said in request.asked] == ["Sure?"]
+    assert [said.text for said in request.question] == ["Sure?"]
     assert request.sampling == {
         "max_new_tokens": 7,
         "temperature": 0.5,
@@ -93,7 +93,7 @@ def test_messages_need_not_take_turns() -> None:
         ("user", ""),
     ]
     assert first[-1].images == (png(),)
-    assert [(said.role, said.text) for said in request.asked] == [
+    assert [(said.role, said.text) for said in request.question] == [
         ("user", ""),
         ("system", "Now in French."),
         ("user", "b"),
@@ -143,7 +143,7 @@ def test_damaged_base64(data: str) -> None:
 
 def test_large_media() -> None:
     data = bytes(range(256)) * 40_000
-    [said] = read(showing(sound(data))).asked
+    [said] = read(showing(sound(data))).question
     assert said.audio == (data,)
     with pytest.raises(InputError, match=r"messages\[0\].content\[0\]: .* limit of 1,000"):
         read(showing(sound(data)), limits=MediaLimits(max_file_bytes=1000))

@@ -367,13 +367,13 @@ def stopping(pipe: Any, grace_s: float, tokens: int) -> Iterator[tuple[list[str]
     """
     lines: list[str] = []
     waited: list[Any] = []
-    bounds = {"running": 1, "grace_s": grace_s, "max_new_tokens": 5000}
+    limits = {"running": 1, "grace_s": grace_s, "max_new_tokens": 5000}
 
     def wait(address: str) -> None:
         waited.extend(together(1, lambda _: ask(client_of(address), user("Why?"))))
 
     with ExitStack() as connections:
-        with served(pipe, **bounds) as address:
+        with served(pipe, **limits) as address:
             sent = asking(address, stream=True, max_tokens=tokens)
             answer = connections.enter_context(sent).getresponse()
             lines.append(answer.readline().decode())
@@ -404,10 +404,10 @@ def test_stopped_without(omni) -> None:
 def test_a_second_signal_ends_the_grace_time(omni, monkeypatch, capfd) -> None:
     """Also of a client that does not read."""
     from oscar_mm.apps.serve import server as serving
-    from oscar_mm.apps.serve.service import Bounds
+    from oscar_mm.apps.serve.service import ServerLimits
 
     monkeypatch.setattr(serving, "_AFTER_GRACE_S", 0.2)
-    app = serving.create_app(omni, "tiny", Bounds(grace_s=600))
+    app = serving.create_app(omni, "tiny", ServerLimits(grace_s=600))
 
     async def endless() -> AsyncIterator[bytes]:
         while True:

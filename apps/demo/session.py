@@ -1,0 +1,352 @@
+"""Session: a visitor's conversation, its settings, and what the visitor may do with it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oscar_mm.apps.demo.measured_chat import MeasuredChat
+from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
+from oscar_mm.apps.demo.uploads import MAX_NEW_TOKENS, bounded_text, files_by_kind, upload_path
+from oscar_mm.errors import InputError
+from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from oscar_mm.apps.demo.sessions import Sessions
+    from oscar_mm.inspect.inspection import Inspection
+
+AS_PRESET = "preset"
+"""The choice of bits that leaves them to the preset."""
+WIDTHS = ("2", "3/2", "4/2", "4", "16")
+"""Bits of keys and of values that the page offers, one number where they are the same."""
+_PATIENCE_S = 60
+_SIXTEEN_BIT = KVPolicy.preset("bf16")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a visitor chooses for a conversation.
+
+    Attributes:
+        policy: how its keys and values are stored.
+        preset: which preset the policy is, or was made from.
+        system: system prompt, or None.
+        compare: whether a 16-bit cache answers beside it.
+    """
+
+    policy: KVPolicy
+    preset: str
+    system: str | None = None
+    compare: bool = False
+
+    @classmethod
+    def of_fields(
+        cls, preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
+    ) -> SessionSettings:
+        """Check what the fields of the page contain.
+
+        Args:
+            preset: a preset's name.
+            bits: one of WIDTHS, or AS_PRESET, by modality.
+            window: latest tokens that stay in 16 bit.
+            system: system prompt; empty for none.
+            compare: whether a 16-bit cache answers beside it.
+
+        Raises:
+            InputError: a value is not allowed.
+        """
+        widths = {name: _bits(text) for name, text in bits.items() if text != AS_PRESET}
+        policy = KVPolicy.preset(preset, bits=widths, window=as_int(window))
+        text = bounded_text("system prompt", system or "")
+        return cls(policy, preset, text or None, bool(compare))
+
+    @property
+    def name(self) -> str:
+        """The policy's name for people; a star marks a changed preset."""
+        return self.preset if self.policy == KVPolicy.preset(self.preset) else f"{self.preset}*"
+
+
+def as_int(value: Any) -> Any:
+    """Turn a slider's 32.0 into 32; leave anything else to the checks of others."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _bits(text: str) -> tuple[int, int]:
+    if text not in WIDTHS:
+        raise InputError(f"bits {text!r}: must be one of {', '.join(WIDTHS)} or {AS_PRESET!r}")
+    first, *second = map(int, text.split("/"))
+    return first, second[0] if second else first
+
+
+class Session:
+    """A visitor's conversation; its methods may be called from several threads.
+
+    Args:
+        sessions: all sessions of the page.
+
+    Attributes:
+        settings: the settings of the conversation.
+        conversation: the chat over the packed cache.
+        baseline: the same chat over a 16-bit cache, or None.
+        exchanges: what the transcript shows.
+        active: the exchange whose answer the model writes now, or None.
+        last_active: ``time.monotonic()`` when the visitor last did something.
+    """
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions, self.last_active = sessions, time.monotonic()
+        self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
+        self._begin(sessions.settings)
+
+    def _begin(self, settings: SessionSettings) -> None:
+        conversation = self._new_chat(settings.policy, settings)
+        self.baseline = self._new_chat(_SIXTEEN_BIT, settings) if settings.compare else None
+        self.conversation, self.settings = conversation, settings
+        self.exchanges: list[Exchange] = []
+        self.active: Exchange | None = None
+
+    def _new_chat(self, policy: KVPolicy, settings: SessionSettings) -> MeasuredChat:
+        return MeasuredChat(self.sessions.pipeline(policy).chat(settings.system))
+
+    @property
+    def turns(self) -> list[Exchange]:
+        """The exchanges that are turns of the chat."""
+        return [exchange for exchange in self.exchanges if exchange.counts]
+
+    @property
+    def converses(self) -> bool:
+        """Whether the model has answered a question, or answers one now."""
+        return self._turn.locked() or bool(self.turns)
+
+    def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
+        """Ask a question; each step brings ``exchanges`` up to date with the growing answer.
+
+        What is wrong with the question becomes the exchange's error, and the conversation goes on.
+
+        Args:
+            text: the question.
+            files: the media that it shows.
+            options: max_new_tokens, temperature.
+
+        Raises:
+            InputError: the model writes another answer.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise InputError("an answer is being written: wait for it, or stop it")
+        try:
+            if self._closed:
+                raise InputError("this conversation has ended: reload the page")
+            self._stop.clear()
+            exchange = Exchange(text, options={"seed": secrets.randbits(31), **options})
+            self.exchanges.append(exchange)
+            self.active = exchange
+            yield from self._answer(exchange, files)
+        finally:
+            self.active = None
+            if self._closed:
+                self._close_chats()
+            self._turn.release()
+
+    def _answer(self, exchange: Exchange, files: Sequence[str | Path]) -> Iterator[None]:
+        try:
+            exchange.question = bounded_text("message", exchange.question)
+            # A chat takes pictures alone for a question; here somebody forgot to type it.
+            self.sessions.pipe.check_text("prompt", exchange.question)
+            self._check_length(exchange.options.get("max_new_tokens"))
+            exchange.media = files_by_kind(files, self.sessions.folders)
+            exchange.previews = load_previews(exchange.media, self.sessions.pipe.limits)
+            yield
+            before = len(self.conversation.chat.turns)
+            try:
+                with closing(self._texts(self.conversation, exchange)) as texts:
+                    for exchange.answer in texts:
+                        exchange.reasoning = self.conversation.reasoning
+                        yield
+            finally:
+                exchange.counts = len(self.conversation.chat.turns) > before
+            if not exchange.counts:
+                raise InputError("stopped before the first word: the conversation is as before")
+            exchange.note = NOTES.get(self.conversation.finish_reason, "")
+            if not exchange.answer:
+                exchange.note = "the model ended without a word"
+            self.active = None
+            yield
+            if self.baseline is not None:
+                self._stop.clear()
+                yield from self._answer_baseline(self.baseline, exchange)
+        except InputError as error:
+            exchange.error = str(error)
+        except Exception as error:
+            _log.exception("an answer failed")
+            exchange.error = f"the server failed ({type(error).__name__}); try again"
+
+    def _check_length(self, tokens: Any) -> None:
+        most = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
+        if isinstance(tokens, int) and tokens > most:
+            raise InputError(f"an answer of {tokens:,} tokens is over the {most:,} allowed here")
+
+    def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
+        return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
+
+    def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
+        """Answer over the 16-bit cache; the comparison ends with an incomplete answer."""
+        complete = False
+        try:
+            with closing(self._texts(chat, exchange)) as texts:
+                for exchange.baseline in texts:
+                    yield
+            complete = not self._stop.is_set()
+        finally:
+            if not complete:
+                self._drop_baseline()
+
+    def compare(self) -> Iterator[None]:
+        """Answer all earlier and later questions over a 16-bit cache too.
+
+        Raises:
+            InputError: the conversation was loaded, and its media files are missing.
+        """
+        with self._exclusive():
+            if self.baseline is not None:
+                return
+            if self._lacks_media:
+                raise InputError("a loaded conversation lacks its media: begin a new one")
+            self.baseline = self._new_chat(_SIXTEEN_BIT, self.settings)
+            self.settings = replace(self.settings, compare=True)
+            segments = self.conversation.segments
+            forgotten = [segment.index for segment in segments if segment.forgotten]
+            for exchange in self.turns:
+                yield from self._answer_baseline(self.baseline, exchange)
+                if self.baseline is None:
+                    return
+            for index in forgotten:
+                self.baseline.forget(index)
+            yield
+
+    def stop_comparing(self) -> None:
+        """Drop the 16-bit cache."""
+        with self._exclusive():
+            self._drop_baseline()
+
+    def _drop_baseline(self) -> None:
+        if self.baseline is not None:
+            self.baseline.chat.close()
+        self.baseline, self.settings = None, replace(self.settings, compare=False)
+        for exchange in self.exchanges:
+            exchange.baseline = None
+
+    def show_error(self, error: Exception) -> None:
+        """Show in the transcript why the page refused something."""
+        self.exchanges.append(Exchange("", error=str(error)))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether ``stop`` ended the latest answer."""
+        return self._stop.is_set() or self.conversation.finish_reason == "interrupted"
+
+    def stop(self) -> None:
+        """End the answer that the model writes; its text so far counts."""
+        self._stop.set()
+
+    def begin(self, settings: SessionSettings | None = None) -> None:
+        """Begin a new conversation."""
+        with self._exclusive():
+            old = self._chats
+            self._begin(settings or self.settings)
+            for chat in old:
+                chat.chat.close()
+
+    def undo(self) -> None:
+        """Take back the last question, or the last message that the page refused."""
+        with self._exclusive():
+            if not self.exchanges:
+                raise InputError("there is nothing to take back")
+            if self.exchanges[-1].counts:
+                for chat in self._chats:
+                    chat.undo()
+            self.exchanges.pop()
+
+    def forget(self, index: int) -> None:
+        """Free the memory of a segment: an image, a video or a recording."""
+        with self._exclusive():
+            for chat in self._chats:
+                chat.forget(index)
+
+    def save(self, path: Path) -> None:
+        """Write the conversation to a file."""
+        with self._exclusive():
+            if not self.conversation.chat.turns:
+                raise InputError("there is nothing to save yet")
+            self.conversation.chat.save(path)
+
+    def load(self, path: str | Path) -> None:
+        """Replace this conversation with a saved one."""
+        with self._exclusive():
+            pipe = self.conversation.chat.pipe
+            chat = pipe.load_chat(upload_path(path, self.sessions.folders))
+            self._close_chats()
+            self.conversation, self.baseline = MeasuredChat(chat), None
+            self.settings = replace(self.settings, system=chat.system, compare=False)
+            self.exchanges = [Exchange.loaded(turn) for turn in chat.turns]
+
+    def inspection(self) -> Inspection:
+        """Measure what quantization does to keys and values of this conversation's media."""
+        from oscar_mm.inspect.inspection import inspect_prompt
+
+        with self._exclusive():
+            if not self.turns or self._lacks_media:
+                raise InputError("ask a question with media first")
+            pipe, last = self.conversation.chat.pipe, self.turns[-1]
+            files: dict[str, Any] = {
+                kind: [path for turn in self.turns for path in turn.media[kind]]
+                for kind in last.media
+            }
+            media = pipe.read_media(**files)
+            prompt = pipe.prepare(last.question, media, self.settings.system)
+            pipe.check_length(prompt, 1)
+            with pipe.lock:
+                return inspect_prompt(pipe.model, prompt)
+
+    def close(self) -> None:
+        """Free the conversation now, or when the answer that the model writes has ended."""
+        self._closed = True
+        self._stop.set()
+        if self._turn.acquire(timeout=_PATIENCE_S):
+            self._close_chats()
+            self._turn.release()
+
+    @property
+    def _lacks_media(self) -> bool:
+        """Whether files of media are missing, as they are in a loaded conversation."""
+        previews = (preview for exchange in self.exchanges for preview in exchange.previews)
+        return any(preview.path is None for preview in previews)
+
+    @property
+    def _chats(self) -> list[MeasuredChat]:
+        return [chat for chat in (self.conversation, self.baseline) if chat is not None]
+
+    def _close_chats(self) -> None:
+        for chat in self._chats:
+            chat.chat.close()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """End the answer that the model writes, and let no other begin inside."""
+        self._stop.set()
+        if not self._turn.acquire(timeout=_PATIENCE_S):
+            raise InputError("the model is still reading: try again in a moment")
+        try:
+            if self._closed:
+                raise InputError("this conversation has ended: reload the page")
+            self._stop.clear()
+            yield
+        finally:
+            self._turn.release()

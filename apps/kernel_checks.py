@@ -1,0 +1,246 @@
+"""Compares kernels with PyTorch operations, and their speed with a plain copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from oscar_mm.fast_decode import experts as mixture_module
+from oscar_mm.fast_decode import linear_kernels
+from oscar_mm.fast_decode import rope as rope_module
+from oscar_mm.fast_decode.experts import ExpertKernels, Experts, mixture_of_experts
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_kernels import LinearKernel, LinearRowsKernel
+from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.rope import RopeKernel, rope_
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import multiprocessors, uses_tma
+from oscar_mm.kernels.self_check import Verdict
+from oscar_mm.ops import append as append_module
+from oscar_mm.ops import pack as pack_module
+from oscar_mm.ops import store_kernel
+from oscar_mm.ops import unpack as unpack_module
+from oscar_mm.ops.append import AppendKernel, append
+from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
+from oscar_mm.ops.decode_tables import assign
+from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.pack import PackKernel, pack_jobs
+from oscar_mm.ops.samples import random_pages
+from oscar_mm.ops.store import store, whole_page_tables
+from oscar_mm.ops.store_kernel import StoreKernel
+from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.policy import DEFAULT, KVPolicy
+from oscar_mm.quant.quantize import Recipe
+
+OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
+_POLICY = KVPolicy.preset(DEFAULT)
+_WHOLE_PAGE_POLICY = KVPolicy.preset("compact")
+"""The policy of ``pack``, which the default policy does not use."""
+_DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
+_PAGES = 1024
+"""131,072 tokens: 537 MB in 16 bit and 94 MB packed, more than a GPU's cache has."""
+_ROWS = 8
+_WIDTH, _HIDDEN = 4096, 12288
+"""Widths of the feed-forward layer through which a row goes."""
+_MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
+_COPY_BYTES = 1 << 29
+_CALLS, _REPLAYS = 4, 5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A call of an operation, and the least bytes that it must read and write."""
+
+    call: Callable[[], object]
+    moved_bytes: int
+
+
+def check(operation: str, device: torch.device) -> Verdict:
+    """Compare the kernel that the default policy uses for an operation with PyTorch.
+
+    Raises:
+        KernelError: this device has no kernel; the message says why.
+    """
+    if operation == "append":
+        return AppendKernel.checked.check(append_module.Specialization(_DTYPE, 16), device)
+    page = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
+    if operation == "decode":
+        specialization = Specialization.of((page,), _HEAD_DIM, _POLICY.rotate, _DTYPE, _GROUP)
+        if isinstance(specialization, str):
+            raise KernelError(specialization)
+        return DecodeKernel.checked.check(specialization, device)
+    if operation == "linear":
+        made = linear_kernels.Specialization(1, True, _DTYPE)
+        verdict = LinearKernel.checked.check(made, device)
+        if not verdict.agrees or not uses_tma(device):
+            return verdict
+        made = linear_kernels.RowsSpecialization.of(_ROWS, True, _DTYPE)
+        return LinearRowsKernel.checked.check(made, device)
+    if operation == "mixture":
+        return ExpertKernels.checked.check(_MIXTURE, device)
+    if operation == "pack":
+        made = pack_module.Specialization(Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE)
+        return PackKernel.checked.check(made, device)
+    if operation == "store":
+        made = store_kernel.Specialization(Recipe.of(page, _POLICY), _DTYPE)
+        return StoreKernel.checked.check(made, device)
+    if operation == "rope":
+        return RopeKernel.checked.check(rope_module.Specialization(_HEAD_DIM, _DTYPE), device)
+    made = unpack_module.Specialization(page, _POLICY.rotate, _DTYPE)
+    return UnpackKernel.checked.check(made, device)
+
+
+def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workload:
+    """Prepare a call on one layer of 8 KV heads, with a prompt of ``pages`` pages of tokens."""
+    if operation in _TOKEN_WORKLOADS:
+        return _TOKEN_WORKLOADS[operation](device)
+    page_format = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
+    pool = random_pages(1, page_format, device).repeat(pages, 1)
+    slots = torch.arange(pages, dtype=torch.int32, device=device)
+    if operation == "unpack":
+        options = (numbers_of(page_format), _POLICY.rotate, _DTYPE)
+        call = partial(unpack_slots, pool, slots, None, *options)
+        return Workload(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
+    if operation == "pack":
+        return _pack(pool, slots, page_format)
+    if operation == "store":
+        return _store(pool, page_format)
+    return _decode(pool, slots, page_format)
+
+
+def _page(policy: KVPolicy) -> PageFormat:
+    return PageFormat.of(policy, policy.bits.text, _HEADS, _HEAD_DIM)
+
+
+def _states(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, _HEAD_DIM, dtype=_DTYPE, device=device)
+
+
+def _recent(device: torch.device) -> torch.Tensor:
+    return _states(device, _ROWS, 2, _HEADS)
+
+
+def _pack(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
+    tokens, device = len(slots) * PAGE_TOKENS, pool.device
+    keys, values = (_states(device, 1, _HEADS, tokens) for _ in range(2))
+    source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
+    places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
+    policy = _WHOLE_PAGE_POLICY
+    options = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    sides = (keys, values, _recent(device))
+    call = partial(pack_jobs, *sides, *places, None, numbers_of(page_format), *options)
+    return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
+
+
+def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
+    device = pool.device
+    keys, values = (_states(device, len(pool), _HEADS, PAGE_TOKENS) for _ in range(2))
+    jobs, begins = whole_page_tables(len(pool), device)
+    bad = torch.zeros(1, dtype=torch.int32, device=device)
+    options = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
+    tables = (jobs, begins[: len(pool) * page_format.center])
+    sides = (keys, values, _recent(device))
+    call = partial(store, *sides, *tables, pool, bad, None, numbers_of(page_format), *options)
+    return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
+
+
+def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
+    """Decode one new token of each row; rows of equal length make up the prompt."""
+    device, per_row = pool.device, len(slots) // _ROWS
+    keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
+    new = (_states(device, _ROWS, _HEADS * _GROUP, 1), keys, values)
+    items = torch.stack([slots, torch.full_like(slots, PAGE_TOKENS)], dim=1)
+    counts = ((0, per_row),) * _ROWS
+    parts = assign(counts, _HEADS, _GROUP, multiprocessors(device))
+    tables = (
+        items[: _ROWS * per_row].view(_ROWS, per_row, 2),
+        torch.zeros(_ROWS, 1, dtype=torch.int32, device=device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        torch.from_numpy(parts.copy()).to(device),
+    )
+    options = (_HEAD_DIM**-0.5, numbers_of(page_format), _POLICY.rotate)
+    return Workload(
+        partial(decode, *new, [pool], _recent(device), None, *tables, *options), pool.nbytes
+    )
+
+
+def _append(device: torch.device) -> Workload:
+    """Append one new token of each row."""
+    keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
+    writes = [[row, 0, row] for row in range(_ROWS)]
+    writes = torch.tensor(writes, dtype=torch.int32, device=device)
+    bad = torch.zeros(1, dtype=torch.int32, device=device)
+    call = partial(append, keys, values, _recent(device), writes, bad)
+    return Workload(call, 2 * (keys.nbytes + values.nbytes))
+
+
+def _linear(device: torch.device) -> Workload:
+    """Compute the gate of a feed-forward layer."""
+    x = torch.ones(1, _WIDTH, dtype=_DTYPE, device=device)
+    weights = [x.new_full((_HIDDEN, _WIDTH), 0.01) for _ in range(2)]
+    call = partial(linear, x, weights, norm=Norm(x[0], 1e-6), gated=True)
+    return Workload(call, sum(weight.nbytes for weight in weights))
+
+
+def _mixture(device: torch.device) -> Workload:
+    shape = _MIXTURE
+    x = torch.ones(1, shape.width, dtype=_DTYPE, device=device)
+    experts = Experts(
+        x.new_full((shape.experts, shape.width), 0.01),
+        x.new_full((shape.experts, 2 * shape.between, shape.width), 0.01),
+        x.new_full((shape.experts, shape.width, shape.between), 0.01),
+        *(shape.chosen, shape.normalized),
+    )
+    read = experts.gate_and_up[: shape.chosen].nbytes + experts.down[: shape.chosen].nbytes
+    return Workload(partial(mixture_of_experts, x, Norm(x[0], 1e-6), experts), read)
+
+
+def _rope(device: torch.device) -> Workload:
+    """Rotate the query and key heads of one token of each row."""
+    heads = _states(device, _ROWS, _HEADS * (_GROUP + 1))
+    angles = _states(device, _ROWS)
+    call = partial(rope_, heads, _HEADS * _GROUP, angles, angles)
+    return Workload(call, 2 * (heads.nbytes + angles.nbytes))
+
+
+_TOKEN_WORKLOADS = {"append": _append, "linear": _linear, "mixture": _mixture, "rope": _rope}
+
+
+def call_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a call on the device; a CUDA graph excludes the host's time."""
+    with torch.cuda.device(device):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                call()
+        return _median_seconds(graph.replay) / _CALLS
+
+
+def copy_speed(device: torch.device) -> float:
+    """Return the bytes per second that a plain copy reads and writes."""
+    with torch.cuda.device(device):
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        # A CUDA graph would use the copy engine, which is slower than a kernel.
+        return 2 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source))
+
+
+def _median_seconds(call: Callable[[], object]) -> float:
+    """Return the median seconds between two events around a call."""
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)

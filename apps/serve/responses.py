@@ -1,0 +1,125 @@
+"""Responses: answers, refusals and errors as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from oscar_mm.apps.serve.protocol import FieldError
+from oscar_mm.errors import Busy, InputError, NoRoom
+
+if TYPE_CHECKING:
+    from oscar_mm.generation.answer import Answer
+
+RETRY_S = 5
+"""Seconds after which a client may try again."""
+_FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
+"""Advice that only the server's operator can follow."""
+
+
+class Refusal(Exception):
+    """A request that gets no answer.
+
+    Args:
+        status: HTTP status.
+        message: message for the client.
+        kind: OpenAI's type of error.
+        code: OpenAI's or vLLM's code of the error.
+        field: the protocol's name of what is wrong.
+        retry_after: seconds after which to try again; None if that does not help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | int | None = None,
+        field: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code, self.field = status, kind, code, field
+        self.headers = None if retry_after is None else {"Retry-After": str(retry_after)}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Body of the response."""
+        return error_body(str(self), self.kind, self.code, self.field)
+
+
+class ClientGone(Refusal):
+    """The client has left; nobody reads this refusal."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
+
+
+def busy(message: str) -> Refusal:
+    """Refuse what the server has no room for now."""
+    return Refusal(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
+
+
+@contextmanager
+def as_refusals() -> Iterator[None]:
+    """Turn errors inside into refusals that speak of the protocol, not of this package."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except Busy:
+        raise busy("other answers hold the memory that this request needs") from None
+    except NoRoom as error:
+        raise Refusal(
+            400,
+            f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "
+            "have room: shorten messages, send fewer or smaller media, or lower max_tokens",
+            code="context_length_exceeded",
+            field="messages",
+        ) from None
+    except InputError as error:
+        field = error.field if isinstance(error, FieldError) else None
+        raise Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        raise Refusal(500, "the server failed to answer this", "server_error") from None
+
+
+def error_body(
+    message: str, kind: str, code: str | int | None = None, field: str | None = None
+) -> dict[str, Any]:
+    """Body of an error."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def completion(header: Mapping[str, Any], answer: Answer, usage: Any) -> dict[str, Any]:
+    """Body of a complete answer."""
+    message = {"role": "assistant", "content": answer.text}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    reason = answer.finish_reason
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    return {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
+
+
+def chunk(
+    header: Mapping[str, Any], delta: dict[str, Any] | None, reason: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """Body of a piece of an answer; without ``delta`` it has the usage only."""
+    choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": reason}]
+    return {**header, "object": "chat.completion.chunk", "choices": choices, **more}
+
+
+def answer_header(number: str, model: str) -> dict[str, Any]:
+    """Fields that all pieces of an answer share."""
+    return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
+
+
+def model_card(name: str) -> dict[str, Any]:
+    """Entry of the list of models."""
+    return {"id": name, "object": "model", "owned_by": "oscar_mm"}

@@ -1,0 +1,266 @@
+"""Variants of the cache of a decode step: transformers' caches and ours, filled at random."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, StaticCache
+
+from benchmarks.decoder import Decoder
+from benchmarks.synthetic_cache import text_and_images
+from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.admission.capacity import ModelShape
+from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.store import PageStore
+from oscar_mm.compare.quantized_cache import BACKENDS, not_installed, stored_bytes
+from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.fast_decode.graphs import record_cuda_graph
+from oscar_mm.modality import Modality
+from oscar_mm.policy import Bits
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits after one more token of each row, with the arguments of a ``DecodeSteps`` call."""
+_SEED = 0
+_ROUND = 512
+"""Pieces for an OscarCache are multiples of so many tokens; those of one row settle balancing."""
+
+
+@dataclass
+class FilledCache:
+    """A filled cache and its decode step.
+
+    Attributes:
+        step: runs one step.
+        kv_bytes: gives the bytes that the cache reports.
+        captures: one entry for each captured graph.
+        ahead: launches the next step before the host has its tokens, as ``DecodeSteps.ahead`` does;
+            None if a step waits for the tokens.
+    """
+
+    step: Step
+    kv_bytes: Callable[[], int]
+    captures: list[str] = field(default_factory=list)
+    ahead: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+
+class CacheVariant(ABC):
+    """A kind of cache and how a decode step runs on it.
+
+    Attributes:
+        title: name in tables.
+        attention: attention implementation of the decoder.
+        inference: whether steps run in inference mode, else only without gradients.
+    """
+
+    title: str
+    attention = "sdpa"
+    inference = True
+
+    def missing(self) -> str | None:
+        """Why the variant cannot run here, or None."""
+        return None
+
+    @abstractmethod
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
+        """A cache with so many random tokens in each row and room for so many steps."""
+
+    def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
+        """Bytes of one row at the end of all steps."""
+        return decoder.token_bytes * (tokens + steps)
+
+    def release(self) -> None:  # noqa: B027 - most variants hold nothing
+        """Free what outlives a run."""
+
+
+class Dynamic(CacheVariant):
+    """transformers' DynamicCache."""
+
+    title = "DynamicCache"
+
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
+        cache = DynamicCache(config=decoder.config)
+        first = _states(decoder, rows, tokens)
+        for index, layer in enumerate(cache.layers):
+            layer.lazy_initialization(*(side[:, :, :0] for side in first))
+            # update() would hold a second copy on the way.
+            layer.keys, layer.values = (side.clone() if index else side for side in first)
+        step = _transformers_step(decoder, cache, decoder.model, rows, tokens)
+        return FilledCache(step, lambda: _plain_bytes(cache))
+
+
+class Static(CacheVariant):
+    """transformers' StaticCache and its compiled model, as ``generate`` runs it."""
+
+    title = "StaticCache, compiled"
+    inference = False
+
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
+        cache = StaticCache(config=decoder.config, max_cache_len=tokens + steps)
+        states = _states(decoder, rows, tokens)
+        for layer in cache.layers:
+            layer.lazy_initialization(*states)
+            for side, values in zip((layer.keys, layer.values), states, strict=True):
+                side[:, :, :tokens] = values
+            layer.cumulative_length.fill_(tokens)
+        on_gpu = decoder.device.type == "cuda"
+        # A rehearsal must do without a C++ compiler.
+        config = CompileConfig() if on_gpu else CompileConfig(backend="eager", mode=None)
+        call = decoder.model.get_compiled_call(config)
+        step = _transformers_step(decoder, cache, call, rows, tokens)
+        return FilledCache(step, lambda: _plain_bytes(cache))
+
+    def release(self) -> None:
+        """Drop the compiled graphs, which hold memory."""
+        torch.compiler.reset()
+
+
+class Quantized(CacheVariant):
+    """transformers' QuantizedCache.
+
+    Args:
+        backend: "hqq" or "quanto".
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend, self.title = backend, f"QuantizedCache, {backend} 2 bit"
+
+    def missing(self) -> str | None:
+        return not_installed(self.backend)
+
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
+        axis = BACKENDS[self.backend][2]
+        cache = QuantizedCache(
+            self.backend, decoder.config, nbits=2, axis_key=axis, axis_value=axis
+        )
+        states = _states(decoder, rows, tokens)
+        for layer in cache.layers:
+            layer.update(*states)
+
+        def kv_bytes() -> int:
+            sides = (
+                side
+                for layer in cache.layers
+                for side in (layer._quantized_keys, layer._quantized_values)
+            )
+            return sum(map(stored_bytes, sides)) + _plain_bytes(cache)
+
+        return FilledCache(
+            _transformers_step(decoder, cache, decoder.model, rows, tokens), kv_bytes
+        )
+
+
+class Oscar(CacheVariant):
+    """Our cache.
+
+    Args:
+        policy: name of a preset.
+        graph: whether steps run as captured graphs; on a CPU a graph is the function itself.
+    """
+
+    attention = IMPLEMENTATION
+
+    def __init__(self, policy: str, *, graph: bool) -> None:
+        self.policy, self.graph = policy, graph
+        self.title = f"{policy}, {'graph' if graph else 'eager'}"
+
+    def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
+        cache = OscarCache(self.policy)
+        for bits, count in self.slots(tokens, steps).items():
+            # Pools that start as large as needed are never copied.
+            slots = cache.store.allocators[bits]
+            slots.release(reversed(slots.allocate(rows * count)))
+        self._store_prompt(cache, decoder, rows, tokens)
+        captures: list[str] = []
+
+        def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+            on_gpu = device.type == "cuda"
+            replay = record_cuda_graph(function, device) if on_gpu else function
+            captures.append("graph" if on_gpu else "the same function again")
+            return replay
+
+        how = record if self.graph else None
+        position = torch.full((rows,), tokens)
+        steps = DecodeSteps(decoder.model, cache, decoder.axes, position, decoder.device, how)
+        return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
+
+    def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
+        config, policy = decoder.config, KVPolicy.of(self.policy)
+        sizes = ModelShape.of(config, 0).slot_bytes(policy)
+        row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
+        return config.num_hidden_layers * row
+
+    def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
+        """Bits -> slots that a row needs for a prompt and an answer, by a rehearsal on a ledger."""
+        ledger = Ledger(PageStore(self.policy))
+        prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
+        starts = range(0, tokens, _ROUND)
+        chunks = [prompt[:, start : start + _ROUND] for start in starts]
+        chunks += [np.full((1, 1), int(Modality.TEXT), dtype=np.int8)] * steps
+        most = dict.fromkeys(ledger.allocators, 0)
+        for chunk in chunks:
+            ledger.advance(chunk)
+            most = {bits: max(most[bits], slots.used) for bits, slots in ledger.allocators.items()}
+        return most
+
+    def _store_prompt(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
+        generator = torch.Generator(decoder.device).manual_seed(_SEED)
+        modalities = text_and_images(tokens)
+        for start, stop in decoder.pieces(rows, tokens, _ROUND):
+            cache.expect(modalities[start:stop].expand(rows, -1))
+            cache.attend_packed(None)
+            keys, values = (decoder.states(rows, stop - start, generator) for _ in range(2))
+            sample = keys[:1, :, :_ROUND]
+            heads = decoder.config.num_attention_heads
+            queries = None if start else decoder.states(1, sample.shape[2], generator, heads)
+            for index, attention in enumerate(decoder.attentions):
+                cache.update(keys, values, index)
+                layer = cache.layers[index]
+                if queries is not None:
+                    layer.settle_basis(sample, queries, attention)
+                layer.append(keys, values, cache.ledger.last)
+
+
+VARIANTS: dict[str, CacheVariant] = {
+    "dynamic": Dynamic(),
+    "static-compiled": Static(),
+    "quantized-hqq": Quantized("hqq"),
+    "quantized-quanto": Quantized("quanto"),
+    "bf16-eager": Oscar("bf16", graph=False),
+    "bf16-graph": Oscar("bf16", graph=True),
+    "compact-eager": Oscar("compact", graph=False),
+    "compact-graph": Oscar("compact", graph=True),
+    "standard-graph": Oscar("standard", graph=True),
+}
+
+
+def _transformers_step(
+    decoder: Decoder, cache: Cache, call: Callable, rows: int, tokens: int
+) -> Step:
+    """A step with a cache of transformers that holds so many tokens in each row."""
+    axes = decoder.axes
+    position = torch.full((rows,), tokens, device=decoder.device)
+
+    def step(tokens: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        nonlocal position
+        positions = position.view(*[1] * len(axes), -1, 1).expand(*axes, -1, 1)
+        position = position + 1
+        inputs = {"input_ids": tokens[:, None], "position_ids": positions}
+        return call(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+
+    return step
+
+
+def _states(decoder: Decoder, rows: int, tokens: int) -> list[torch.Tensor]:
+    """Random keys and values, the same for all layers."""
+    generator = torch.Generator(decoder.device).manual_seed(_SEED)
+    return [decoder.states(rows, tokens, generator) for _ in range(2)]
+
+
+def _plain_bytes(cache: Cache) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,0 +1,214 @@
+"""Time, memory and kernel launches of a GPU, as its events, its allocator and a profiler say."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+COLD_REPEATS, GRAPH_CALLS, GRAPH_REPLAYS, COPY_REPEATS = 30, 20, 10, 20
+_WARM_UP = 3
+_TOLERANCE = 1e-2
+"""Relative difference that the order of sums in bfloat16 may make."""
+_FLUSH_BYTES = 256 << 20
+_FLUSHES = 4
+"""Zeroings before a timed call. They take about 0.3 ms, in which the host enqueues the call; so the
+time is the device's, unless the host is slower than that."""
+_COPY_BYTES = 1_000_000_000
+_LISTED_KERNELS = 16
+
+Call = Callable[[], torch.Tensor]
+
+
+class Timer:
+    """Times calls on the current device, in microseconds."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._sum = torch.empty((), dtype=torch.int64, device="cuda")
+
+    def cold(self, call: Call, repeats: int = COLD_REPEATS) -> float:
+        """Median of single calls, each after a flush of the L2 cache.
+
+        The flush zeroes 256 MB and then reads them, so that the call does not pay for writing the
+        zeros back to memory.
+        """
+        for _ in range(_WARM_UP):
+            call()
+        return 1e3 * median(self._cold_call_ms(call) for _ in range(repeats))
+
+    def _cold_call_ms(self, call: Call) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        for _ in range(_FLUSHES):
+            self._flush.zero_()
+        torch.sum(self._flush, dim=0, out=self._sum)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def graph(self, call: Call) -> tuple[float | None, str]:
+        """Time of a call in a CUDA graph of 20, or None and why the capture failed.
+
+        Calls follow each other on the same data and read from the L2 cache what fits there.
+        """
+        graph = torch.cuda.CUDAGraph()
+        expected = call()
+        torch.cuda.synchronize()
+        try:
+            # A failed capture leaves its own stream current; this context restores ours.
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call()
+                with torch.cuda.graph(graph, stream=stream):
+                    for _ in range(GRAPH_CALLS):
+                        output = call()
+        except Exception as error:  # whatever a launch raises in a capture that it broke
+            torch.cuda.synchronize()
+            return None, _first_cause(error)
+        # A kernel on another stream would escape the capture and seem to take no time.
+        output.fill_(torch.nan)
+        graph.replay()
+        if not bool((output - expected).norm() <= _TOLERANCE * expected.norm()):
+            return None, "its replay does not repeat the output"
+        times = []
+        for _ in range(GRAPH_REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return 1e3 * median(times) / GRAPH_CALLS, ""
+
+    def host(self, call: Call) -> float:
+        """Time that the host needs to enqueue a call."""
+        torch.cuda.synchronize()
+        start = perf_counter()
+        for _ in range(GRAPH_CALLS):
+            call()
+        seconds = perf_counter() - start
+        torch.cuda.synchronize()
+        return 1e6 * seconds / GRAPH_CALLS
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a device-to-device copy of 1 GB."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(COPY_REPEATS + _WARM_UP):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * _COPY_BYTES / (median(times[_WARM_UP:]) / 1e3)
+
+
+def _first_cause(error: BaseException) -> str:
+    """First line of the first error: the end of a broken capture raises another one."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def release(device: torch.device) -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a GPU has left for this process."""
+    release(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def allocated(device: torch.device) -> dict[str, int]:
+    """Bytes that torch's allocator has handed out on a GPU; {} on a CPU.
+
+    Returns:
+        "requested": bytes that callers asked for; "allocated": the same rounded up; "peak": most
+        requested bytes since the last call.
+    """
+    gc.collect()
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "requested": stats["requested_bytes.all.current"],
+        "allocated": stats["allocated_bytes.all.current"],
+        "peak": stats["requested_bytes.all.peak"],
+    }
+
+
+def allocated_since(
+    before: dict[str, int], after: dict[str, int], ignored: Iterable[torch.Tensor]
+) -> dict[str, int]:
+    """Bytes that the allocator handed out between two calls of ``allocated``; {} on a CPU.
+
+    Args:
+        before, after: results of the two calls.
+        ignored: tensors of the benchmark itself, which do not count.
+
+    Returns:
+        "requested" and "allocated" bytes; "activations": most bytes on top of these.
+    """
+    if not after:
+        return {}
+    storages = [tensor.untyped_storage() for tensor in ignored]
+    own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    growth = {name: after[name] - before[name] - own for name in ("requested", "allocated")}
+    return growth | {"activations": after["peak"] - before["requested"] - growth["requested"]}
+
+
+def kernel_launches(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Run a step under torch's profiler.
+
+    Args:
+        step: waits for what it launches.
+        device: on a CPU operations take the place of kernels.
+
+    Returns:
+        "launches": number of kernels and copies, also those of a CUDA graph; "busy_ms": sum of
+        their times; "span_ms": from the begin of the first to the end of the last; "most": [name,
+        launches, busy ms, added ms] of those with the largest times. Kernels overlap: the added
+        time of a kernel is how much later it ends than all before it, so added times sum to the
+        span.
+    """
+    on_gpu = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
+        step()
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    # Calls of the driver are events too, of the CPU; operations of a CPU lie within each other.
+    events = [event for event in profiler.events() if event.device_type == kind]
+    events.sort(key=lambda event: (event.time_range.end, event.time_range.start))
+    figures: dict[str, list[float]] = {}
+    begin = reached = min((event.time_range.start for event in events), default=0.0)
+    for event in events:
+        figure = figures.setdefault(event.name, [0, 0.0, 0.0])
+        figure[0] += 1
+        figure[1] += (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e3
+        figure[2] += max(event.time_range.end - reached, 0.0) / 1e3
+        reached = max(reached, event.time_range.end)
+    most = sorted(([name, *figure] for name, figure in figures.items()), key=lambda row: -row[3])
+    return {
+        "launches": sum(count for _, count, _, _ in most),
+        "busy_ms": sum(busy for _, _, busy, _ in most),
+        "span_ms": (reached - begin) / 1e3,
+        "most": most[:_LISTED_KERNELS],
+    }

@@ -1,0 +1,131 @@
+"""Several visitors over one model: own chats, one budget, room for so many."""
+
+import threading
+
+import pytest
+
+from oscar_mm.apps.demo import sessions as sessions_module
+from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
+from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.errors import InputError
+from oscar_mm.modality import Modality
+from oscar_mm.policy import KVPolicy
+from tests.apps.demo.conftest import COMPACT, asked
+
+
+def test_visitors_have_chats_of_their_own(sessions, uploads) -> None:
+    one, other = sessions.session("a"), sessions.session("b")
+    assert sessions.session("a") is one
+    workers = [
+        threading.Thread(target=asked, args=(who, "What?", uploads / f"{index}.png"))
+        for index, who in enumerate((one, other))
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    for index, who in enumerate((one, other)):
+        with sessions.pipe.chat() as chat:
+            image = [uploads / f"{index}.png"]
+            assert who.exchanges[0].answer == chat.ask("What?", image, max_new_tokens=6).text
+        assert len(who.exchanges) == 1
+    assert sessions.status.startswith("2 visitors here, ")
+
+
+def test_policies_share_a_model_a_lock_and_a_budget(sessions) -> None:
+    policy = KVPolicy.preset("oscar", window=16)
+    pipe = sessions.pipeline(policy)
+    assert sessions.pipeline(KVPolicy.preset("oscar", window=16)) is pipe
+    assert pipe.model is sessions.pipe.model and pipe.lock is sessions.pipe.lock
+    assert sessions.pipeline(sessions.pipe.policy) is sessions.pipe
+    before = sessions.pipe.budget.used_bytes
+    session = sessions.session("a")
+    session.begin(
+        SessionSettings.of_fields(
+            "oscar", {one.label: AS_PRESET for one in Modality}, 16, None, False
+        )
+    )
+    asked(session, "What?")
+    assert session.conversation.chat.pipe is pipe
+    assert sessions.pipe.budget.used_bytes - before == pipe.store.memory().used_bytes > 0
+
+
+def test_the_budget_holds_for_all_together(pipe, uploads) -> None:
+    sessions = Sessions(pipe, COMPACT, (uploads,))
+    limit = pipe.budget.limit
+    try:
+        first = sessions.session("first")
+        asked(first, "What?", uploads / "0.png", uploads / "1.png")
+        answer, segments = first.exchanges[0].answer, first.conversation.segments
+        one = pipe.budget.used_bytes
+        pipe.budget.limit = round(2.5 * one)
+        others = [sessions.session(str(index)) for index in range(4)]
+        for index, other in enumerate(others):
+            settings = {one.label: "16" if index % 2 else AS_PRESET for one in Modality}
+            other.begin(SessionSettings.of_fields("compact", settings, 32, None, False))
+            asked(other, "What?", uploads / "2.png")
+            assert pipe.budget.used_bytes <= pipe.budget.limit
+            assert other.exchanges[0].counts, other.exchanges[0].error
+        assert (
+            first.conversation.segments == segments and first.conversation.curve.last.used_bytes > 0
+        )
+        asked(first, "And?")
+        assert first.exchanges[1].counts and first.exchanges[0].answer == answer
+    finally:
+        pipe.budget.limit = limit
+        sessions.close()
+
+
+def test_the_page_may_be_full(sessions, monkeypatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    for session in "ab":
+        asked(sessions.session(session), "What?")
+    with pytest.raises(InputError, match="2 visitors are here already"):
+        sessions.session("c")
+    sessions.leave("a")
+    first = sessions.session("c")
+    asked(first, "What?")
+    monkeypatch.setattr(sessions_module, "IDLE_S", 0.0)
+    sessions.session("b")
+    sessions.session("d")  # and c, idle longest, leaves
+    asking = pytest.raises(InputError, match="reload the page")
+    with asking:
+        asked(first, "What?")
+    assert sessions.session("b") is not first
+
+
+def test_who_never_asked_gives_way(sessions) -> None:
+    """Invented sessions keep nobody out, and push out nobody who has a conversation."""
+    mine = sessions.session("mine")
+    asked(mine, "What?")
+    for index in range(100):
+        invented = sessions.session(f"invented {index}")
+        with pytest.raises(InputError, match="nothing to take back"):
+            invented.undo()
+    assert len(sessions._sessions) == sessions_module.MAX_SESSIONS
+    asked(sessions.session("new"), "What?")
+    for index in range(100):
+        sessions.session(f"more {index}").show_error(InputError("no"))
+    assert sessions.session("new").turns and sessions.session("mine") is mine
+    assert len(sessions._sessions) == sessions_module.MAX_SESSIONS
+
+
+def test_who_waits_for_the_first_answer_stays(sessions, monkeypatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    first = sessions.session("a")
+    options = {"max_new_tokens": 6, "temperature": 0.0}
+    answering = first.ask("What?", [], **options)
+    next(answering)
+    for index in range(5):
+        sessions.session(str(index))
+    assert sessions.session("a") is first
+    list(answering)
+    assert first.turns
+
+
+def test_nobody_is_let_in_after_the_end(sessions) -> None:
+    asked(sessions.session("a"), "What?")
+    sessions.close()
+    with pytest.raises(InputError, match="is being closed"):
+        sessions.session("b")
+    assert sessions.pipe.budget.used_bytes == 0

@@ -1,0 +1,94 @@
+"""What doctor runs on a GPU: the calls it times, and what it says of a kernel that is wrong."""
+
+import json
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.apps import doctor, kernel_checks
+from oscar_mm.cli import app
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.self_check import Verdict
+from oscar_mm.pages.layout import PageFormat
+from oscar_mm.policy import DEFAULT, Bits
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
+def test_calls_that_are_timed(operation: str) -> None:
+    """They run, do something, and move what their page format says."""
+    workload = kernel_checks.workload(operation, CPU, pages=16)
+    returned = workload.call()
+    in_16_bit = 2 * 16 * 128 * 8 * 128 * 2
+    by_token = 16 * PageFormat.of(KVPolicy.preset(DEFAULT), Bits(3, 2), 8, 128).page_bytes
+    by_channel = 16 * PageFormat.of(KVPolicy.preset("compact"), Bits(2, 2), 8, 128).page_bytes
+    assert (
+        workload.moved_bytes
+        == {
+            "append": 2 * 8 * 2 * 8 * 128 * 2,
+            "decode": by_token,
+            "linear": 2 * 12288 * 4096 * 2,
+            "mixture": 8 * 3 * 768 * 2048 * 2,
+            "pack": in_16_bit + by_channel,
+            "rope": 2 * 8 * (32 + 8 + 1) * 128 * 2,
+            "store": in_16_bit + by_token,
+            "unpack": in_16_bit + by_token,
+        }[operation]
+    )
+    if operation == "decode":
+        assert returned.shape == (8, 32, 1, 128) and returned.isfinite().all()
+    elif operation == "unpack":
+        assert [x.shape for x in returned] == [(16, 8, 128, 128)] * 2
+
+
+@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
+def test_there_is_no_kernel_on_a_cpu(operation: str) -> None:
+    with pytest.raises(KernelError, match="NVIDIA GPU"):
+        kernel_checks.check(operation, CPU)
+
+
+def test_a_kernel_that_disagrees_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = {"append": (0.0, 0.0), "decode": (0.5, 0.02), "pack": (float("nan"), 0.01)}
+    monkeypatch.setattr(kernel_checks, "OPERATIONS", (*verdicts, "unpack"))
+
+    def check(operation: str, device: torch.device) -> Verdict:
+        if operation == "unpack":
+            raise KernelError("no compiler today")
+        return Verdict(*verdicts[operation])
+
+    monkeypatch.setattr(kernel_checks, "check", check)
+    monkeypatch.setattr(kernel_checks, "copy_speed", lambda device: 4e12)
+    monkeypatch.setattr(
+        kernel_checks, "workload", lambda *_: kernel_checks.Workload(print, 2 << 20)
+    )
+    monkeypatch.setattr(kernel_checks, "call_seconds", lambda call, device: 2e-6)
+    found = {check.name: check for check in doctor._kernel_checks("cpu")}
+    assert found.pop("copy on cpu").detail == "4000 GB/s read and written"
+    append = found.pop("append kernel on cpu")
+    assert append.ok and "2.0 us, 1049 GB/s, 26% of a copy" in append.detail
+    assert not any(check.ok for check in found.values()) and len(found) == 3
+    assert (
+        "off by 0.5, at most 0.02 is right): it is not used" in found["decode kernel on cpu"].detail
+    )
+    assert found["unpack kernel on cpu"].detail == "KernelError: no compiler today"
+
+
+def test_doctor_says_what_a_gpu_would_do(capsys: pytest.CaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    app(["doctor"], standalone_mode=False)
+    assert "(linear, mixture, rope) are compared with PyTorch operations" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_doctor_checks_and_times_every_kernel(capsys: pytest.CaptureFixture) -> None:
+    app(["doctor", "--json"], standalone_mode=False)
+    report = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in report["checks"]}
+    for operation in kernel_checks.OPERATIONS:
+        check = checks[f"{operation} kernel on cuda:0"]
+        print(check)
+        assert check["ok"] and "GB/s" in check["detail"] and "of a copy" in check["detail"]
+    assert checks["copy on cuda:0"]["ok"]

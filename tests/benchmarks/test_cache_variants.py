@@ -1,0 +1,92 @@
+"""Random caches report the bytes that they hold, and steps attend to their tokens."""
+
+import pytest
+import torch
+
+from benchmarks.cache_variants import VARIANTS, FilledCache
+from benchmarks.decoder import Decoder
+from oscar_mm import KVPolicy
+from oscar_mm.compare.quantized_cache import not_installed
+from oscar_mm.policy import PLAIN, Bits
+
+ROWS, TOKENS, STEPS = 2, 300, 6
+
+
+def fill(decoder: Decoder, name: str) -> FilledCache:
+    variant = VARIANTS[name]
+    decoder.model.set_attn_implementation({"text_config": variant.attention})
+    return variant.fill(decoder, ROWS, TOKENS, STEPS)
+
+
+def logits(decoder: Decoder, run: FilledCache) -> torch.Tensor:
+    """Logits of all steps, (STEPS, rows, vocabulary)."""
+    steps = []
+    for step in range(STEPS):
+        tokens = torch.arange(ROWS) + step
+        steps.append(run.step(tokens, torch.zeros(ROWS, dtype=torch.bool)).float())
+    return torch.stack(steps)
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: Decoder) -> torch.Tensor:
+    with torch.inference_mode():
+        return logits(decoder, fill(decoder, "dynamic"))
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", ["bf16-eager", "bf16-graph"])
+def test_ours_in_16_bit_steps_as_dynamic_cache(
+    decoder: Decoder, expected: torch.Tensor, name: str
+) -> None:
+    with torch.inference_mode():
+        run = fill(decoder, name)
+        assert error(logits(decoder, run), expected) < 0.01
+    assert bool(run.captures) == VARIANTS[name].graph
+
+
+def test_static_cache_compiled(decoder: Decoder, expected: torch.Tensor) -> None:
+    with torch.no_grad():
+        run = fill(decoder, "static-compiled")
+        assert error(logits(decoder, run), expected) < 0.01
+    assert run.kv_bytes() == ROWS * (TOKENS + STEPS) * decoder.token_bytes
+    VARIANTS["static-compiled"].release()
+
+
+@pytest.mark.parametrize("backend", ["hqq", "quanto"])
+def test_quantized_cache(decoder: Decoder, expected: torch.Tensor, backend: str) -> None:
+    variant = VARIANTS[f"quantized-{backend}"]
+    assert variant.missing() == not_installed(backend)
+    if variant.missing():
+        pytest.skip(variant.missing())
+    with torch.inference_mode():
+        run = fill(decoder, f"quantized-{backend}")
+        assert run.kv_bytes() < ROWS * TOKENS * decoder.token_bytes / 4
+        assert error(logits(decoder, run), expected) < 0.5
+    assert run.kv_bytes() > ROWS * STEPS * decoder.token_bytes
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_our_pools_are_as_large_as_needed_from_the_start(decoder: Decoder, policy: str) -> None:
+    variant = VARIANTS[f"{policy}-eager"]
+    with torch.inference_mode():
+        run = fill(decoder, f"{policy}-eager")
+        before = run.kv_bytes()
+        logits(decoder, run)
+    # Tables grow by a token's modality for each row and step.
+    assert run.kv_bytes() - before < 200
+    tables = 20 * ROWS * TOKENS
+    expected = ROWS * variant.row_bytes(decoder, TOKENS, STEPS)
+    assert expected <= run.kv_bytes() < expected + tables
+
+
+def test_slots_of_a_row() -> None:
+    """Of 1,100 tokens 192 are text, 4 of them sinks; 32 are in the window. So 1 page is full of
+    text and 7 of image tokens. After 1,024 tokens 4 + 124 + 128 were in 16 bit. In 16 bit alone an
+    answer takes 32 slots at a time."""
+    policy = KVPolicy.preset("compact")
+    assert (policy.sinks, policy.window) == (4, 32)
+    assert VARIANTS["compact-graph"].slots(1100, 20) == {Bits(2, 2): 1 + 7, PLAIN: 4 + 124 + 128}
+    assert VARIANTS["bf16-graph"].slots(1100, 20) == {PLAIN: 1100 + 32}

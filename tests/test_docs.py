@@ -1,0 +1,71 @@
+"""README and docs/ name files, sections, commands and options that exist."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from benchmarks.memory import page_bits
+from oscar_mm import KVPolicy
+from oscar_mm.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_TEXT = "\n".join(page.read_text() for page in PAGES)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(((?!https?:)[^)]*)\)", page.read_text())
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= 200
+
+
+def test_benchmarks_are_commands_and_all_are_listed() -> None:
+    names = set(re.findall(r"python -m benchmarks\.([a-z]\w+)", ALL_TEXT))
+    commands = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("[!_]*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert names <= commands == set(re.findall(r"^\| `([a-z_]+)` \| [^|]* \|$", page, re.MULTILINE))
+
+
+def command_lines() -> list[str]:
+    blocks = re.findall(r"^```\n(.*?)^```$", ALL_TEXT, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in re.findall(r"^oscar-mm .*$", block, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_command_lines_use_options_that_exist(line: str) -> None:
+    command: Any = typer.main.get_command(app)
+    words = shlex.split(line, comments=True)[1:]
+    while words and hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_the_table_of_presets_has_their_bits() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+) \|$", PAGES[0].read_text(), re.MULTILINE)
+    presets = {name: float(bits) for name, bits in rows if name in KVPolicy.preset_names()}
+    assert set(presets) == set(KVPolicy.preset_names())
+    for name, bits in presets.items():
+        assert page_bits(KVPolicy.preset(name)) == pytest.approx(bits, abs=0.006)
