@@ -103,10 +103,8 @@ def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workl
     pool = random_pages(1, page_format, device).repeat(pages, 1)
     slots = torch.arange(pages, dtype=torch.int32, device=device)
     if operation == "unpack":
-        call = partial(
-            *(unpack_slots, pool, slots, None),
-            *(numbers_of(page_format), _POLICY.rotate, _DTYPE),
-        )
+        options = (numbers_of(page_format), _POLICY.rotate, _DTYPE)
+        call = partial(unpack_slots, pool, slots, None, *options)
         return Workload(call, pool.nbytes + 2 * pages * PAGE_TOKENS * _HEADS * _HEAD_DIM * 2)
     if operation == "pack":
         return _pack(pool, slots, page_format)

@@ -307,12 +307,14 @@ def kernels_used(pipe: Pipeline) -> dict[str, bool]:
         formats, pools.head_dim, policy.rotate, pools.dtype, group, pools.device
     )
     packs = [
-        pack.PackKernel.of(pack.Specialization(Recipe.of(one, policy), pools.dtype), pools.device)
-        for one in formats
+        pack.PackKernel.of(pack.Specialization(Recipe.of(form, policy), pools.dtype), pools.device)
+        for form in formats
     ]
     unpacks = [
-        unpack.UnpackKernel.of(unpack.Specialization(one, policy.rotate, pools.dtype), pools.device)
-        for one in formats
+        unpack.UnpackKernel.of(
+            unpack.Specialization(form, policy.rotate, pools.dtype), pools.device
+        )
+        for form in formats
     ]
     appends = append.AppendKernel.of(append.Specialization(pools.dtype, 16), pools.device)
     return {

@@ -58,7 +58,7 @@ class Matrices(ctypes.Structure):
             _ADDRESSES(*addresses(*weights)),
             _ADDRESSES(*addresses(*arguments.biases)),
             *addresses(arguments.residual, output),
-            _SIZES(*(weight.shape[0] for weight in weights)),
+            _SIZES(*[weight.shape[0] for weight in weights]),
             *(output.shape[1], weights[0].shape[1]),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch.nn.functional import linear as torch_linear
@@ -62,16 +62,17 @@ class LinearArguments(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> Self:
-        """Of weights and biases (or none) in any sequence, and a norm."""
-        both = list(weights), list(biases) or [None] * len(weights)
-        return cls(x, *both, *((None, 0.0) if norm is None else norm), residual, gated)
+        """Of weights and biases (or none) in any sequence, which is not copied, and a norm."""
+        weight, epsilon = (None, 0.0) if norm is None else norm
+        biases = biases or (None,) * len(weights)
+        return cls(x, cast(list, weights), cast(list, biases), weight, epsilon, residual, gated)
 
     @property
     def total(self) -> int:
         """Elements of a row of the result."""
         if self.gated:
             return self.weights[0].shape[0]
-        return sum(weight.shape[0] for weight in self.weights)
+        return sum([weight.shape[0] for weight in self.weights])
 
     def result(self) -> torch.Tensor:
         """(rows, total) without data."""

@@ -387,9 +387,9 @@ def ints(*names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, ctypes.c_int) for name in names)
 
 
-def addresses(*tensors: torch.Tensor | None) -> Iterator[int | None]:
+def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
     """Values of ``pointers``; the tensors must outlive the launch."""
-    return (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def strides(states: torch.Tensor) -> Any:
