@@ -17,9 +17,9 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 HIDDEN_STATES = 6
 """Hidden states that are alive at once while a prompt is read, at the least.
 
-Those of LLaVA with grouped queries: what the layer was given and its norm, and queries on their way
+LLaVA with grouped queries has so many: the layer's input and its norm, and queries on their way
 through RoPE with keys and values. Qwen's features and wider queries, towers and experts come on
-top. It is low, so that nothing is refused that would run.
+top. The number is low, so that nothing is refused that would run.
 """
 
 
@@ -33,7 +33,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Bytes that reading so many tokens at once takes at least, beside their keys and values."""
+    """Least bytes that reading so many tokens at once takes, beside their keys and values."""
     return HIDDEN_STATES * tokens * hidden_size * itemsize
 
 
@@ -43,7 +43,7 @@ RESERVED = 0.1
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model's keys and values, and its weights, take.
+    """The numbers that decide what a model's keys and values, and its weights, take.
 
     Attributes:
         layers: of the decoder, without those that keep a state instead of keys and values.
@@ -59,7 +59,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
-        """Of a configuration of transformers."""
+        """The shape that a configuration of transformers describes."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(
@@ -70,7 +70,7 @@ class ModelShape:
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
-        """Of one layer: bytes of a page by bits, and under ``PLAIN`` those of a token in 16 bit.
+        """Bits -> bytes of a page in one layer, and under ``PLAIN`` of a token in 16 bit.
 
         Args:
             policy: how keys and values are stored.
@@ -83,11 +83,11 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """In 16 bit."""
+        """Bytes of all weights in 16 bit."""
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Pages and tokens in 16 bit of one conversation whose latest tokens are text.
+        """Bytes of the pages and tokens in 16 bit of a conversation whose latest tokens are text.
 
         Tables and free slots are not in it: the first are below 1% of any long conversation, the
         second depend on what else the store holds.
