@@ -87,7 +87,7 @@ class ModelShape:
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Pages and tokens in 16 bit of one conversation whose latest tokens are text.
+        """Bytes of the pages and tokens in 16 bit of a conversation whose latest tokens are text.
 
         Tables and free slots are not in it: the first are below 1% of any long conversation, the
         second depend on what else the store holds.

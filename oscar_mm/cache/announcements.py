@@ -1,4 +1,4 @@
-"""Expected: what the coming tokens are, as callers and attention announce it."""
+"""Announcements: what the coming tokens are, as callers and attention announce it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Announcements:
     def announce(
         self, modalities: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> None:
-        """Arguments and errors as of ``OscarCache.expect``; replaces what was expected before."""
+        """Expect these tokens instead of those announced before; ``OscarCache.expect`` has the
+        arguments and errors."""
         if modalities is None:
             if attention_mask is None:
                 raise InputError("expect: give modalities, attention_mask or both")
@@ -44,7 +45,12 @@ class Announcements:
         self._ids = ids
 
     def attention(self, *, packed: bool, padding: torch.Tensor | None = None) -> None:
-        """Of the coming forward pass; ``padding``: (batch, tokens), False or 0 for padding."""
+        """Attention "oscar" (``packed``) or another one runs the coming forward pass.
+
+        Args:
+            packed: whether the past is read from its pages.
+            padding: (batch, tokens), False or 0 for padding; None if nothing is known of it.
+        """
         self._packed = packed
         self._padding = None if padding is None else padding.to("cpu").numpy().astype(bool)
 
@@ -67,8 +73,8 @@ class Announcements:
     def take_packed(self) -> bool:
         """Whether attention "oscar" runs the forward pass that has begun.
 
-        The next one has to announce itself again: of a pass with a mask of four dimensions nobody
-        hears, and it gets past and new tokens, whatever its attention is.
+        The next pass has to announce itself again: one with a mask of four dimensions does not,
+        and it gets past and new tokens, whatever its attention is.
         """
         packed, self._packed = self._packed, False
         return packed

@@ -30,7 +30,7 @@ _UNBALANCED = (
 )
 _ONE_STATE = "linear-attention layers keep the state after the last token only"
 _TWO_STATES = (
-    "layer {} has attention and a linear-attention state, of which an OscarCache holds one a "
+    "layer {} has attention and a linear-attention state, and an OscarCache holds one of them a "
     "layer: use transformers' DynamicCache for this model"
 )
 
@@ -46,7 +46,7 @@ class OscarCache(Cache):
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
     pages; with any other implementation it is unpacked for each layer in turn, to the same result.
     Only attention "oscar" shows the queries, by which keys of a model without QK-norm are balanced:
-    with any other they are stored unbalanced, of which the cache warns once.
+    with any other they are stored unbalanced, and the cache warns once.
     A prompt's attention is exact in both: its keys and values are packed after their layer's
     attention is done. Tokens of a later chunk see the packed past. Layers with linear attention
     (Qwen3-Next, Qwen3.5, Jamba) keep their state as it is, in transformers' own layers.
@@ -67,7 +67,7 @@ class OscarCache(Cache):
     """
 
     layers: list[Any]
-    """OscarLayers, and LinearLayers of models that have such; see ``packed_layers``."""
+    """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
     step: Step | None
     """What the latest forward pass does; None before the first one."""
 
@@ -174,12 +174,12 @@ class OscarCache(Cache):
 
     @property
     def packed_layers(self) -> list[OscarLayer]:
-        """Those that have taken in keys and values."""
+        """The layers that have taken in keys and values."""
         return [x for x in self.layers if isinstance(x, OscarLayer) and x.is_initialized]
 
     @property
     def linear_layers(self) -> list[LinearLayer]:
-        """Those of linear attention, which hold a state instead of keys and values."""
+        """The layers of linear attention, which hold a state instead of keys and values."""
         return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
     def begin(self, modalities: np.ndarray) -> Step:
@@ -201,8 +201,8 @@ class OscarCache(Cache):
         return step
 
     def replayed(self, step: Step) -> None:
-        """Take a step as done by all layers, whose code did not run: a graph did it, or the pages
-        come from a file or other caches."""
+        """Count a step as carried out by all layers although their code did not run: a graph did
+        it, or the pages come from a file or from other caches."""
         for layer in self.packed_layers:
             step.finish(layer.index)
         self.step = step
@@ -213,11 +213,8 @@ class OscarCache(Cache):
         return self.ledger.number, *self.store.version
 
     def end_step(self, indices: Iterable[int] | None = None) -> None:
-        """Pack what a step on fixed tables leaves for its end, of some layers at once.
-
-        Args:
-            indices: of layers that have taken in the step's tokens; by default all.
-        """
+        """Pack what a step on fixed tables leaves for its end, at once for the layers with these
+        indices, which have taken in the step's tokens; by default for all."""
         if self.step is not None and self.step.packs_at_end:
             some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
             pack_together(some, self.step)
@@ -247,7 +244,7 @@ class OscarCache(Cache):
     def unpacked(
         self, layer_idx: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer holds, in sequence order: (batch, KV heads, length, head_dim) each.
+        """Keys and values of a layer in sequence order: (batch, KV heads, length, head_dim) each.
 
         In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding
         or forgotten.
@@ -299,12 +296,12 @@ class OscarCache(Cache):
         another attention than "oscar", the attention_mask must be 0 for them from then on.
 
         Args:
-            start: index in the row, counted from 0, padding included; ``stop`` likewise.
+            start, stop: indices in the row, counted from 0, padding included.
             row: of the batch.
 
         Raises:
             InputError: tokens or a row that are not there.
-            RuntimeError: as of ``fork``.
+            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
             NotImplementedError: the state of a linear-attention layer has seen them.
         """
         if self.linear_layers:
@@ -384,14 +381,14 @@ class OscarCache(Cache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """See ``Cache.update_conv_state``; a layer whose first update this is becomes linear."""
+        """Store a convolution's state; a layer becomes linear by its first such update."""
         self._use_linear(layer_idx, state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """See ``Cache.update_recurrent_state``; else as ``update_conv_state``."""
+        """Store a recurrence's state; a layer becomes linear by its first such update."""
         self._use_linear(layer_idx, state_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
@@ -403,8 +400,8 @@ class OscarCache(Cache):
             raise RuntimeError("the cache is closed")
         if state:
             raise NotImplementedError(
-                f"layer {index} has several linear-attention states, of which an OscarCache holds "
-                "one: use transformers' DynamicCache for this model"
+                f"layer {index} has several linear-attention states, and an OscarCache holds one a "
+                "layer: use transformers' DynamicCache for this model"
             )
         layer = self._layer(index)
         if isinstance(layer, OscarLayer):

@@ -37,7 +37,7 @@ _SHOWN = 200
 
 
 class Kind(NamedTuple):
-    """Of a tensor: its dtype as safetensors calls it ("U8", "I64", "BF16") and its shape."""
+    """A tensor's dtype, as safetensors calls it ("U8", "I64", "BF16"), and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,8 +76,8 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
     The checksum finds accidents, not forgers: anyone can compute it.
 
     Args:
-        accept: looks at the texts and at the tensors' kinds and raises if they will not do: before
-            more than the header is read.
+        accept: is given the texts and the tensors' kinds before more than the header is read, and
+            raises if the file will not do.
 
     Raises:
         InputError: the file cannot be read, is none of ours, truncated or altered.
@@ -110,7 +110,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
 
 
 def _header(file: BinaryIO, path: Path) -> bytes:
-    """The header's bytes, of which safetensors may still say that they are no header."""
+    """The bytes that should be the header; safetensors alone parses them."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:

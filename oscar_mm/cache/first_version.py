@@ -1,4 +1,4 @@
-"""Saved caches of version 1, as they would be saved now.
+"""Saved caches of version 1, turned into what the present version would save.
 
 They have tokens in 16 bit in blocks of 32, ``layer.<i>.blocks`` (n, 2, KV heads, 32, head_dim), and
 the ids of blocks in ``blocks``; a stream's number of them follows from its number of tokens in 16
@@ -28,7 +28,8 @@ def check_policy(policy: KVPolicy) -> None:
 
 
 def kinds_now(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
-    """Names, dtypes and shapes as of now, but with blocks instead of their tokens counted.
+    """Names, dtypes and shapes as the present version has them, but with blocks counted instead of
+    their tokens.
 
     Raises:
         KeyError, ValueError: blocks are of another shape, or tensors have the names of now.
@@ -46,7 +47,7 @@ def kinds_now(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
 
 
 def tensors_now(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a file whose kinds were checked, as of now.
+    """Tensors of a file whose kinds were checked, as the present version has them.
 
     Raises:
         ValueError: blocks and streams do not fit together.
@@ -78,7 +79,7 @@ def tensors_now(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def pages_now(pages: torch.Tensor, page_format: PageFormat) -> torch.Tensor:
-    """Pages of key_axis "token", (n, page_bytes) uint8, in the order of now."""
+    """Pages of key_axis "token", (n, page_bytes) uint8, in the present order."""
     found = torch.zeros_like(pages)
     heads = pages[:, : page_format.head_bytes * page_format.kv_heads]
     heads = heads.unflatten(1, (page_format.kv_heads, -1))

@@ -1,4 +1,4 @@
-"""FixedTables: tables of decode steps at addresses that stay, for a graph that is replayed."""
+"""FixedTables: tables of decode steps at addresses that stay, where a replayed graph reads them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Kind:
         past: Sequence[Row],
         device: torch.device,
     ) -> _Kind:
-        """In new tensors with room for twice the items, and tokens in 16 bit."""
+        """New tensors with room for twice the items, and twice the tokens in 16 bit."""
         items, recents = lengths_of(make(past, (1, 1)))
         longest = max(_LEAST, 2 * items), max(_LEAST, 2 * recents)
         arrays = make(past, longest)
@@ -45,10 +45,10 @@ class _Kind:
 
 
 class FixedTables:
-    """What ``Step`` would make anew for each step, in tensors that are written over instead.
+    """The tables that ``Step`` would make anew for each step, in tensors that are written over.
 
-    Layers ask for their tables while a forward pass runs, by which these become known;
-    ``refill`` writes what the next step needs into the same tensors.
+    Layers ask for their tables during a forward pass; from then on ``refill`` writes what a later
+    step needs into the same tensors.
 
     Args:
         rows: of the batch.
@@ -75,7 +75,7 @@ class FixedTables:
         return bool(self._kinds)
 
     def refill(self, past: Sequence[Row]) -> None:
-        """Write the tables of attention of a step that is to come: of sequences before it."""
+        """Write the tables of attention over the sequences before a step."""
         for key, kind in self._kinds.items():
             arrays = kind.make(past, kind.longest)
             if lengths_of(arrays) != kind.longest:
@@ -85,9 +85,11 @@ class FixedTables:
                 _write(kind.whole, laid_out(arrays))
 
     def refill_tokens(self, step: Step) -> None:
-        """Write where a step puts its tokens and what it packs, which must be what ``takes`` says;
-        of a policy that packs whole pages, nothing. With ``packs_at_end`` a new token is named by
-        its slot."""
+        """Write where a step, which ``takes`` accepts, puts its tokens and what it packs.
+
+        Whole pages are not packed by tables. With ``packs_at_end`` a new token is named by its
+        slot.
+        """
         writes = np.full((self.rows, 3), -1, dtype=np.int32)
         if step.writes is not None:
             writes[: step.writes.shape[1]] = step.writes.T
@@ -134,7 +136,7 @@ class FixedTables:
         workers: int,
         device: torch.device,
     ) -> Tables:
-        """``Step.tables`` of the step that ``refill`` was told of."""
+        """``Step.tables`` of the step that ``refill`` has written."""
         key = (bits, kv_heads, columns, workers, device)
         if key not in self._kinds:
 

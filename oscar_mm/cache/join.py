@@ -36,7 +36,7 @@ def join(caches: Sequence[OscarCache]) -> OscarCache:
         caches: of one store; at least one.
 
     Raises:
-        InputError: they cannot be rows of one batch, see ``can_join``.
+        InputError: ``can_join`` is False.
         RuntimeError: one of them is in the middle of a forward pass.
     """
     if not can_join(caches):

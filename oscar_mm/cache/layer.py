@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _GPU_PAGES = 256
 """Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16 bit."""
 _CPU_PAGES = 16
-"""Likewise on a CPU, where parts that stay in its caches are quicker."""
+"""Pages that a CPU unpacks at a time: parts that stay in its caches are quicker."""
 
 
 class OscarLayer(CacheLayerMixin):
@@ -54,7 +54,7 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def cache(self) -> OscarCache:
-        """Whose layer it is; RuntimeError after its time."""
+        """The cache that has this layer; RuntimeError if it is gone."""
         cache = self._cache()
         if cache is None:
             raise RuntimeError("the cache of this layer is gone")
@@ -146,10 +146,10 @@ class OscarLayer(CacheLayerMixin):
         self.sigma_is_final = True
 
     def settle_without_queries(self, keys: torch.Tensor) -> bool:
-        """Choose the balancing by the first keys alone, as ``settle_basis``.
+        """Choose the balancing where attention does not show the queries.
 
         Returns:
-            whether there is none now though the policy wants some.
+            whether the keys are stored unbalanced from now on though the policy wants balancing.
         """
         if self.sigma_is_final:
             return False
@@ -164,7 +164,7 @@ class OscarLayer(CacheLayerMixin):
         Nothing waits for a GPU: there ``check_stored`` is left to the cache, before its next step.
 
         Raises:
-            FloatingPointError: on a CPU, as ``check_stored``.
+            FloatingPointError: on a CPU, keys or values that ``check_stored`` refuses.
         """
         self.reserve()
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
@@ -190,8 +190,8 @@ class OscarLayer(CacheLayerMixin):
             pool.reserve(slots[bits].capacity)
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
-        """Pack what a step says, tokens in 16 bit and new ones, which may be any where it needs
-        none."""
+        """Pack what a step says, out of tokens in 16 bit and new ones; keys and values are
+        (batch, KV heads, tokens, head_dim) each, and any where the step packs no new token."""
         policy, by_token = self.cache.policy, self.cache.policy.by_token
         tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
         for bits, of_bits in tables.items():
@@ -301,11 +301,13 @@ class LinearLayer(LinearAttentionLayer):
 
 @torch.no_grad()
 def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
-    """Pack the tokens of a step that packs at its end, for all these layers, which have carried out
-    the rest of it: a launch for all that are alike.
+    """Pack the tokens of a step that packs at its end, by one launch for all layers of a kind.
+
+    Args:
+        layers: that have carried out the rest of the step.
 
     Raises:
-        FloatingPointError: on a CPU, as ``check_stored``.
+        FloatingPointError: on a CPU, keys or values that ``OscarLayer.check_stored`` refuses.
     """
     kinds = defaultdict[tuple[Any, ...], list[OscarLayer]](list)
     for layer in layers:

@@ -50,7 +50,7 @@ class Ledger:
         return twin
 
     def hold(self, sequences: list[Row]) -> None:
-        """Become an owner of all slots of these sequences, which take the place of those held."""
+        """Put these sequences in the place of those before, as an owner of all their slots."""
         old = self.sequences[:]
         self.changes += 1
         # In this order, so that whatever interrupts it no slot is given back twice.
@@ -82,9 +82,11 @@ class Ledger:
     def foretold(self, modalities: np.ndarray) -> Step | None:
         """The ``Step`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
 
-        No sequence changes. What is written by it is seen by nobody before ``advance``, but where
-        ``Step.promised`` slots may be foretold to others too, see ``SlotAllocator.promises``. None
-        where a page would be copied or a pool grown, or no token stored.
+        No sequence changes, and nobody sees what the step writes before ``advance``. Slots of a
+        step with ``promised`` may be foretold to others too (``SlotAllocator.promises``).
+
+        Returns:
+            None where a page would be copied or a pool grown, or no token stored.
         """
         self.store.collect()
         free = {bits: _Foretold(slots) for bits, slots in self.allocators.items()}
@@ -173,7 +175,7 @@ class _NoRoomError(Exception):
 
 
 class _Foretold:
-    """A ``SlotAllocator`` that only tells what it would give, and takes nothing back."""
+    """Tells the slots that a ``SlotAllocator`` would give, and takes none back."""
 
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots, self.taken = slots, 0
@@ -279,7 +281,7 @@ class _Advance:
             slots = slots[len(new) :]
 
     def _stream(self, sequence: Row, code: int) -> Stream:
-        """That of a code, made if it was not there."""
+        """The stream of a code; a new one if the sequence has none."""
         if code not in sequence.streams:
             modality = Modality(code % SINK)
             bits = PLAIN if code >= SINK else self._policy.bits_for(modality)

@@ -44,7 +44,7 @@ class MemoryReport:
             pools, and slots that the next tokens of an answer will take).
         tokens: stored tokens by modality, summed over the batch; of shared slots counted once
             for each sequence.
-        shared_bytes: those of kv_bytes that other caches hold too.
+        shared_bytes: how many of kv_bytes other caches hold too.
         by_device: bytes by device; page tables and token map are on "cpu".
         ranks: processes that store the other heads of the same layers; 1 if there are none. The
             report is of one process.
@@ -176,7 +176,7 @@ def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:
 
 
 def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0) -> list[int]:
-    """``token_bytes`` of many spans, (start, stop) each, for one look at the tokens."""
+    """``token_bytes`` of many spans, (start, stop) each, by one look at the tokens."""
     sequence, ends = cache.ledger.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     pools = [cache.store.layers[x.index].by_bits for x in cache.packed_layers]
     total = np.zeros(len(ends))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,9 +29,6 @@ from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.merged_attention import MergedAttention
 from oscar_mm.pages.layout import PageFormat
 
-if TYPE_CHECKING:
-    pass
-
 
 def attend_stored(
     layer: OscarLayer,
@@ -49,7 +46,7 @@ def attend_stored(
     Args:
         layer: of the cache.
         queries: (batch, query heads, tokens, head_dim).
-        keys: (batch, KV heads, tokens, head_dim) of the chunk; values likewise.
+        keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
         scaling: factor of the scores.
         step: what ``append`` will do with the chunk.
 
@@ -89,7 +86,7 @@ class _Chunk:
     scaling: float
 
     def decoded(self) -> torch.Tensor:
-        """By the decode kernel, or the operation ``decode`` where there is none."""
+        """Attend by the decode kernel, or by the operation ``decode`` where there is none."""
         layer, plan = self.layer, self._plan()
         tables = plan.tables.of_past
         pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
@@ -128,7 +125,7 @@ class _Chunk:
         return self.step.once(layers_alike, make)
 
     def by_rows(self) -> torch.Tensor:
-        """A row of the batch at a time: the rows' pasts are of unequal length."""
+        """Attend a row of the batch at a time, as the rows' pasts are of unequal length."""
         output = torch.zeros_like(self.queries)
         for row in range(len(output)):
             if self.step.real is None:

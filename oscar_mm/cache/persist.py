@@ -152,7 +152,7 @@ class SavedCache:
         policy: str | KVPolicy | None = None,
         layers: Sequence[LayerShape] | None = None,
     ) -> SavedCache:
-        """From a file that anyone may have made: counts and shapes are checked by its header first.
+        """Read a file that anyone may have made: its header's counts and shapes are checked first.
 
         Args:
             fingerprint: of the model that is to go on with it.
@@ -257,12 +257,13 @@ def load_cache(
     """A cache as it was saved, with slots of its own, and the caller's metadata.
 
     Args:
-        fingerprint: as of ``SavedCache.read``.
+        fingerprint: of the model that is to go on with it.
         policy: the policy that it must have; the store's, or any, by default.
-        store: as of ``SavedCache.placed``; ``device`` likewise.
+        store: whose slots; by default of a store of its own.
+        device: of the layers that the store does not have yet; by layer index where they differ.
 
     Raises:
-        InputError: as of both.
+        InputError: as ``SavedCache.read`` and ``SavedCache.placed`` raise it.
     """
     wanted = policy if policy is not None else store and store.policy
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=wanted)
@@ -277,7 +278,7 @@ def _name(bits: Bits) -> str:
 
 
 def _clear(pages: torch.Tensor, page_format: PageFormat, in_use: np.ndarray) -> None:
-    """Zero what no stream has of (n, page_bytes) pages: never written, or forgotten."""
+    """Zero the bytes of (n, page_bytes) pages that no stream has: never written, or forgotten."""
     owners = page_format.token_bytes(pages.device).long()
     # The bytes of no token, of owner -1, are in use.
     kept = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
@@ -296,7 +297,7 @@ def _as_damaged(path: str | Path) -> Iterator[None]:
 
 
 def _exact(device: Device) -> torch.device:
-    """With an index, as tensors name theirs."""
+    """The device with an index, as tensors name theirs."""
     return torch.empty(0, device=device).device
 
 
@@ -357,8 +358,11 @@ def _checked_shapes(
     policy: KVPolicy,
     model: Sequence[LayerShape] | None,
 ) -> list[LayerShape]:
-    """Of every layer, by the header; ValueError if a tensor is there that should not, or is not
-    what others say."""
+    """The shapes of every layer, by the header.
+
+    Raises:
+        ValueError: a tensor should not be there, or does not fit the others.
+    """
     layers, rest = text["layers"], dict(kinds)
     # An empty cache has no layers yet.
     if len(layers) > _MAX_LAYERS or (model is not None and len(layers) not in (0, len(model))):
@@ -406,7 +410,7 @@ def _checked_shapes(
 def _of_first_version(
     tensors: dict[str, torch.Tensor], policy: KVPolicy, shapes: list[LayerShape]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a file of version 1 as those of now."""
+    """Tensors of a file of version 1 as the present version has them."""
     found = first_version.tensors_now(tensors)
     for index, shape in enumerate(shapes):
         for bits in policy.packed_bits:

@@ -1,7 +1,7 @@
-"""Foresight: the slots that new tokens will take, told before any of them comes.
+"""Slot growth: the rules by which tokens take slots, and the slots that a request will take.
 
-What ``Ledger.advance`` does to the tokens of a prompt, and then to those of its answer one by one,
-as formulas over the length of the answer.
+``Ledger.advance`` follows the rules with the tokens of a prompt, and then with those of its answer
+one by one; ``slot_growth`` tells the result beforehand, by formulas over the length of the answer.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ def first_page_tokens(bits: Bits) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """Slots by bits (``PLAIN``: tokens in 16 bit) after 0, 1, 2, ... tokens of the answer.
+    """Slots of one or more sequences after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``:
+    tokens in 16 bit).
 
     Attributes:
-        held: all that the sequence has then.
-        added: without those that it had before and still has. What it had before is not given
-            back meanwhile, as a turn goes on from a fork.
+        held: all slots that the sequence has then.
+        added: slots that it has taken by then. What it had before is not given back meanwhile, as a
+            turn goes on from a fork.
     """
 
     held: dict[Bits, np.ndarray]
@@ -77,7 +78,7 @@ class Growth:
 
     @staticmethod
     def together(rows: Iterable[Growth]) -> Growth:
-        """Of the rows of a batch, in which a row whose answer has ended stays as it is."""
+        """The growth of a batch, in which a row whose answer has ended stays as it is."""
         rows = list(rows)
         steps = max(len(next(iter(row.held.values()))) for row in rows)
 
@@ -96,7 +97,7 @@ def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, 
     """Bytes after 0, 1, 2, ... tokens of the answer.
 
     Args:
-        slots: by bits, as of ``Growth``.
+        slots: of a ``Growth``, by bits.
         slot_bytes: of one slot, by bits.
     """
     sizes = [counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items()]
@@ -106,7 +107,9 @@ def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, 
 def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
     """Bytes by which pools without free slots grow; unlike slots they do not shrink meanwhile.
 
-    Arguments as of ``bytes_over_time``.
+    Args:
+        slots: of a ``Growth``, by bits.
+        slot_bytes: of one slot, by bits.
     """
     total = 0
     for bits, counts in slots.items():
@@ -117,7 +120,7 @@ def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int])
 
 
 def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None = None) -> Growth:
-    """What one sequence will take.
+    """The slots that one sequence will take.
 
     Args:
         policy: how keys and values are stored.
@@ -164,7 +167,7 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
         own_packed += np.maximum(packed - len(stream.slots), 0)
         held[PLAIN] += total - packed
         added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
-    # Those to spare; a prompt of one token comes as the tokens of the answer do.
+    # Spare slots; a prompt of one token comes as the tokens of the answer do.
     steps = [(int(codes[0]), 0)] if len(new) == len(codes) == 1 else []
     steps += [(int(Modality.TEXT), step) for step in range(1, answer + 1)]
     before, packed, own = (

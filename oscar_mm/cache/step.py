@@ -54,7 +54,7 @@ class Filling:
         )
 
     def after_write(self, slot: int) -> Filling:
-        """The same once its only new token is in a slot of 16 bit."""
+        """The same filling once its only new token is in a slot of 16 bit."""
 
         def stored(source: np.ndarray) -> np.ndarray:
             return np.where(source >= 0, ~slot, source)
@@ -80,7 +80,7 @@ class Filling:
         return jobs
 
     def beginnings(self) -> np.ndarray:
-        """(pages that begin, 36) int32, likewise."""
+        """(pages that begin, 36) int32 as ``oscar_mm.ops.store`` takes them."""
         begins = np.zeros((len(self.begins), HEAD + CENTER_TOKENS), np.int32)
         for line, (page, source) in zip(begins, self.begins.items(), strict=True):
             line[:3] = page, self.row, len(source)
@@ -144,13 +144,17 @@ class Step:
     _progress: dict[int, bool] = field(default_factory=dict)
 
     def enter(self, layer: int) -> None:
-        """A layer's keys come in; RuntimeError if the layer has missed a step or stopped in one."""
+        """Note that a layer's keys come in.
+
+        Raises:
+            RuntimeError: the layer has missed an earlier step, or has stopped in this one.
+        """
         if layer in self._progress or (self.layers is not None and layer not in self.layers):
             raise RuntimeError(_INCOMPLETE.format(layer))
         self._progress[layer] = False
 
     def finish(self, layer: int) -> None:
-        """A layer has carried out the step."""
+        """Note that a layer has carried out the step."""
         self._progress[layer] = True
 
     def is_finished(self, layer: int) -> bool:
@@ -158,13 +162,13 @@ class Step:
         return self._progress.get(layer, False)
 
     def check_finished(self, layers: Iterable[int]) -> None:
-        """RuntimeError if one of these layers has not carried out the step."""
+        """Raise RuntimeError if one of these layers has not carried out the step."""
         for layer in layers:
             if not self.is_finished(layer):
                 raise RuntimeError(_INCOMPLETE.format(layer))
 
     def restart(self) -> None:
-        """What layers did had no effect: all of them are to carry out the step."""
+        """Forget what layers did of the step, as it had no effect: all are to carry it out."""
         self._progress.clear()
 
     def is_within(self, early: Step) -> bool:
@@ -219,7 +223,7 @@ class Step:
         return tables_of(entries, kv_heads, columns, workers, device)
 
     def slots_on(self, device: torch.device) -> dict[Bits, Slots]:
-        """Bits -> slots to fill, likewise."""
+        """Bits -> slots to fill, moved to a device once for all its layers."""
         if self.fixed is not None:
             return self.fixed.slots(device)
 
@@ -235,12 +239,13 @@ class Step:
         return {bits: tables([one for one in self.fillings if one.bits == bits]) for bits in found}
 
     def filled(self) -> None:
-        """Its tokens are packed already: there is nothing left to pack."""
+        """Note that its tokens are packed already: there is nothing left to pack."""
         self.fillings = []
         self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
 
     def writes_on(self, device: torch.device) -> torch.Tensor | None:
-        """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 3) int32, likewise."""
+        """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 3) int32, moved to a device once
+        for all its layers."""
         if self.fixed is not None:
             return self.fixed.writes(device)
         writes = self.writes

@@ -204,7 +204,7 @@ class PageStore:
     Attributes:
         allocators: bits -> slots of that kind, the same ids in every layer.
         layers: layer index -> its pools, made by the first cache that reaches the layer.
-        lock: see above.
+        lock: that a thread holds while it uses one of the caches.
         trims: how often slots have got other ids.
     """
 
@@ -225,7 +225,7 @@ class PageStore:
         self._dropped: deque[list[Row]] = deque()
 
     def register(self, ledger: Ledger) -> None:
-        """A ledger that holds slots; those of its sequences come back when it is gone.
+        """Take in a ledger, the slots of whose sequences come back when it is gone.
 
         A finalizer runs between any two steps of any thread, so it only leaves a note, and
         ``collect`` gives the slots back.
@@ -235,7 +235,7 @@ class PageStore:
         weakref.finalize(ledger, self._dropped.append, ledger.sequences).atexit = False
 
     def _registered(self) -> list[Ledger]:
-        """Those that are there now; others may join while somebody goes through them."""
+        """The ledgers that are there now; others may join while somebody goes through them."""
         with self._joining:
             return list(self._ledgers)
 
@@ -315,7 +315,7 @@ class PageStore:
 
     @property
     def promises(self) -> int:
-        """How often slots were given out or foretold, see ``SlotAllocator``."""
+        """How often slots were given out or foretold; ``SlotAllocator`` says what that tells."""
         return sum(slots.promises for slots in self.allocators.values())
 
     def bytes_by_modality(self) -> dict[str, int]:

@@ -44,12 +44,12 @@ class SavedTables:
     counts: dict[Bits, int]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, as they are saved."""
+        """The arrays by name, as they are saved."""
         return {name: torch.from_numpy(getattr(self, name)) for name in self.KINDS}
 
     @classmethod
     def check_kinds(cls, kinds: Mapping[str, Kind]) -> None:
-        """Look at dtypes, shapes and counts of a file's tensors, of which none is read yet.
+        """Check dtypes, shapes and counts of a file's tensors before any of them is read.
 
         Raises:
             KeyError, ValueError: they are no tables of a cache.
@@ -70,7 +70,7 @@ class SavedTables:
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
-        """From a file's tensors, whose kinds were checked.
+        """The tables of a file's tensors, whose kinds were checked.
 
         Raises:
             ValueError: they are no tables of a cache.
@@ -126,7 +126,7 @@ class SavedTables:
                 raise ValueError(f"row {index} has other tokens than its streams")
 
     def _checked_counts(self) -> dict[Bits, int]:
-        """Slots by bit width: all that are named, from 0 without gaps."""
+        """Bits -> number of slots, whose ids go from 0 without gaps."""
         named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
         for _, stream in self._parts():
             if stream.pages and stream.bits == PLAIN:

@@ -96,7 +96,7 @@ def fragment_orders(
     """Arrays as the kernels take them.
 
     Args:
-        key_planes: bits of the arrays that key codes are in; ``value_planes`` likewise.
+        key_planes, value_planes: bits of the arrays that codes of keys and of values are in.
         key_group: tokens of a key group; None where each token has its own scale.
     """
     # run, step % 2, half, quad, odd of channels

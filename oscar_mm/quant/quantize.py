@@ -40,7 +40,7 @@ def quantize(
     """Quantize whole pages.
 
     Args:
-        keys: (pages, KV heads, 128, head_dim), any float dtype; values likewise.
+        keys, values: (pages, KV heads, 128, head_dim), any float dtype.
         recipe: how.
         sigma: (KV heads or 1, head_dim) float32, balancing, or None.
 
@@ -69,7 +69,7 @@ def quantize_tokens(
     """Quantize tokens of stream pages, each by itself.
 
     Args:
-        keys: (tokens, KV heads, head_dim), any float dtype; values likewise.
+        keys, values: (tokens, KV heads, head_dim), any float dtype.
         centers: (tokens, KV heads, head_dim) float32, of the page that a token goes to, in the
             coordinates of pages; None for formats without.
         recipe: how.
