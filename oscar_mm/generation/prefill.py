@@ -2,6 +2,8 @@
 
 So features and temporaries of the towers exist for one part of the media at a time. In chunks, the
 activations of the decoder exist for one chunk at a time too.
+
+A decoder's inputs are what a model gives its decoder once its towers have read the media.
 """
 
 from __future__ import annotations
@@ -11,11 +13,139 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.generation import chunked_modules
-from oscar_mm.generation.decoder_inputs import copied, embedded_parts, joined, length, sliced
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt, by_frames, forward, segments
+
+_PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
+"""Arguments of a decoder with one entry per token, and the dimension of the tokens."""
+_FEATURES = "deepstack_visual_embeds"
+"""A list of features that are added after the first layers: tokens of images and videos, in the
+order of ``visual_pos_masks``, row after row."""
+
+
+class _DecoderCall(Exception):
+    """The decoder has been called with these arguments."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _ReadOnce(list):
+    """A list that drops an item once it is read: features live until their layer is done."""
+
+    def __getitem__(self, index: int) -> Any:
+        item = super().__getitem__(index)
+        self[index] = None
+        return item
+
+
+def embedded_parts(
+    model: nn.Module, prompt: Prompt, cache: OscarCache, most: int
+) -> Iterator[dict[str, Any]]:
+    """Arguments of the decoder for one part of a prompt after the other; nothing is decoded.
+
+    Towers and embedding run part by part, and media go to the model's device as they are read.
+    ``segments`` makes the parts, and cuts between the frames of a video too.
+
+    Args:
+        model: a model of transformers that generates.
+        prompt: what is to be read.
+        cache: that the decoder will be given.
+        most: tokens of a part.
+    """
+    for part in segments(by_frames(prompt, most), most):
+        yield _embedded(model, part, cache)
+
+
+def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
+    # The model itself embeds the prompt, media included, whatever its family: it is stopped where
+    # it calls its decoder. Calls with another cache belong to other threads.
+    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not cache:
+            return
+        if args:
+            raise NotImplementedError(f"{type(module).__name__} takes positional arguments")
+        raise _DecoderCall(kwargs)
+
+    hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        forward(model, prompt, cache)
+    except _DecoderCall as call:
+        return call.arguments
+    finally:
+        hook.remove()
+    raise NotImplementedError(f"{type(model).__name__} does not call its decoder")
+
+
+def length(arguments: dict[str, Any]) -> int:
+    """How many tokens a row has."""
+    return arguments["inputs_embeds"].shape[1]
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A decoder's arguments for parts of a row that follow each other; empties the list.
+
+    The features of the whole can be read once.
+    """
+    whole, *rest = parts
+    if rest and any(part.get(_FEATURES) for part in parts):
+        for part in parts:
+            if not part.get(_FEATURES):
+                ids = part["inputs_embeds"]
+                part["visual_pos_masks"] = ids.new_zeros(ids.shape[:2], dtype=torch.bool)
+    # One argument after the other, so that no more than one of the tensors is there twice.
+    for name, dim in _PER_TOKEN.items() if rest else ():
+        if isinstance(whole.get(name), torch.Tensor):
+            whole[name] = torch.cat([part.pop(name) for part in parts], dim=dim)
+    features = [list(tensors) for part in parts if (tensors := part.pop(_FEATURES, None))]
+    parts.clear()
+    if features:
+        levels = range(len(features[0]))
+        whole[_FEATURES] = _ReadOnce(_cat([tensors.pop(0) for tensors in features]) for _ in levels)
+    return whole
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """A decoder's arguments for some of the tokens; views, where there is one row."""
+    part = dict(arguments)
+    for name, dim in _PER_TOKEN.items():
+        if isinstance(value := arguments.get(name), torch.Tensor):
+            part[name] = value.narrow(dim, start, stop - start)
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        past = mask.shape[1] - length(arguments)
+        # Of the new tokens alone: padding before them is not in the cache.
+        part["attention_mask"] = mask[:, past + start : past + stop]
+    visual, features = arguments.get("visual_pos_masks"), arguments.get(_FEATURES)
+    if visual is None or features is None:
+        return part
+    if len(visual) == 1:
+        before, count = int(visual[:, :start].sum()), int(visual[:, start:stop].sum())
+        part[_FEATURES] = [level[before : before + count] for level in features]
+    else:
+        order = (visual.flatten().cumsum(0) - 1).view_as(visual)
+        chosen = order[:, start:stop][visual[:, start:stop]]
+        part[_FEATURES] = [level[chosen.to(level.device)] for level in features]
+    return part
+
+
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a decoder's arguments in memory of its own."""
+    part = dict(arguments)
+    for name in _PER_TOKEN:
+        if isinstance(value := arguments.get(name), torch.Tensor):
+            part[name] = value.clone()
+    if (features := arguments.get(_FEATURES)) is not None:
+        part[_FEATURES] = [level.clone() for level in features]
+    return part
 
 
 def prefill(

@@ -20,32 +20,27 @@ import json
 import os
 import re
 import stat
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from platformdirs import user_cache_path
+
 from oscar_mm.files import whole_file
 
 
 def cache_folder() -> Path | None:
-    """The folder; None if the user has no folder of their own."""
+    """The folder for files between processes; None if the user has no home."""
     chosen = os.environ.get("OSCAR_MM_CACHE")
     if chosen:
         return Path(chosen)
     try:
-        home = Path.home()
+        folder = user_cache_path("oscar_mm", appauthor=False)
     except RuntimeError:
         return None
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(base) / "oscar_mm"
+    return folder if folder.is_absolute() else None  # Older versions leave a "~" as it is.
 
 
 def key_of(content: Any) -> str:
