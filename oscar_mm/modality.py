@@ -65,7 +65,7 @@ class MediumSpan:
         label: its name for people: a file's name, or the place in the request such as images[2].
         start: index of its first token.
         stop: index after its last token.
-        digest: SHA-256 of its decoded content, in hex; see ``oscar_mm.media.digest``.
+        digest: SHA-256 of its decoded content, in hex; see ``oscar_mm.media.media``.
     """
 
     modality: Modality

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.admission.capacity import ModelShape
-from oscar_mm.admission.token_counts import count_tokens
+from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import PictureSize, sampled, silence

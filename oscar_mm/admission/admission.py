@@ -13,8 +13,7 @@ import torch
 
 from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
 from oscar_mm.admission.kv_budget import KVBudget, Reservation, Spillable
-from oscar_mm.admission.request_size import RequestSize
-from oscar_mm.admission.token_counts import medium_tokens, text_tokens
+from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.slot_growth import (
     Growth,

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.fixed_tables import FixedTables
-from oscar_mm.cache.step import Step
+from oscar_mm.cache.step import FixedTables, Step
 
 
 class StepReplay:

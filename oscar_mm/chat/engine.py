@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from oscar_mm.admission.admission import Admission
 from oscar_mm.cache.store import PageStore
-from oscar_mm.generation.engine import Engine
+from oscar_mm.generation.generation import Engine
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import MediaReader
 from oscar_mm.policy import KVPolicy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,42 @@ import numpy as np
 from PIL import Image
 
 from oscar_mm.errors import InputError
-from oscar_mm.media import Audio, MediaLimits, Video, load_audio, load_image, load_video
-from oscar_mm.media.digest import media_digest
+from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.headers import audio_outline, image_size, video_outline
 from oscar_mm.media.image import Fit
 from oscar_mm.media.limits import PixelCount
+from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import describe, is_address
+from oscar_mm.media.video import Video
 from oscar_mm.modality import Modality
+
+
+def media_digest(medium: Image.Image | Video | Audio) -> str:
+    """Digest of an image's pixels, a video's frames, times and sound, or a recording's samples.
+
+    The digest covers sizes, modes and rates too, so that media of different shapes never hash the
+    same bytes.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    if isinstance(medium, Image.Image):
+        return _sha256(f"image {medium.mode} {medium.width}x{medium.height}", medium.tobytes())
+    if isinstance(medium, Audio):
+        return _sha256(f"audio {RATE} {len(medium.samples)}", _bytes(medium.samples))
+    times = (medium.seconds, medium.source_fps, medium.source_frames, medium.frame_indices)
+    sound = media_digest(medium.sound) if medium.sound is not None else None
+    return _sha256(f"video {medium.frames.shape} {times} {sound}", _bytes(medium.frames))
+
+
+def _sha256(header: str, content: bytes | memoryview) -> str:
+    digest = hashlib.sha256(header.encode() + b"\n")
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +69,7 @@ class Medium:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the content, see ``oscar_mm.media.digest``."""
+        """SHA-256 of the content, see ``oscar_mm.media.media``."""
         return media_digest(self.content)
 
 

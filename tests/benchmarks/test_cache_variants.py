@@ -6,7 +6,7 @@ import torch
 from benchmarks.cache_variants import VARIANTS, FilledCache
 from benchmarks.decoder import Decoder
 from oscar_mm import KVPolicy
-from oscar_mm.compare.quantized_cache import not_installed
+from oscar_mm.compare.methods import not_installed
 from oscar_mm.policy import PLAIN, Bits
 
 ROWS, TOKENS, STEPS = 2, 300, 6

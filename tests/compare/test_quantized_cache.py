@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
+from oscar_mm.compare.methods import BACKENDS, quantized_cache_methods
 from oscar_mm.compare.paged import Paged
-from oscar_mm.compare.quantized_cache import BACKENDS, quantized_cache_methods
 from tests.compare.states import IDS, states
 
 LIKE = Paged("compact", KVPolicy())
@@ -15,7 +15,7 @@ LIKE = Paged("compact", KVPolicy())
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = {**BACKENDS, "quanto": ("no_such_package.at_all", *BACKENDS["quanto"][1:])}
-    monkeypatch.setattr("oscar_mm.compare.quantized_cache.BACKENDS", gone)
+    monkeypatch.setattr("oscar_mm.compare.methods.BACKENDS", gone)
     method = quantized_cache_methods(LIKE)[0]
     assert method.name == "quanto, 2 bit"
     assert method.missing(states(1), IDS) == "no_such_package.at_all is not installed"

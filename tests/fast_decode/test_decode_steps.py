@@ -11,8 +11,7 @@ import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache import layer as layer_module
-from oscar_mm.cache.fixed_tables import FixedTables
-from oscar_mm.cache.step import Filling, Step
+from oscar_mm.cache.step import Filling, FixedTables, Step
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_loop
 from oscar_mm.generation.decode_loop import decode

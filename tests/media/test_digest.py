@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from oscar_mm.media import Audio, load_audio, load_image, load_video
-from oscar_mm.media.digest import media_digest
+from oscar_mm.media.media import media_digest
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 

@@ -9,10 +9,9 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
-from oscar_mm.media.digest import media_digest
 from oscar_mm.media.headers import image_size
 from oscar_mm.media.image import eighth
-from oscar_mm.media.media import MediaReader
+from oscar_mm.media.media import MediaReader, media_digest
 from tests.prompts import noise
 
 SMALL = MediaLimits(max_image_pixels=2_000_000)

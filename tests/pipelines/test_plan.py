@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.random_model import FAMILIES, RELEASED
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
-from oscar_mm.admission.token_counts import count_tokens
+from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.media import MediaLimits, load_video
 from oscar_mm.media.media import Media
 from oscar_mm.media.mono import RATE

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from oscar_mm import InputError, OscarVLPipeline
-from oscar_mm.admission.token_counts import count_tokens
+from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
