@@ -101,15 +101,10 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
         return new
 
     by_modality = table("KV cache", "tokens", "16 bit", policy, "ratio")
-    plain = KVPolicy.preset("bf16")
-    kinds = {name: {name: count} for name, count in estimate.tokens.items() if count}
-    for name, tokens in (kinds | {"all": estimate.tokens}).items():
-        unpacked, packed = (
-            estimate.shape.kv_bytes(cache_format, tokens)
-            for cache_format in (plain, estimate.policy)
-        )
+    rows = estimate.by_modality() | {"all": (estimate.bf16_bytes, estimate.kv_bytes)}
+    for name, (unpacked, packed) in rows.items():
         sizes = (format_bytes(unpacked), format_bytes(packed), f"{unpacked / packed:.2f}x")
-        by_modality.add_row(name, f"{sum(tokens.values()):,}", *sizes)
+        by_modality.add_row(name, f"{estimate.tokens.get(name, estimate.total):,}", *sizes)
     sessions = table("GPU", "sessions in 16 bit", f"with {policy}")
     for name, counts in fits.items():
         sessions.add_row(name, *(f"{count:,}" for count in counts))

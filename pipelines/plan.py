@@ -108,6 +108,22 @@ class Plan:
         """Bytes of keys and values in 16 bit."""
         return self.shape.kv_bytes(_PLAIN, self.tokens)
 
+    def by_modality(self) -> dict[str, tuple[int, int]]:
+        """Bytes in 16 bit and under the policy of each modality with tokens; they sum to all.
+
+        Text counts what it takes by itself, window and sinks among it, each other modality what it
+        adds to those before it.
+        """
+        tokens: dict[str, int] = {}
+        before, sizes = (0, 0), {}
+        for name, count in self.tokens.items():
+            if count:
+                tokens[name] = count
+                after = tuple(self.shape.kv_bytes(one, tokens) for one in (_PLAIN, self.policy))
+                sizes[name] = (after[0] - before[0], after[1] - before[1])
+                before = after[0], after[1]
+        return sizes
+
     def fits(self, gpu_bytes: float) -> tuple[int, int]:
         """How many such conversations fit a GPU beside the weights: in 16 bit, under the policy."""
         how = (_PLAIN, self.policy)

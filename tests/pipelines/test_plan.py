@@ -147,3 +147,14 @@ def test_bundled_names() -> None:
 def test_bad_sessions(session: dict, said: str, qwen3_vl_folder: Path) -> None:
     with pytest.raises(InputError, match=said):
         plan(qwen3_vl_folder, Session(**session))
+
+
+@pytest.mark.parametrize("policy", KVPolicy.preset_names())
+def test_modalities_sum_to_all(qwen3_vl_folder: Path, policy: str) -> None:
+    made = plan(qwen3_vl_folder, Session(images=9, text_tokens=150), policy=policy)
+    sizes = made.by_modality()
+    assert list(sizes) == [name for name, count in made.tokens.items() if count]
+    assert tuple(map(sum, zip(*sizes.values(), strict=True))) == (made.bf16_bytes, made.kv_bytes)
+    in_16_bit, packed = sizes["image"]
+    # Window and sinks are of text.
+    assert in_16_bit == packed if policy == "bf16" else in_16_bit > packed
