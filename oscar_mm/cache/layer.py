@@ -24,7 +24,7 @@ from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN
-from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
+from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
 from oscar_mm.quant.basis import Basis
 from oscar_mm.ranks import Ranks
 
@@ -130,8 +130,8 @@ class OscarLayer(CacheLayerMixin):
             Ranks.of(module).check(self.cache.policy)
         sigma = self.sigma if wanted in ("weights", "auto") else None
         by_weights = sigma is None and wanted in ("weights", "auto")
-        if by_weights and module is not None and hasattr(module, "k_norm"):
-            sigma = sigma_from_norms(module.q_norm, module.k_norm, self.head_dim)
+        if by_weights:
+            sigma = sigma_of_weights(module, self.head_dim)
         if sigma is None and wanted in ("prompt", "auto") and queries is not None:
             centered = not self.cache.policy.by_token
             sigma = sigma_from_prompt(queries, keys, tokens, centered=centered)

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
 from oscar_mm.cache.pending import KeyLength
-from oscar_mm.quant.balance import sigma_from_norms, sigma_from_prompt
+from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
 
 IGNORE = -100
 """Target of a token after which nothing is judged."""
@@ -198,13 +198,6 @@ class Recorder:
                 sigma_of_prompt=by_prompt,
             )
         )
-
-
-def sigma_of_weights(module: Any, head_dim: int) -> Tensor | None:
-    """(1, head_dim) balancing from the QK-norm weights of an attention module; None without."""
-    if not (hasattr(module, "q_norm") and hasattr(module, "k_norm")):
-        return None
-    return sigma_from_norms(module.q_norm, module.k_norm, head_dim)
 
 
 def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:

@@ -104,13 +104,20 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> torch.Tensor | 
     return sigma_from_rms(rms_keys, rms_queries)[None]
 
 
+def sigma_of_weights(module: Any, head_dim: int) -> torch.Tensor | None:
+    """(1, head_dim) balancing from the QK-norm weights of an attention module; None without."""
+    if not (hasattr(module, "q_norm") and hasattr(module, "k_norm")):
+        return None
+    return sigma_from_norms(module.q_norm, module.k_norm, head_dim)
+
+
 def sigmas_of_model(model: Any) -> dict[int, torch.Tensor]:
     """Sigma by layer of a model whose attention normalizes queries and keys; else empty."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     sigmas = {}
     for module in decoder.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "q_norm") and hasattr(module, "k_norm"):
-            sigma = sigma_from_norms(module.q_norm, module.k_norm, module.head_dim)
+        if hasattr(module, "layer_idx") and hasattr(module, "head_dim"):
+            sigma = sigma_of_weights(module, module.head_dim)
             if sigma is not None:
                 sigmas[module.layer_idx] = sigma
     return sigmas
