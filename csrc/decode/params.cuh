@@ -54,13 +54,14 @@ struct Params {
                            // ? 1 << 16 : 0)}: tokens [start, stop) of a page are in use
   const int2* counts;      // (batch): tokens in 16 bit, pages
   const Assignment* assignments;  // (thread blocks)
-  const float* sigma;      // (KV heads or 1, HEAD_DIM) or null
+  const float* sigma;      // (batch or 1, KV heads or 1, HEAD_DIM) or null
   float* partials;         // (segments + thread blocks, COLUMNS, RECORD)
   int* arrivals;           // (segments), zero before and after
   int64_t query_stride[3];
   int64_t key_stride[3];
   int64_t value_stride[3];
-  int batch, kv_heads, group, tokens, recent_stride, item_stride, sigma_rows;
+  int batch, kv_heads, group, tokens, recent_stride, item_stride;
+  int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
   float scaling;
 };
 

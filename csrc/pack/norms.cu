@@ -19,7 +19,7 @@ struct Params {
   const float* sigma;
   float* norms;  // (jobs, 128)
   int64_t key_stride[3];
-  int kv_heads, sigma_rows;
+  int kv_heads, sigma_row_stride, sigma_head_stride;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) norms(const __grid_constant__ Params params) {
@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) norms(const __grid_constan
       const uint4 eight = load16(source.row(which) + channel * 2);
       const ELEMENT* x = reinterpret_cast<const ELEMENT*>(&eight);
       const float* sigma = params.sigma;
-      if (sigma != nullptr) sigma += (params.sigma_rows > 1 ? head * HEAD_DIM : 0) + channel;
+      if (sigma != nullptr)
+        sigma += row * params.sigma_row_stride + head * params.sigma_head_stride + channel;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float value = static_cast<float>(x[i]);

@@ -30,12 +30,13 @@ struct Params {
   const int* rows;        // (jobs): row of the batch
   const int* slots;       // (jobs): where the page goes; below 0: nothing to do
   uint8_t* pages;         // (slots, page_bytes)
-  const float* sigma;     // (KV heads or 1, HEAD_DIM) or null
+  const float* sigma;     // (batch or 1, KV heads or 1, HEAD_DIM) or null
   const float* norms;     // (jobs, 128): shared norms (norms.cu); null with other scaling
   int* not_finite;        // set to 1 where a scale, zero or norm is no finite float16
   int64_t key_stride[3];
   int64_t value_stride[3];
-  int jobs, kv_heads, sigma_rows;
+  int jobs, kv_heads;
+  int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
 };
 
 struct Shared {
@@ -321,7 +322,8 @@ struct Item {
   // 1 / sigma of a pair of channels.
   __device__ __forceinline__ uint32_t sizes(const Params& params, int pair) const {
     if (params.sigma == nullptr) return packed(1.0f, 1.0f, ELEMENT());
-    const float* sigma = params.sigma + (params.sigma_rows > 1 ? head * HEAD_DIM : 0) + 2 * pair;
+    const float* sigma = params.sigma + params.rows[job] * params.sigma_row_stride +
+                         head * params.sigma_head_stride + 2 * pair;
     return packed(1.0f / sigma[0], 1.0f / sigma[1], ELEMENT());
   }
 

@@ -52,9 +52,9 @@ struct Work {
 struct Layer {
   const ELEMENT* recent;  // (slots, 2, KV heads, HEAD_DIM)
   uint8_t* pages;         // (slots, page_bytes)
-  const float* sigma;     // (sigma_rows: KV heads or 1, HEAD_DIM) or null
+  const float* sigma;     // (batch or 1, KV heads or 1, HEAD_DIM) or null
   int* not_finite;        // set to 1 where a center, scale or zero is no finite float16
-  int sigma_rows;
+  int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
 };
 
 struct Params {
@@ -74,9 +74,9 @@ __device__ __forceinline__ uint8_t* head_of(const Work& work, const Layer& layer
          static_cast<int64_t>(head) * P::head_bytes;
 }
 
-__device__ __forceinline__ const float* sigma_of(const Layer& layer, int head) {
+__device__ __forceinline__ const float* sigma_of(const Layer& layer, int row, int head) {
   if (layer.sigma == nullptr) return nullptr;
-  return layer.sigma + (layer.sigma_rows > 1 ? head * HEAD_DIM : 0);
+  return layer.sigma + row * layer.sigma_row_stride + head * layer.sigma_head_stride;
 }
 
 // Write a token's scale and zero; one lane does. Returns NaN where one is not finite, else 0.
@@ -93,7 +93,7 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
   const int group = lane >> 2, quad = lane & 3, tile = job[1];
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, job[2], head,
                                  work.kv_heads);
-  const float* sigma = sigma_of(layer, head);
+  const float* sigma = sigma_of(layer, job[2], head);
   uint8_t* page = head_of(work, layer, job[0], head);
   Codes<KEY_BITS> codes = {};
   bool has[2];
@@ -251,7 +251,7 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
       sums[i] += pair.x, sums[i + 1] += pair.y;
     }
   }
-  const float* sigma = sigma_of(layer, head);
+  const float* sigma = sigma_of(layer, begin[1], head);
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     if (sigma != nullptr) sums[i] *= reciprocal(sigma[lane * PER_LANE + i]);

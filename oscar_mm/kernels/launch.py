@@ -397,6 +397,14 @@ def strides(states: torch.Tensor) -> Any:
     return Strides(*states.stride()[:3])
 
 
+def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
+    """Elements of balancing from row to row and from head to head; 0 where all share one vector."""
+    if sigma is None:
+        return 0, 0
+    *rows, heads, head_dim = sigma.shape
+    return heads * head_dim if rows else 0, head_dim if heads > 1 else 0
+
+
 def aligned_rows(states: torch.Tensor) -> torch.Tensor:
     """(batch, heads, tokens, head_dim), copied unless its rows begin at multiples of 16 bytes."""
     unit = 16 // states.element_size()

@@ -27,6 +27,7 @@ from oscar_mm.kernels.launch import (
     page_macros,
     pointers,
     shared_limit,
+    sigma_strides,
     strides,
     switched_off,
     tell_once,
@@ -41,9 +42,10 @@ from oscar_mm.ops.library import (
     define,
     format_of,
     numbers_of,
+    sigma_of,
 )
 from oscar_mm.ops.merged_attention import MergedAttention
-from oscar_mm.ops.samples import CHECKED_HEADS, random_past
+from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_past
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
@@ -69,7 +71,8 @@ class DecodeArguments(NamedTuple):
         values: the shape of keys.
         pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
         recent: (slots, 2, KV heads, head_dim): tokens in 16 bit.
-        sigma: (KV heads or 1, head_dim) float32: balancing of the pages; None for none.
+        sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
+            head_dim): each row's own; None for none.
         items, recents, counts, assignments: of ``oscar_mm.ops.decode_tables.Tables``.
         scaling: factor of the scores.
         formats: of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
@@ -108,7 +111,8 @@ class Params(ctypes.Structure):
         *pointers("queries", "keys", "values", "output", "pages_a", "pages_b", "recent", "recents"),
         *pointers("items", "counts", "assignments", "sigma", "partials", "arrivals"),
         *((f"{name}_stride", Strides) for name in ("query", "key", "value")),
-        *ints("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride", "sigma_rows"),
+        *ints("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride"),
+        *ints("sigma_row_stride", "sigma_head_stride"),
         ("scaling", ctypes.c_float),
     )
 
@@ -247,7 +251,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
             *(strides(queries), strides(keys), strides(values)),
             *(batch, kv_heads, query_heads // kv_heads, tokens),
             *(recents.shape[1], items.shape[1]),
-            0 if sigma is None else len(sigma),
+            *sigma_strides(sigma),
             arguments.scaling,
         )
         grid, block = (assignments.shape[0], 1, 1), (self.warps * 32, 1, 1)
@@ -282,8 +286,11 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
             formats, rotate, dtype, device, workers, narrow
         )
         tables = (items, recents, counts, assignments)
-        arguments = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
-        return relative_error(kernel(arguments), decode_by_torch(arguments))
+        shared = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
+        of_rows = random_basis(formats[0], rotate, device, (len(counts),)).sigma
+        both = (shared, shared._replace(sigma=of_rows))
+        found, expected = (torch.stack([*map(run, both)]) for run in (kernel, decode_by_torch))
+        return relative_error(found, expected)
 
 
 def decode_kernel(
@@ -319,7 +326,6 @@ def _specialization(
 def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
     """``decode`` by PyTorch operations, a row at a time; waits for the device."""
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
-    basis = Basis(queries.shape[3], arguments.rotate, sigma)
     output = arguments.result()
     for row, (in_16_bit, in_pages) in enumerate(counts.tolist()):
         of_row = slice(row, row + 1)
@@ -329,6 +335,7 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
             stored = recent[slots].permute(1, 2, 0, 3).float()
             plain.add(stored[:1], stored[1:])
         # In the coordinates of pages; scores are the same in either.
+        basis = Basis(queries.shape[3], arguments.rotate, sigma_of(sigma, row))
         turned = basis.queries_in(queries[row].reshape(keys.shape[1], -1, queries.shape[3]))
         packed = MergedAttention(turned.view_as(queries[of_row]), arguments.scaling)
         entries = items[row, :in_pages]
@@ -374,7 +381,7 @@ def _check(arguments: DecodeArguments) -> None:
             found = f"for {page_format.kv_heads} heads of {page_format.head_dim}"
             _checker.refuse("formats", found, f"for {kv_heads} of {head_dim}, as keys")
         check("pages", pool, ("slots", page_format.page_bytes), torch.uint8, device)
-    _checker.check_sigma(arguments.sigma, kv_heads, head_dim, device)
+    _checker.check_sigma(arguments.sigma, kv_heads, head_dim, device, batch)
     check("items", arguments.items, (batch, "longest", 2), torch.int32, device)
     check("recents", arguments.recents, (batch, "longest"), torch.int32, device)
     check("counts", arguments.counts, (batch, 2), torch.int32, device)

@@ -86,6 +86,11 @@ def _schema_of(arguments: Callable[..., Any]) -> str:
     return ", ".join(fields)
 
 
+def sigma_of(sigma: torch.Tensor | None, rows: torch.Tensor | int) -> torch.Tensor | None:
+    """Balancing of some rows of the batch, where rows have their own; else the one of all."""
+    return sigma if sigma is None or sigma.ndim == 2 else sigma[rows]
+
+
 class ArgumentChecker:
     """Checks of one operation's arguments: they name the operation, the argument and its fault."""
 
@@ -155,14 +160,27 @@ class ArgumentChecker:
             raise ValueError(self._said(name, f"of strides {strides}", wanted))
 
     def check_sigma(
-        self, sigma: torch.Tensor | None, kv_heads: int, head_dim: int, device: torch.device
+        self,
+        sigma: torch.Tensor | None,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        batch: int | str | None = None,
     ) -> None:
-        """``check`` of balancing, which may be None, of every KV head or one for all."""
+        """``check`` of balancing, which may be None, of every KV head or one for all.
+
+        Args:
+            batch: rows, each of which may have its own; a name for any number, None for the same
+                balancing in all.
+        """
         if sigma is not None:
             shape = ("KV heads or 1", head_dim)
+            if batch is not None and sigma.ndim == 3:
+                shape = (batch, *shape)
             self.check("sigma", sigma, shape, torch.float32, device)
-            if len(sigma) not in (1, kv_heads):
-                self.refuse("sigma", f"of {len(sigma)} rows", f"of {kv_heads} or 1")
+            heads = sigma.shape[-2]
+            if heads not in (1, kv_heads):
+                self.refuse("sigma", f"of {heads} heads", f"of {kv_heads} or 1")
 
     def check_recipe(self, recipe: Recipe, norms: Sequence[str]) -> None:
         """Raise unless pages are made by such a recipe; its norm must be one of ``norms``."""

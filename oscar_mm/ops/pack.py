@@ -23,6 +23,7 @@ from oscar_mm.kernels.launch import (
     page_macros,
     pointers,
     recipe_macros,
+    sigma_strides,
     strides,
 )
 from oscar_mm.kernels.self_check import OperationKernel
@@ -33,6 +34,7 @@ from oscar_mm.ops.library import (
     define,
     recipe_arguments,
     recipe_of,
+    sigma_of,
 )
 from oscar_mm.ops.samples import CHECKED_HEADS, JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.store import whole_pages
@@ -71,7 +73,8 @@ class PackArguments(NamedTuple):
             float16, and may be so beyond a quarter of it, as a fit by least squares can reach
             beyond the values.
         sigma: (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
-            numbers (the kernel rounds others); None for none.
+            numbers (the kernel rounds others); or (batch, KV heads or 1, head_dim): each row's
+            own; None for none.
         format: of the pages (``oscar_mm.ops.library.numbers_of``).
         rotate, fit, norm, value_scale: as in ``KVPolicy``.
     """
@@ -104,7 +107,7 @@ class PackParams(ctypes.Structure):
         *pointers("keys", "values", "recent", "source", "rows", "slots", "pages", "sigma"),
         *pointers("norms", "not_finite"),
         *(("key_stride", Strides), ("value_stride", Strides)),
-        *ints("jobs", "kv_heads", "sigma_rows"),
+        *ints("jobs", "kv_heads", "sigma_row_stride", "sigma_head_stride"),
     )
 
 
@@ -114,7 +117,7 @@ class NormsParams(ctypes.Structure):
     _fields_ = (
         *pointers("keys", "recent", "source", "rows", "slots", "sigma", "norms"),
         ("key_stride", Strides),
-        *ints("kv_heads", "sigma_rows"),
+        *ints("kv_heads", "sigma_row_stride", "sigma_head_stride"),
     )
 
 
@@ -168,15 +171,15 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
         keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
         keys, values = aligned_rows(keys), aligned_rows(values)
         stream, (_, heads, _, head_dim) = current_stream(keys.device), keys.shape
-        sigma_rows, norms = 0 if sigma is None else len(sigma), None
+        sigma_steps, norms = sigma_strides(sigma), None
         if self._norms is not None:
             norms = torch.empty(source.shape, dtype=torch.float32, device=keys.device)
             tensors = addresses(keys, recent, source, rows, slots, sigma, norms)
-            params = NormsParams(*tensors, strides(keys), heads, sigma_rows)
+            params = NormsParams(*tensors, strides(keys), heads, *sigma_steps)
             self._norms.launch((len(source), 1, 1), (_NORMS_THREADS, 1, 1), 0, params, stream)
         params = PackParams(
             *addresses(keys, values, recent, source, rows, slots, pages, sigma, norms, not_finite),
-            *(strides(keys), strides(values), len(source), heads, sigma_rows),
+            *(strides(keys), strides(values), len(source), heads, *sigma_steps),
         )
         blocks = min(len(source) * heads, _PER_PROCESSOR * multiprocessors(keys.device))
         block, shared = (2 * head_dim, 1, 1), shared_bytes(head_dim)
@@ -190,17 +193,16 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         jobs = random_jobs(page_format, dtype, device)
-        sigma = random_basis(page_format, recipe.rotate, device).sigma
         how = recipe_arguments(replace(recipe, page_format=page_format))
-        results = []
-        for run in (kernel, pack_by_torch):
-            shape = (JOB_SLOTS, page_format.page_bytes)
-            pages = torch.zeros(shape, dtype=torch.uint8, device=device)
-            not_finite = torch.zeros(1, dtype=torch.int32, device=device)
-            run(PackArguments(*jobs, pages, not_finite, sigma, *how))
-            results.append(pages)
-            if bool(not_finite):
-                return float("nan")
+        shape = (2, JOB_SLOTS, page_format.page_bytes)
+        results = torch.zeros((2, *shape), dtype=torch.uint8, device=device)
+        not_finite = torch.zeros(1, dtype=torch.int32, device=device)
+        for of_run, run in zip(results, (kernel, pack_by_torch), strict=True):
+            for pages, rows in zip(of_run, ((), (len(jobs[0]),)), strict=True):
+                sigma = random_basis(page_format, recipe.rotate, device, rows).sigma
+                run(PackArguments(*jobs, pages, not_finite, sigma, *how))
+        if bool(not_finite):
+            return float("nan")
         return float((results[0] != results[1]).float().mean())
 
 
@@ -213,7 +215,8 @@ def pack_by_torch(arguments: PackArguments) -> None:
         stored = source[jobs], rows[jobs, None]
         key_pages = tokens_of(keys, recent, 0, *stored).transpose(1, 2)
         value_pages = tokens_of(values, recent, 1, *stored).transpose(1, 2)
-        packed, finite = quantize(key_pages, value_pages, arguments.recipe, sigma)
+        of_jobs = sigma_of(sigma, rows[jobs])
+        packed, finite = quantize(key_pages, value_pages, arguments.recipe, of_jobs)
         pages[slots[jobs]] = packed
         not_finite |= (~finite).int()
 
@@ -231,7 +234,7 @@ def _check(arguments: PackArguments) -> None:
     check("slots", arguments.slots, (count,), torch.int32, device)
     check("pages", arguments.pages, ("slots", page_format.page_bytes), torch.uint8, device)
     check("not_finite", arguments.not_finite, (1,), torch.int32, device)
-    _checker.check_sigma(arguments.sigma, heads, head_dim, device)
+    _checker.check_sigma(arguments.sigma, heads, head_dim, device, len(keys))
     if page_format.by_token:
         _checker.refuse("format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'")
     _checker.check_recipe(recipe, NORMS)

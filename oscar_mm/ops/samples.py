@@ -49,10 +49,17 @@ def random_pages(count: int, page_format: PageFormat, device: torch.device) -> t
     return pages.to(device)
 
 
-def random_basis(page_format: PageFormat, rotate: bool, device: torch.device) -> Basis:
-    """Balancing of every KV head, between 0.5 and 2; its reciprocals are bfloat16 numbers."""
+def random_basis(
+    page_format: PageFormat, rotate: bool, device: torch.device, rows: tuple[int, ...] = ()
+) -> Basis:
+    """Balancing of every KV head, between 0.5 and 2; its reciprocals are bfloat16 numbers.
+
+    Args:
+        rows: number of rows, each of which has its own balancing; none for one of all rows.
+    """
     generator = torch.Generator().manual_seed(1)
-    share = torch.rand(page_format.kv_heads, page_format.head_dim, generator=generator)
+    shape = (*rows, page_format.kv_heads, page_format.head_dim)
+    share = torch.rand(shape, generator=generator)
     sigma = 1 / (share * 1.5 + 0.5).bfloat16().float()
     return Basis(page_format.head_dim, rotate, sigma.to(device))
 

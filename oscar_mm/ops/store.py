@@ -30,7 +30,7 @@ def _check(arguments: StoreArguments) -> None:
     _checker.check("values", arguments.values, keys.shape, keys.dtype, device, rows=True)
     _check_tables(_checker, arguments, recipe, device)
     layer = (arguments.recent, arguments.pages, arguments.not_finite, arguments.sigma)
-    _check_layer(_checker, *layer, page_format, keys.dtype, device)
+    _check_layer(_checker, *layer, page_format, keys.dtype, device, len(keys))
 
 
 def _check_layers(arguments: StoreLayersArguments) -> None:
@@ -42,7 +42,7 @@ def _check_layers(arguments: StoreLayersArguments) -> None:
     _check_tables(_layers_checker, arguments, recipe, device)
     dtypes = STATES
     for layer in arguments.layers:
-        _check_layer(_layers_checker, *layer, recipe.page_format, dtypes, device)
+        _check_layer(_layers_checker, *layer, recipe.page_format, dtypes, device, "batch")
         dtypes = recent[0].dtype
 
 
@@ -71,12 +71,13 @@ def _check_layer(
     page_format: PageFormat,
     dtypes: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
+    batch: int | str,
 ) -> None:
     heads, head_dim = page_format.kv_heads, page_format.head_dim
     checker.check("recent", recent, ("slots", 2, heads, head_dim), dtypes, device)
     checker.check("pages", pages, ("slots", page_format.page_bytes), torch.uint8, device)
     checker.check("not_finite", not_finite, (1,), torch.int32, device)
-    checker.check_sigma(sigma, heads, head_dim, device)
+    checker.check_sigma(sigma, heads, head_dim, device, batch)
 
 
 def _store(arguments: StoreArguments) -> None:

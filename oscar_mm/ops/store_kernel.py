@@ -20,6 +20,7 @@ from oscar_mm.kernels.launch import (
     ints,
     pointers,
     recipe_macros,
+    sigma_strides,
     strides,
 )
 from oscar_mm.kernels.self_check import OperationKernel
@@ -59,7 +60,10 @@ class Work(ctypes.Structure):
 class Layer(ctypes.Structure):
     """``Layer`` of csrc/store/store.cu, field for field."""
 
-    _fields_ = (*pointers("recent", "pages", "sigma", "not_finite"), *ints("sigma_rows"))
+    _fields_ = (
+        *pointers("recent", "pages", "sigma", "not_finite"),
+        *ints("sigma_row_stride", "sigma_head_stride"),
+    )
 
     @classmethod
     def of(
@@ -70,8 +74,7 @@ class Layer(ctypes.Structure):
         sigma: torch.Tensor | None,
     ) -> Layer:
         """The tensors of a layer, which must outlive the launch."""
-        sigma_rows = 0 if sigma is None else len(sigma)
-        return cls(*addresses(recent, pages, sigma, not_finite), sigma_rows)
+        return cls(*addresses(recent, pages, sigma, not_finite), *sigma_strides(sigma))
 
 
 class StoreParams(ctypes.Structure):
@@ -152,18 +155,22 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         before = random_pages(_CHECKED_SLOTS, page_format, device)
-        sigma = random_basis(page_format, recipe.rotate, device).sigma
         states = random_stores(page_format, dtype, device)
+        shared, of_rows = (
+            random_basis(page_format, recipe.rotate, device, rows).sigma
+            for rows in ((), (len(states[0]),))
+        )
         layers = random_layer_stores(page_format, dtype, device)
         how = recipe_arguments(replace(recipe, page_format=page_format))
 
         def results(
             store: Callable[[Any], None], store_layers: Callable[[Any], None]
         ) -> tuple[torch.Tensor, bool]:
-            pages = [before.clone() for _ in range(3)]
+            pages = [before.clone() for _ in range(4)]
             flags = [torch.zeros(1, dtype=torch.int32, device=device) for _ in pages]
-            store(StoreArguments(*states, pages[0], flags[0], sigma, *how))
-            store_layers(StoreLayersArguments(*layers, pages[1:], flags[1:], [sigma, None], *how))
+            for index, sigma in enumerate((shared, of_rows)):
+                store(StoreArguments(*states, pages[index], flags[index], sigma, *how))
+            store_layers(StoreLayersArguments(*layers, pages[2:], flags[2:], [of_rows, None], *how))
             return torch.stack(pages), bool(torch.cat(flags).any())
 
         found, is_not_finite = results(kernel, kernel.of_layers)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from oscar_mm.ops.library import Written, WrittenList, recipe_of
+from oscar_mm.ops.library import Written, WrittenList, recipe_of, sigma_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe, quantize_tokens
@@ -46,7 +46,8 @@ class StoreArguments(NamedTuple):
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 where a center, scale or zero is NaN, infinite or beyond
             float16 (65504), else left alone.
-        sigma: (KV heads or 1, head_dim) float32: balancing; None for none.
+        sigma: (KV heads or 1, head_dim) float32: balancing; or (batch, KV heads or 1, head_dim):
+            each row's own; None for none.
         format: of the pages (``oscar_mm.ops.library.numbers_of``).
         rotate, fit, norm, value_scale: as in ``KVPolicy``.
     """
@@ -133,7 +134,7 @@ def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:
     used = torch.arange(sources.shape[1], device=begins.device) < counts[:, None]
     at, places = used.nonzero().unbind(1)
     keys = tokens_of(arguments.keys, arguments.recent, 0, sources[at, places], rows[at])
-    basis = Basis(page_format.head_dim, recipe.rotate, arguments.sigma)
+    basis = Basis(page_format.head_dim, recipe.rotate, sigma_of(arguments.sigma, rows[at]))
     turned = basis.keys_in(keys[:, :, None])[:, :, 0]
     sums = turned.new_zeros(len(begins), *turned.shape[1:]).index_add_(0, at, turned)
     centers = sums / counts.clamp(min=1)[:, None, None]
@@ -160,7 +161,8 @@ def _fill(arguments: StoreArguments, jobs: torch.Tensor) -> None:
     places = tiles[at] * TILE + within
     there = pages[targets]
     centers = page_format.read(there, "center")[page] if page_format.center else None
-    arrays, finite = quantize_tokens(keys, values, centers, recipe, arguments.sigma)
+    sigma = sigma_of(arguments.sigma, rows[at])
+    arrays, finite = quantize_tokens(keys, values, centers, recipe, sigma)
     arguments.not_finite.bitwise_or_((~finite).int())
     written = torch.zeros_like(there)
     for name, array in arrays.items():

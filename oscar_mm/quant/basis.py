@@ -51,7 +51,8 @@ class Basis:
     Attributes:
         head_dim: channels of a head.
         rotate: whether H is the Hadamard matrix (else the identity).
-        sigma: (KV heads or 1, head_dim) float32, or None for no balancing.
+        sigma: (..., KV heads or 1, head_dim) float32, or None for no balancing. Leading dimensions
+            are those of the keys and queries, as where each row has its own.
     """
 
     head_dim: int
@@ -68,17 +69,17 @@ class Basis:
     def balanced(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys divided by sigma, not rotated: the same shape, float32, and the same norms."""
         keys = keys.float()
-        return keys if self.sigma is None else keys / self.sigma[:, None]
+        return keys if self.sigma is None else keys / self.sigma.unsqueeze(-2)
 
     def keys_out(self, keys: torch.Tensor) -> torch.Tensor:
         """Inverse of ``keys_in``: float32 to float32."""
         keys = self._rotated(keys)
-        return keys if self.sigma is None else keys * self.sigma[:, None]
+        return keys if self.sigma is None else keys * self.sigma.unsqueeze(-2)
 
     def queries_in(self, queries: torch.Tensor) -> torch.Tensor:
-        """(KV heads, query rows, head_dim) -> float32, so that scores with stored keys hold."""
+        """(..., KV heads, n, head_dim) -> float32, so that scores with stored keys hold."""
         queries = queries.float()
-        return self._rotated(queries if self.sigma is None else queries * self.sigma[:, None])
+        return self._rotated(queries if self.sigma is None else queries * self.sigma.unsqueeze(-2))
 
     def values_in(self, values: torch.Tensor) -> torch.Tensor:
         """(..., tokens, head_dim) any float dtype -> float32."""

@@ -42,7 +42,7 @@ def quantize(
     Args:
         keys, values: (pages, KV heads, 128, head_dim), any float dtype.
         recipe: how.
-        sigma: (KV heads or 1, head_dim) float32, balancing, or None.
+        sigma: (KV heads or 1, head_dim) float32, balancing, or such of each page; or None.
 
     Returns:
         (pages, page_bytes) uint8, and () bool: whether all scales, zeros and norms are finite
@@ -73,7 +73,7 @@ def quantize_tokens(
         centers: (tokens, KV heads, head_dim) float32, of the page that a token goes to, in the
             coordinates of pages; None for formats without.
         recipe: how.
-        sigma: (KV heads or 1, head_dim) float32, balancing, or None.
+        sigma: (KV heads or 1, head_dim) float32, balancing, or such of each token; or None.
 
     Returns:
         arrays of a page by name, each (tokens, KV heads, d or groups) float32, and () bool:

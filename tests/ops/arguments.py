@@ -154,5 +154,26 @@ def written(name: str, arguments: Sequence[Any]) -> list[torch.Tensor]:
     return [x for one in found for x in ([one] if isinstance(one, torch.Tensor) else one)]
 
 
+def named(name: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    """An operation's arguments by their names."""
+    return dict(zip((x.name for x in OPERATIONS[name]._schema.arguments), arguments, strict=True))
+
+
+BALANCED_BY_ROW = ("decode", "pack", "store", "store_layers")
+"""Operations that take balancing of each row."""
+
+
+def balanced_by_row(name: str, device: str, dtype: torch.dtype, heads: int = 2) -> dict[str, Any]:
+    """Arguments by name, with balancing of each of two rows; no page has tokens of both."""
+    given = named(name, ARGUMENTS[name](device, dtype))
+    if "jobs" in given:
+        for table, row in ((given["jobs"], 2), (given["begins"], 1)):
+            table[:, row] = table[:, 0] % 2
+    generator = torch.Generator().manual_seed(2)
+    share = torch.rand(2, heads, 64, generator=generator)
+    sigma = (1 / (share + 0.5).bfloat16().float()).to(device)
+    return given | {"sigma": [sigma, sigma.flip(0)] if name == "store_layers" else sigma}
+
+
 WRITTEN = {"append": (2, 4), "pack": (6, 7), "store": (5, 6), "store_layers": (3, 4)}
 """Positions of the arguments that are written to."""

@@ -49,18 +49,23 @@ def past_of(
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
 def test_equals_plain_attention(
-    name: str, bits: tuple[tuple[int, int], ...], head_dim: int
+    rows: tuple[int, ...], name: str, bits: tuple[tuple[int, int], ...], head_dim: int
 ) -> None:
     policy = POLICIES[name]
     formats = [PageFormat.of(policy, Bits(*one), 2, head_dim) for one in sorted(bits)]
     states, *tables = random_past(formats, policy.rotate, torch.float32, CPU, 1)
-    queries, _, _, pages, recent, sigma = states
+    queries, _, _, pages, recent, _ = states
+    sigma = random_basis(formats[0], policy.rotate, CPU, rows).sigma
+    assert sigma is not None
+    states = (*states[:-1], sigma)
     scaling, numbers = head_dim**-0.5, numbers_of(*formats)
     found = decode(*states, *tables, scaling, numbers, policy.rotate)
     assert found.transpose(1, 2).is_contiguous()
     for row in range(len(queries)):
-        past = past_of(row, pages, recent, sigma, *tables[:3], formats, policy.rotate)
+        of_row = sigma[row] if rows else sigma
+        past = past_of(row, pages, recent, of_row, *tables[:3], formats, policy.rotate)
         whole = (
             torch.cat([side, states[at][row : row + 1]], dim=2)
             for at, side in zip((1, 2), past, strict=True)

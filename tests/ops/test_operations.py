@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.ops.arguments import ARGUMENTS, OPERATIONS, results, written
+from tests.ops.arguments import (
+    ARGUMENTS,
+    BALANCED_BY_ROW,
+    OPERATIONS,
+    balanced_by_row,
+    results,
+    written,
+)
 
 BOTH = [
     pytest.param("cpu", torch.float32, id="cpu"),
@@ -30,6 +37,44 @@ def test_under_torch_compile(name: str, device: str, dtype: torch.dtype) -> None
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for found, wanted in zip(compiled(*ARGUMENTS[name](device, dtype)), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("device", "dtype"), BOTH)
+@pytest.mark.parametrize("name", BALANCED_BY_ROW)
+def test_opcheck_with_balancing_by_row(name: str, device: str, dtype: torch.dtype) -> None:
+    arguments = tuple(balanced_by_row(name, device, dtype).values())
+    found = torch.library.opcheck(OPERATIONS[name], arguments)
+    assert set(found.values()) == {"SUCCESS"} and len(found) == 4
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("device", "dtype"), BOTH)
+@pytest.mark.parametrize("name", BALANCED_BY_ROW)
+def test_a_row_with_its_own_balancing_equals_that_row_alone(
+    name: str, device: str, dtype: torch.dtype, heads: int
+) -> None:
+    """Bit for bit."""
+    given = balanced_by_row(name, device, dtype, heads)
+    balancing = given["sigma"]
+    together = results(name, tuple(given.values()))
+    alone = balanced_by_row(name, device, dtype, heads)
+    for row in range(2):
+        of_row = [x[row] for x in balancing] if name == "store_layers" else balancing[row]
+        if name == "decode":
+            found = results(name, tuple((alone | {"sigma": of_row}).values()))[0]
+            assert torch.equal(found[row], together[0][row])
+            assert not torch.equal(found[1 - row], together[0][1 - row])
+            continue
+        # The pages of the other row are left alone: both rows' calls together make all pages.
+        of_others = alone | {"sigma": of_row}
+        if name == "pack":
+            of_others["slots"] = alone["slots"].masked_fill(alone["rows"] != row, -1)
+        else:
+            for table, at in (("jobs", 2), ("begins", 1)):
+                of_others[table] = alone[table].clone()
+                of_others[table][alone[table][:, at] != row, 0] = -1
+        found = results(name, tuple(of_others.values()))
+        assert all(map(torch.equal, found, together)) == (row == 1)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -77,17 +122,21 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
     [
         ("unpack", "dtype", torch.int8, "dtype is torch.int8, must be one of"),
         ("unpack", "format", [2, 2], r"page format \[2, 2\]: must be 9 numbers"),
-        ("unpack", "sigma", torch.ones(3, 64), "sigma is of 3 rows, must be of 2 or 1"),
+        ("unpack", "sigma", torch.ones(3, 64), "sigma is of 3 heads, must be of 2 or 1"),
+        ("unpack", "sigma", torch.ones(2, 2, 64), r"must be of shape \(KV heads or 1, 64\)"),
         ("unpack", "pages", torch.zeros(4, 7, dtype=torch.uint8), r"pages is of shape \(4, 7\)"),
         ("pack", "fit", "best", "fit is 'best', must be one of"),
         ("pack", "norm", "best", "norm is 'best', must be one of"),
         ("pack", "value_scale", "best", "value_scale is 'best', must be one of"),
         ("pack", "rows", torch.zeros(4, dtype=torch.int32), r"rows is of shape \(4,\).*\(5\)"),
         ("append", "writes", torch.zeros(4, 4, dtype=torch.int32), r"must be of shape \(n, 3\)"),
+        ("pack", "sigma", torch.ones(3, 2, 64), r"must be of shape \(2, KV heads or 1, 64\)"),
+        ("store", "sigma", torch.ones(3, 2, 64), r"must be of shape \(2, KV heads or 1, 64\)"),
         ("store", "fit", "best", "fit is 'best', must be one of"),
         ("store", "jobs", torch.zeros(4, 16, dtype=torch.int32), r"must be of shape \(jobs, 20\)"),
         ("store_layers", "fit", "best", "fit is 'best', must be one of"),
         ("store_layers", "pages", [], "pages is of 0 layers, must be of 2, as recent"),
+        ("store_layers", "sigma", [torch.ones(4, 3, 64), None], "sigma is of 3 heads, must be of"),
         ("store_layers", "sigma", [None] * 3, "sigma is of 3 layers, must be of 2, as recent"),
         (
             "store_layers",
@@ -97,6 +146,7 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
         ),
         ("decode", "queries", torch.zeros(2, 8, 17, 64), "queries is of 17 tokens, must be of 1"),
         ("decode", "queries", torch.zeros(2, 7, 3, 64), "queries is of 7 heads, must be of a mul"),
+        ("decode", "sigma", torch.ones(3, 2, 64), r"must be of shape \(2, KV heads or 1, 64\)"),
         ("decode", "pages", [], "pages is of 0 pools, must be of 2, as formats"),
         (
             "decode",

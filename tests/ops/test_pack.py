@@ -7,9 +7,9 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.ops import store_torch
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import numbers_of, sigma_of
 from oscar_mm.ops.pack import pack, pack_jobs
-from oscar_mm.ops.samples import JOB_SLOTS, random_jobs
+from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
@@ -181,27 +181,37 @@ def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> t
 
 @pytest.mark.parametrize("chunk", [1, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
 @pytest.mark.parametrize("name", CHANNEL)
-def test_jobs(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs(
+    name: str,
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tokens are where the list says; a page is what whole-page packing makes of them."""
     monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", chunk)
     _, _, page, policy, basis = pages_of(name)
+    if rows:
+        basis = random_basis(page, policy.rotate, torch.device("cpu"), rows)
     jobs = random_jobs(page, dtype, torch.device("cpu"))
     pages, bad = run_jobs(jobs, page, policy, basis)
     assert not bad
-    keys, values, recent, source, rows, slots = jobs
+    keys, values, recent, source, row_of, slots = jobs
     for job, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        tokens = ([], [])
+        tokens, row = ([], []), int(row_of[job])
         for at in source[job].tolist():
             for side, states in enumerate((keys, values)):
                 if at >= 0:
-                    tokens[side].append(states[int(rows[job]), :, at])
+                    tokens[side].append(states[row, :, at])
                 else:
                     tokens[side].append(recent[~at, side])
         whole = (torch.stack(side, dim=1)[None] for side in tokens)
-        assert torch.equal(pages[slot], pack(*whole, page, policy, basis)[0])
+        alone = replace(basis, sigma=sigma_of(basis.sigma, row))
+        assert torch.equal(pages[slot], pack(*whole, page, policy, alone)[0])
     untouched = set(range(JOB_SLOTS)) - set(slots.tolist())
     assert untouched and all((pages[slot] == 255).all() for slot in untouched)
 

@@ -230,13 +230,17 @@ def test_what_no_page_can_hold(side: int, wrong: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", POLICIES)
-def test_jobs_equal_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_equal_torch(
+    name: str, dtype: torch.dtype, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens in 16 bit and new ones, of strided input, a job that does nothing, balancing."""
     policy, place = POLICIES[name], torch.device("cuda", 0)
     page_format = PageFormat.of(policy, policy.bits.text, 5, 128)
-    jobs, basis = random_jobs(page_format, dtype, place), random_basis(page_format, True, place)
+    jobs = random_jobs(page_format, dtype, place)
+    basis = random_basis(page_format, True, place, rows)
     how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
     both = []
     for switch in ("auto", "off"):

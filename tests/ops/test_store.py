@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import numbers_of, sigma_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE
@@ -36,10 +36,12 @@ def run(
     return pages, bad
 
 
-def problem(name: str, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple:
+def problem(
+    name: str, head_dim: int, dtype: torch.dtype = torch.float32, rows: tuple[int, ...] = ()
+) -> tuple:
     policy = POLICIES[name]
     page = PageFormat.of(policy, policy.bits.text, 3, head_dim)
-    basis = random_basis(page, policy.rotate, CPU)
+    basis = random_basis(page, policy.rotate, CPU, rows)
     return random_stores(page, dtype, CPU), page, policy, basis
 
 
@@ -83,19 +85,23 @@ def test_a_token_does_not_depend_on_its_job(name: str, head_dim: int) -> None:
     assert torch.equal(pages, together)
 
 
+@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", POLICIES)
-def test_centers_and_what_is_relative_to_them(name: str, dtype: torch.dtype) -> None:
+def test_centers_and_what_is_relative_to_them(
+    name: str, dtype: torch.dtype, rows: tuple[int, ...]
+) -> None:
     """Centers are means in float64; a key is stored the way that loses less."""
-    states, page, policy, basis = problem(name, 64, dtype)
+    states, page, policy, basis = problem(name, 64, dtype, rows)
     pages, _ = run(states, page, policy, basis)
     keys, _, recent, jobs, begins = states
     matrix = Basis(64, policy.rotate)._rotated(torch.eye(64)).double()
 
     def turned(row: int, source: int) -> torch.Tensor:
         key = keys[row, :, source] if source >= 0 else recent[~source, 0]
-        assert basis.sigma is not None
-        return key.double() / basis.sigma @ matrix
+        sigma = sigma_of(basis.sigma, row)
+        assert sigma is not None
+        return key.double() / sigma @ matrix
 
     for slot, row, count, _, *sources in begins.tolist():
         if slot >= 0:

@@ -93,14 +93,18 @@ def both(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
-def test_jobs_equal_torch(name: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_jobs_equal_torch(
+    name: str, head_dim: int, dtype: torch.dtype, rows: tuple[int, ...]
+) -> None:
     """Single tokens, new ones and stored ones, strided input, jobs that do nothing, balancing."""
     recipe, place = recipe_of(name, head_dim), torch.device("cuda", 0)
     states = random_stores(recipe.page_format, dtype, place)
     before = random_pages(5, recipe.page_format, place)
-    sigma = random_basis(recipe.page_format, True, place).sigma
+    sigma = random_basis(recipe.page_format, True, place, rows).sigma
+    assert sigma is not None
     found, expected = both(recipe, states, before, sigma)
     owners = recipe.page_format.token_bytes(place)
     for slot in range(5):
@@ -153,13 +157,14 @@ def test_a_long_prompt(name: str, head_dim: int) -> None:
 def steps_of(page_format: PageFormat, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Jobs and begins of a decode step: a token of each of five rows, of whose pages two begin."""
     jobs = torch.full((5, HEAD + TILE), NOTHING, dtype=torch.int32)
-    jobs[:, :HEAD] = torch.tensor([[-1, 2, 4, 0, 1], [-1, 7, 0, 0, 3]] + [[0] * 5] * 2).T
+    numbers = [[-1, 2, 4, 0, 1], [-1, 7, 0, 0, 3], [0, 1, 2, 3, 4], [0] * 5]
+    jobs[:, :HEAD] = torch.tensor(numbers).T
     jobs[torch.arange(5), HEAD + torch.tensor([9, 15, 0, 0, 8])] = ~torch.tensor(
         [90, 3, 0, 38, 17], dtype=torch.int32
     )
     begins = torch.full((5, HEAD + CENTER_TOKENS), -1, dtype=torch.int32)
     for line, count in ((2, 32), (3, 1)):
-        begins[line, :HEAD] = torch.tensor([jobs[line, 0], 0, count, 0])
+        begins[line, :HEAD] = torch.tensor([jobs[line, 0], line, count, 0])
         begins[line, HEAD : HEAD + count] = ~torch.arange(count, dtype=torch.int32)
     return jobs.to(place), begins[: 5 * page_format.center].to(place)
 
@@ -176,7 +181,10 @@ def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
     recent = [first.roll(index, 0) + index for index in range(count)]
     basis = random_basis(page_format, True, place).sigma
     assert basis is not None
-    sigma = [(None, basis, basis[:1].contiguous())[index % 3] for index in range(count)]
+    of_rows = random_basis(page_format, True, place, (5,)).sigma
+    assert of_rows is not None
+    sigmas = (None, basis, basis[:1].contiguous(), of_rows, of_rows[:, :1].contiguous())
+    sigma = [sigmas[index % len(sigmas)] for index in range(count)]
     jobs, begins = steps_of(page_format, place)
     before = random_pages(5, page_format, place)
     found, expected = ([before.clone() for _ in recent] for _ in range(2))
