@@ -46,13 +46,15 @@ struct Query {
     const ELEMENT* row = params.queries + part.sequence * params.query_stride[0] +
                          (part.head * params.group + head) * params.query_stride[1] +
                          token * params.query_stride[2];
-    const int at = part.sequence * params.sigma_row_stride + part.head * params.sigma_head_stride;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const int channel = channel_of(i, lane);
       plain[i] = token < params.tokens ? row[channel] : ELEMENT(0.0f);
       sigma[i] = 1.0f;
-      if (params.sigma != nullptr) sigma[i] = params.sigma[at + channel];
+      // Here, not ahead of the loop: the compiler takes fewer registers.
+      if (params.sigma != nullptr)
+        sigma[i] = params.sigma[part.sequence * params.sigma_row_stride +
+                                part.head * params.sigma_head_stride + channel];
     }
   }
 

@@ -319,12 +319,16 @@ struct Item {
     close_request();
   }
 
-  // 1 / sigma of a pair of channels.
-  __device__ __forceinline__ uint32_t sizes(const Params& params, int pair) const {
-    if (params.sigma == nullptr) return packed(1.0f, 1.0f, ELEMENT());
-    const float* sigma = params.sigma + params.rows[job] * params.sigma_row_stride +
-                         head * params.sigma_head_stride + 2 * pair;
-    return packed(1.0f / sigma[0], 1.0f / sigma[1], ELEMENT());
+  // Write 1 / sigma of this thread's pair of channels, if there is a job.
+  __device__ __forceinline__ void write_sizes(const Params& params, uint32_t* sizes) const {
+    if (job < 0 || threadIdx.x >= HEAD_DIM / 2) return;
+    float even = 1.0f, odd = 1.0f;
+    if (params.sigma != nullptr) {
+      const float* sigma = params.sigma + params.rows[job] * params.sigma_row_stride +
+                           head * params.sigma_head_stride + 2 * threadIdx.x;
+      even /= sigma[0], odd /= sigma[1];
+    }
+    sizes[threadIdx.x] = packed(even, odd, ELEMENT());
   }
 
   // This thread's part of the list of its sources.
@@ -351,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
   __syncthreads();
   item.request(params, 0, shared.rows[0], shared.sources[0]);
   item.request(params, 1, shared.rows[1], shared.sources[0]);
+  item.write_sizes(params, shared.sizes);
   float not_finite = 0.0f;
   // Two sides are on their way while one is packed.
   for (int turn = 0, first = 0; item.job >= 0; turn ^= 1) {
@@ -359,12 +364,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
                     static_cast<int64_t>(item.slot) * P::page_bytes(params.kv_heads) +
                     item.head * P::head_bytes;
     next.request(params, 0, shared.rows[third], shared.sources[turn ^ 1]);
-    if (threadIdx.x < HEAD_DIM / 2) shared.sizes[threadIdx.x] = item.sizes(params, threadIdx.x);
     wait_request<2>();
     __syncthreads();
     pack_keys(shared, params, shared.rows[first], page, item.job, warp, lane, not_finite);
     __syncthreads();
     next.request(params, 1, shared.rows[first], shared.sources[turn ^ 1]);
+    next.write_sizes(params, shared.sizes);
     at += gridDim.x;
     const Item after = Item::from(params, at);
     const int which = after.which(params);

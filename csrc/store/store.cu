@@ -74,9 +74,9 @@ __device__ __forceinline__ uint8_t* head_of(const Work& work, const Layer& layer
          static_cast<int64_t>(head) * P::head_bytes;
 }
 
-__device__ __forceinline__ const float* sigma_of(const Layer& layer, int row, int head) {
-  if (layer.sigma == nullptr) return nullptr;
-  return layer.sigma + row * layer.sigma_row_stride + head * layer.sigma_head_stride;
+// Where the vector of a row and head begins in `sigma`. As a pointer it takes more registers.
+__device__ __forceinline__ int sigma_index(const Layer& layer, int row, int head) {
+  return row * layer.sigma_row_stride + head * layer.sigma_head_stride;
 }
 
 // Write a token's scale and zero; one lane does. Returns NaN where one is not finite, else 0.
@@ -93,7 +93,7 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
   const int group = lane >> 2, quad = lane & 3, tile = job[1];
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, job[2], head,
                                  work.kv_heads);
-  const float* sigma = sigma_of(layer, job[2], head);
+  const int first = sigma_index(layer, job[2], head) + 2 * quad;
   uint8_t* page = head_of(work, layer, job[0], head);
   Codes<KEY_BITS> codes = {};
   bool has[2];
@@ -112,8 +112,8 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
           has[half] ? *reinterpret_cast<const uint32_t*>(row + 16 * i) : 0u;
       const float2 pair = unpacked(two, ELEMENT());
       x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-      if (sigma != nullptr) {
-        const float* by = sigma + 8 * i + 2 * quad;
+      if (layer.sigma != nullptr) {
+        const float* by = layer.sigma + first + 8 * i;
         x[2 * i] *= reciprocal(by[0]), x[2 * i + 1] *= reciprocal(by[1]);
       }
     }
@@ -251,10 +251,10 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
       sums[i] += pair.x, sums[i + 1] += pair.y;
     }
   }
-  const float* sigma = sigma_of(layer, begin[1], head);
+  const int first = sigma_index(layer, begin[1], head) + lane * PER_LANE;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    if (sigma != nullptr) sums[i] *= reciprocal(sigma[lane * PER_LANE + i]);
+    if (layer.sigma != nullptr) sums[i] *= reciprocal(layer.sigma[first + i]);
     sums[i] /= count;
   }
 #if ROTATE
