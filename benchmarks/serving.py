@@ -236,12 +236,14 @@ class Clients:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Clients]:
-    """Inside, a server with the bundled model runs; gives its clients."""
+def serving(
+    *options: str, entry: Sequence[str] = ("-m", "oscar_mm.cli", "serve")
+) -> Iterator[Clients]:
+    """Inside, a server runs, by these arguments of Python; gives its clients."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [sys.executable, "-m", "oscar_mm.cli", "serve", "--port", str(port), *options]
+    line = [sys.executable, *entry, "--port", str(port), *options]
     process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         while True:

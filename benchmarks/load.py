@@ -1,0 +1,309 @@
+"""Load of an OpenAI server: clients that stream answers, in a closed loop or with Poisson arrivals.
+
+python -m benchmarks.load [--model qwen3-vl-8b] [--clients 1,4,16,64 | --rate 2] [--leave 0.2]
+python -m benchmarks.load --against http://127.0.0.1:8000 ...
+
+The server is `oscar-mm serve` in its own process or, with --against, one that runs, such as vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import openai
+import torch
+
+from benchmarks.endless_server import ENTRY
+from benchmarks.openai_server import Server, server_figures, watch
+from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
+from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
+from benchmarks.streaming_clients import Exchange, Load, Prompt, traffic
+from tests.tiny import TEXT
+
+CLIENTS = "1,4,16,64"
+KINDS = ("text", "pictures", "recordings")
+WARM_UP = 0.25
+"""Share of a run before the steady window."""
+_VARIANTS = 12
+"""Prompts of each kind."""
+_WORDS = 20
+"""Words of a text by default."""
+NOTES = [
+    "Clients are openai.AsyncOpenAI in processes of their own and stream greedy answers. A model "
+    "that the benchmark starts never ends an answer before max_tokens, and writes text with each "
+    "token. Closed loop: each client sends its next request when the last one has ended; its first "
+    "answer is shorter, by chance. Each text begins with a number that no other request has; "
+    "pictures and recordings recur.",
+    f"tokens/s, first token and between tokens are of pieces that arrive after the first "
+    f"{WARM_UP:.0%} of the seconds in which clients send requests, and before their end. Of an "
+    "answer with fewer pieces than tokens each piece counts for several. First token: from sending "
+    "the request to the first piece, with the queue.",
+    "longest wait: of any request, for its first piece, the next one or the end. least share: "
+    "tokens of the client that got fewest, of the mean. client CPU: of the busiest process of "
+    "clients; near 1 the clients are the bottleneck.",
+    "KV, running, waiting: of /metrics, each half second. End: after the last answer, when the "
+    "server still has the conversations that later requests can continue. RSS: of the server's "
+    "processes.",
+]
+
+
+def words(count: int, seed: int) -> str:
+    """So many words in a random order."""
+    return " ".join(random.Random(seed).choices(TEXT.split(), k=count))
+
+
+def words_of_tokens(server: Server, tokens: int) -> int:
+    """Words of a prompt of about so many tokens at a server."""
+    few, many = 50, 250
+    counts = [
+        server.prompt_tokens(Prompt("text", [text(words(count, 0))])) for count in (few, many)
+    ]
+    return max(1, round(few + (tokens - counts[0]) * (many - few) / (counts[1] - counts[0])))
+
+
+def prompts(kinds: Sequence[str], count: int) -> list[Prompt]:
+    """Prompts of all kinds in turn.
+
+    Args:
+        kinds: some of ``KINDS``.
+        count: words of a text.
+    """
+    made = []
+    for place in range(_VARIANTS):
+        for kind in kinds:
+            if kind == "text":
+                parts = [text(words(count, place))]
+            elif kind == "pictures":
+                cards = [CARDS[(place * 2 + at) % len(CARDS)] for at in range(1 + place % 4)]
+                question = text(f"What is the code in picture {len(cards)}?")
+                parts = [*(image(card.read_bytes()) for card in cards), question]
+            else:
+                clips = [CLIPS[(place * 2 + at) % len(CLIPS)] for at in range(1 + place % 2)]
+                question = text(f"What was said in clip {len(clips)}?")
+                parts = [*(sound(clip.read_bytes()) for clip in clips), question]
+            made.append(Prompt(kind, parts))
+    return made
+
+
+def answered_kinds(server: Server, kinds: Sequence[str]) -> list[str]:
+    """Kinds of prompts that a server answers; it compiles and caches what its first use needs."""
+    answered = []
+    for kind in kinds:
+        try:
+            server.prompt_tokens(prompts([kind], _WORDS)[0], new_tokens=8)
+            answered.append(kind)
+        except openai.BadRequestError as error:
+            print(f"no {kind}: {error.message}")
+    return answered
+
+
+def milliseconds(times: Sequence[float], share: float) -> float | None:
+    """A percentile of seconds, in milliseconds."""
+    return round(float(np.percentile(times, share)) * 1000, 1) if times else None
+
+
+def figures(exchanges: Sequence[Exchange], seconds: float, clients: int) -> dict[str, Any]:
+    """What clients saw.
+
+    Args:
+        exchanges: all of a run.
+        seconds: in which clients sent requests.
+        clients: of a closed loop, else 0.
+    """
+    begin = WARM_UP * seconds
+    firsts: list[float] = []
+    gaps: list[float] = []
+    tokens: defaultdict[int, float] = defaultdict(float)
+    longest = 0.0
+    for exchange in exchanges:
+        pieces = exchange.pieces
+        moments = [exchange.sent, *pieces, exchange.ended]
+        longest = max(longest, *(after - before for before, after in pairwise(moments)))
+        steady = [at for at in pieces if begin <= at < seconds]
+        gaps += [b - a for a, b in pairwise(pieces) if begin <= b < seconds]
+        if steady and steady[0] == pieces[0]:
+            firsts.append(pieces[0] - exchange.sent)
+        if steady:
+            tokens[exchange.client] += len(steady) * exchange.tokens / len(pieces)
+    total = sum(tokens.values())
+    row = {
+        "requests": len(exchanges),
+        "by status": dict(sorted(Counter(exchange.status for exchange in exchanges).items())),
+        "ended early": sum(x.status == "200" and x.tokens < x.asked for x in exchanges),
+        "tokens/s": round(total / (seconds - begin), 1),
+        "first token p50 ms": milliseconds(firsts, 50),
+        "first token p99 ms": milliseconds(firsts, 99),
+        "between tokens p50 ms": milliseconds(gaps, 50),
+        "between tokens p99 ms": milliseconds(gaps, 99),
+        "longest wait s": round(longest, 2),
+    }
+    if gaps:
+        row["p99 / p50"] = round(float(np.percentile(gaps, 99) / np.percentile(gaps, 50)), 2)
+    if clients and total:
+        row["least share"] = round(min(tokens[at] for at in range(clients)) * clients / total, 2)
+    return row
+
+
+def measure(
+    server: Server,
+    messages: Sequence[Prompt],
+    *,
+    new_tokens: int,
+    seconds: float,
+    clients: int = 0,
+    rate: float = 0.0,
+    leave: float = 0.0,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """A row of one run.
+
+    Args:
+        server: which answers.
+        messages: what clients send in turn.
+        new_tokens: tokens that each request asks for.
+        seconds: in which clients send requests.
+        clients: of a closed loop, or 0 for Poisson arrivals.
+        rate: arrivals per second.
+        leave: share of requests whose client leaves at a random token.
+        processes: most processes of clients.
+    """
+    processes = min(processes, clients or processes)
+    edges = [clients * place // processes for place in range(processes + 1)]
+    # A prefix cache must not have the texts of an earlier run.
+    seed = random.SystemRandom().getrandbits(32)
+    loads = [
+        Load(
+            *(f"{server.root}/v1", server.key, server.model, server.options),
+            *([*messages], new_tokens, seconds, edges[place + 1] - edges[place]),
+            *(rate / processes, leave, edges[place], seed + place),
+        )
+        for place in range(processes)
+    ]
+    with watch(server) as snapshots:
+        done = traffic(loads)
+    name = f"{clients} client{'s' * (clients > 1)}" if clients else f"{rate:g} requests/s"
+    row = {"run": f"{name}, {leave:.0%} leave" if leave else name}
+    row |= figures(done.exchanges, seconds, clients) | server_figures(snapshots)
+    return row | {"client CPU": round(done.cpu, 2)}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows."""
+
+    def line(row: dict[str, Any]) -> list[str]:
+        first, between = (
+            f"{row[f'{name} p50 ms']} / {row[f'{name} p99 ms']}"
+            for name in ("first token", "between tokens")
+        )
+        speeds = [row["tokens/s"], row.get("speedup", "-"), first, between]
+        waits = [row.get("p99 / p50", "-"), row["longest wait s"], row.get("least share", "-")]
+        kv = sum(row["KV bytes peak"].values()) / 1e6 if "KV bytes peak" in row else None
+        sizes = ["-" if kv is None else f"{kv:.1f}", row.get("RSS MB peak", "-")]
+        return [str(x) for x in (row["run"], row["requests"], *speeds, *waits, *sizes)]
+
+    columns = ("run", "requests", "tokens/s", "speedup", "first p50 / p99", "between p50 / p99")
+    more = ("ratio", "longest s", "least", "KV MB", "RSS MB")
+    show("Load, times in ms", (*columns, *more), map(line, rows))
+    for row in rows:
+        names = ("by status", "ended early", "running peak", "waiting peak", "KV bytes peak")
+        names += ("running end", "waiting end", "KV bytes end", "server's means ms", "client CPU")
+        print(row["run"], {name: row[name] for name in names if name in row})
+
+
+@contextmanager
+def answering(
+    url: str | None, model: str, device: str, tiny: bool, options: Sequence[str]
+) -> Iterator[Server]:
+    """Inside, a server answers: the one at ``url``, or ours with a model of endless answers."""
+    if url is not None:
+        yield Server(url)
+        return
+    further = ("--model", model, "--device", device, *["--tiny"] * tiny, *options)
+    with serving(*further, entry=ENTRY) as clients:
+        yield Server(f"http://127.0.0.1:{clients.port}", clients.server)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure one run for each number of clients and each rate; 2 if no kind of prompt works."""
+    line = parser("benchmarks.load", __doc__)
+    line.add_argument("--against", metavar="URL", help="a server that runs already")
+    line.add_argument("--model", default="pocket-omni", help="bundled, or of full size and random")
+    line.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny random model")
+    line.add_argument("--serve-options", default="", help='for our server: "--running 64"')
+    line.add_argument("--device", choices=("cpu", "cuda"), help="of the server")
+    line.add_argument("--clients", help=f"of closed loops; default without --rate: {CLIENTS}")
+    line.add_argument("--rate", help="arrivals per second, with commas")
+    line.add_argument("--leave", type=float, default=0.0, help="share of clients that leave")
+    line.add_argument("--prompts", default=",".join(KINDS), help="kinds, with commas")
+    line.add_argument("--prompt-tokens", type=int, help="of texts")
+    line.add_argument("--new-tokens", type=int, default=64, help="of each answer")
+    line.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    line.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 4))
+    line.add_argument("--add", action="store_true", help="keep the file's rows of other runs")
+    options = line.parse_args(arguments)
+    kinds = options.prompts.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        line.error(f"no such prompts: {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
+    if not 0 <= options.leave <= 1:
+        line.error("--leave must be from 0 to 1")
+    closed = options.clients or ("" if options.rate else CLIENTS)
+    runs: list[dict[str, Any]] = [{"clients": int(count)} for count in closed.split(",") if count]
+    runs += [{"rate": float(rate)} for rate in (options.rate or "").split(",") if rate]
+    if any(value <= 0 for run in runs for value in run.values()):
+        line.error("--clients and --rate must be above 0")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    further = shlex.split(options.serve_options)
+    rows: list[dict[str, Any]] = []
+    with answering(options.against, options.model, device, options.tiny, further) as server:
+        kinds = answered_kinds(server, kinds)
+        if not kinds:
+            return 2
+        count = _WORDS
+        if options.prompt_tokens:
+            count = words_of_tokens(server, options.prompt_tokens)
+        messages = prompts(kinds, count)
+        facts = {
+            "server": server.maker,
+            "model": f"{server.model}{', tiny' * options.tiny}",
+            "options": options.serve_options,
+            "prompts": ",".join(kinds),
+            "prompt tokens": options.prompt_tokens,
+            "new tokens": options.new_tokens,
+            "seconds": options.seconds,
+        }
+        for run in runs:
+            row = measure(
+                server,
+                messages,
+                new_tokens=options.new_tokens,
+                seconds=options.seconds,
+                leave=options.leave,
+                processes=options.processes,
+                **run,
+            )
+            rows.append(facts | row)
+            single = next((x["tokens/s"] for x in rows if x["run"].startswith("1 client")), 0)
+            if single and run.get("clients", 0) > 1:
+                rows[-1]["speedup"] = round(row["tokens/s"] / single, 2)
+            print(f"{row['run']}: {row['tokens/s']} tokens/s", flush=True)
+    table(rows)
+    record = Record("load", command("benchmarks.load", arguments), device_name(device), rows, NOTES)
+    if options.add and (earlier := record.earlier(options.out)):
+        cell = [*facts, "run"]
+        record.rows = merge_rows(earlier.rows, rows, cell, lambda *_: True)
+        record.command = f"{earlier.command}; {record.command}"
+    finish(record, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
