@@ -12,6 +12,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from oscar_mm.kernels.address_range import bytes_in_ranges
+
 COLD_REPEATS, GRAPH_CALLS, GRAPH_REPLAYS, COPY_REPEATS = 30, 20, 10, 20
 _WARM_UP = 3
 _TOLERANCE = 1e-2
@@ -136,11 +138,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def allocated(device: torch.device) -> dict[str, int]:
-    """Bytes that torch's allocator has handed out on a GPU; {} on a CPU.
+    """Bytes that torch's allocator and pools of pages have taken on a GPU; {} on a CPU.
 
     Returns:
         "requested": bytes that callers asked for; "allocated": the same rounded up; "peak": most
-        requested bytes since the last call.
+        requested bytes since the last call, with pools as they are now.
     """
     gc.collect()
     if device.type != "cuda":
@@ -148,17 +150,18 @@ def allocated(device: torch.device) -> dict[str, int]:
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     torch.cuda.reset_peak_memory_stats()
+    size, mapped = bytes_in_ranges(device)
     return {
-        "requested": stats["requested_bytes.all.current"],
-        "allocated": stats["allocated_bytes.all.current"],
-        "peak": stats["requested_bytes.all.peak"],
+        "requested": stats["requested_bytes.all.current"] + size,
+        "allocated": stats["allocated_bytes.all.current"] + mapped,
+        "peak": stats["requested_bytes.all.peak"] + size,
     }
 
 
 def allocated_since(
     before: dict[str, int], after: dict[str, int], ignored: Iterable[torch.Tensor]
 ) -> dict[str, int]:
-    """Bytes that the allocator handed out between two calls of ``allocated``; {} on a CPU.
+    """Bytes that were taken between two calls of ``allocated``; {} on a CPU.
 
     Args:
         before, after: results of the two calls.

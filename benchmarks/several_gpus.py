@@ -22,6 +22,7 @@ from torch import distributed
 from benchmarks.profiling import release
 from benchmarks.random_model import NEVER, RELEASED, Released, build
 from benchmarks.record import Record, command, device_name, finish, parser, show
+from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.placement import device_of
 
@@ -68,7 +69,10 @@ def measure_placement(
         for tokens in lengths
     )
     seconds = result.timings.decode_s - half.timings.decode_s
-    peaks = {str(device): torch.cuda.max_memory_allocated(device) for device in devices}
+    peaks = {
+        str(device): torch.cuda.max_memory_allocated(device) + bytes_in_ranges(device)[1]
+        for device in devices
+    }
     return {
         "load_s": loaded,
         "prompt_tokens": result.prompt_tokens,

@@ -24,6 +24,7 @@ from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines import pipeline_for
@@ -352,7 +353,8 @@ class Worker:
 
 def _process_peak() -> int:
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        pools = bytes_in_ranges(torch.device("cuda", torch.cuda.current_device()))[1]
+        return torch.cuda.max_memory_allocated() + pools
     if sys.platform == "win32":
         import psutil
 

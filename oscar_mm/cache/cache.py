@@ -209,8 +209,9 @@ class OscarCache(Cache):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The same as long as a captured step holds: slots and pools stay where they are."""
-        return self.ledger.number, *self.store.version
+        """The same as long as a captured step holds: it is the same ledger, and pools stay where
+        they are."""
+        return self.ledger.number, self.store.version
 
     def end_step(self, indices: Iterable[int] | None = None) -> None:
         """Pack what a step on fixed tables leaves for its end, at once for the layers with these

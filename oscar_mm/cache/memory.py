@@ -145,26 +145,30 @@ class StoreReport:
     Attributes:
         used_bytes: of slots that some cache holds.
         free_bytes: of slots that nobody holds; they are used again before the pools grow.
+        rounding_bytes: of no slot: a GPU gives a pool memory in pieces (2 MiB), and the last one is
+            not full. Reports of a cache leave them out.
     """
 
     used_bytes: int
     free_bytes: int
+    rounding_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
         """What the pools take on their devices."""
-        return self.used_bytes + self.free_bytes
+        return self.used_bytes + self.free_bytes + self.rounding_bytes
 
 
 def measure_store(store: PageStore) -> StoreReport:
     """Add up the pools of all layers."""
-    used = total = 0
+    used = slots = total = 0
     for pools in store.layers.values():
         for bits, pool in pools.by_bits.items():
             held = store.allocators[bits].used * pool.slot_bytes
             used += min(held, pool.storage.nbytes)
-            total += pool.storage.nbytes
-    return StoreReport(used, total - used)
+            slots += pool.storage.nbytes
+            total += pool.device_bytes
+    return StoreReport(used, slots - used, total - slots)
 
 
 def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:

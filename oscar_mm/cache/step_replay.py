@@ -34,7 +34,8 @@ class StepReplay:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The same as long as a capture holds: tables, slots and pools stay where they are."""
+        """The same as long as a capture holds: tables and pools stay where they are. ``fix`` lets
+        pools grow, so what was asked for before a step is fixed may not hold for it."""
         return self._tables.version, *self._cache.version
 
     def fix(self, step: Step) -> bool:
@@ -45,10 +46,11 @@ class StepReplay:
         """
         if not self._tables.takes(step):
             return False
-        if self._reserved != self._cache.version:
+        capacities = self._cache.ledger.number, *self._cache.store.capacities
+        if self._reserved != capacities:
             for layer in self._cache.packed_layers:
                 layer.reserve()
-            self._reserved = self._cache.version
+            self._reserved = capacities
         self._tables.write(step)
         # A row that has ended is computed like the others, and nobody looks at what comes of it.
         step.fixed, step.real = self._tables, None

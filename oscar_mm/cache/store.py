@@ -6,6 +6,7 @@ All layers of a model store the same tokens, so slots are allocated once for all
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -17,6 +18,7 @@ import torch
 from oscar_mm.cache.memory import StoreReport, measure_store
 from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.errors import InputError
+from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
@@ -25,6 +27,9 @@ from oscar_mm.ranks import Ranks
 if TYPE_CHECKING:
     from oscar_mm.cache.ledger import Ledger
     from oscar_mm.cache.rows import Row
+
+_COPY_BYTES = 1 << 26
+"""Bytes that are copied at once where a pool is compacted in place."""
 
 
 class SlotAllocator:
@@ -109,32 +114,73 @@ class SlotAllocator:
 
 
 class Pool:
-    """The slots of one layer: a tensor (capacity, *slot_shape), uninitialized until written."""
+    """The slots of one layer, on a GPU at an address that stays where the driver can do that.
+
+    Attributes:
+        storage: (capacity, *slot_shape), uninitialized until written; another tensor after each
+            change of the capacity.
+        moves: how often the storage has got another address.
+    """
 
     def __init__(
         self, slot_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.moves = 0
+        self._range: AddressRange | None = None
         # A pool that is made in inference mode must be writable outside of it too.
         with torch.inference_mode(False):
             self.storage = torch.empty((0, *slot_shape), dtype=dtype, device=device)
 
     def reserve(self, capacity: int) -> None:
-        """Grow to ``capacity`` slots, keeping what is stored."""
-        if capacity > len(self.storage):
+        """Grow to ``capacity`` slots, keeping what is stored.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; the pool is as before.
+        """
+        before = len(self.storage)
+        if capacity <= before:
+            return
+        if not before and self._range is None:
+            self._range = AddressRange.reserve(self.storage.device)
+        if self._range is not None:
+            self._resize(self._range, capacity)
+        else:
             with torch.inference_mode(False):
                 grown = self.storage.new_empty((capacity, *self.storage.shape[1:]))
-            grown[: len(self.storage)] = self.storage
+            grown[:before] = self.storage
             self.storage = grown
+        self.moves += self._range is None or not before
 
     def keep(self, slots: list[int]) -> None:
-        """Shrink to these slots, in this order."""
+        """Shrink to these slots, which ascend."""
+        if self._range is None:
+            with torch.inference_mode(False):
+                self.storage = self.storage[slots]
+            self.moves += 1
+            return
+        count = max(1, _COPY_BYTES // max(1, self.slot_bytes))
+        for start in range(0, len(slots), count):
+            run = slots[start : start + count]
+            # No later slot is overwritten, as slots only move to lower ids.
+            if run[-1] >= start + len(run):
+                self.storage[start : start + len(run)] = self.storage[run]
+        self._resize(self._range, len(slots))
+
+    def _resize(self, addresses: AddressRange, capacity: int) -> None:
+        shape, dtype = (capacity, *self.storage.shape[1:]), self.storage.dtype
+        addresses.resize(math.prod(shape) * dtype.itemsize)
         with torch.inference_mode(False):
-            self.storage = self.storage[slots]
+            self.storage = addresses.tensor(shape, dtype)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
         return self.storage[0:1].nbytes if len(self.storage) else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the pool takes of its device, also what no slot uses of its last piece."""
+        return self.storage.nbytes if self._range is None else self._range.nbytes
 
 
 class LayerShape(NamedTuple):
@@ -220,6 +266,7 @@ class PageStore:
         self.lock = threading.RLock() if lock is None else lock
         self.ranks = Ranks() if ranks is None else ranks
         self.trims = 0
+        self._pools: list[Pool] = []
         self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
         self._dropped: deque[list[Row]] = deque()
@@ -256,6 +303,7 @@ class PageStore:
         pools = self.layers.get(index)
         if pools is None:
             pools = self.layers[index] = LayerPools(self.policy, *wanted)
+            self._pools += pools.by_bits.values()
         there = (pools.kv_heads, pools.head_dim, pools.dtype, pools.device)
         if there != wanted:
             raise InputError(
@@ -290,7 +338,8 @@ class PageStore:
     def trim(self) -> None:
         """Give free slots back to the device. Between forward passes only: slots get other ids.
 
-        One layer's pool at a time is copied, so that much memory is needed on the way.
+        A pool whose address stays is compacted in place; of others one at a time is copied, so that
+        much memory is needed on the way.
         """
         self.collect()
         for bits, slots in self.allocators.items():
@@ -309,8 +358,13 @@ class PageStore:
                     sequence.renumber(bits, new_ids)
 
     @property
-    def version(self) -> tuple[int, ...]:
-        """The same as long as no pool needs to grow or has been trimmed."""
+    def version(self) -> int:
+        """The same as long as no pool has moved; a pool that needs to grow moves when it does."""
+        return sum([pool.moves for pool in self._pools])
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """The same as long as pools that had all slots have all."""
         return self.trims, *(slots.capacity for slots in self.allocators.values())
 
     @property

@@ -19,7 +19,7 @@ def cache_of(chat: Chat) -> OscarCache | None:
 def check_store(store: PageStore) -> int:
     """A store's report counts its pools' tensors; their bytes."""
     stored = sum(
-        pool.storage.nbytes for layer in store.layers.values() for pool in layer.by_bits.values()
+        pool.device_bytes for layer in store.layers.values() for pool in layer.by_bits.values()
     )
     assert store.memory().pool_bytes == stored
     return stored

@@ -1,0 +1,240 @@
+"""AddressRange: memory of a GPU that grows and shrinks in place, under addresses reserved once.
+
+The driver hands out addresses and memory apart. A range has as many addresses as its GPU has bytes,
+and memory under the first of them: kernels and CUDA graphs that have its address work on while it
+grows, and nothing is copied. ``torch.cuda.mem_get_info`` sees this memory,
+``torch.cuda.memory_allocated`` does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from oscar_mm.kernels.launch import switched_off
+from oscar_mm.sizes import format_bytes
+
+
+class AddressRange:
+    """Consecutive addresses of a GPU, of which the first have memory.
+
+    Its tensors keep it; when the last of them is gone, it is freed. Work on it is in the order of
+    streams that were current when it grew, or of the one that is current when it shrinks.
+
+    Attributes:
+        device: the GPU.
+        size: bytes that it was last asked for.
+        nbytes: bytes of memory: ``size`` in whole pieces, as the driver maps them (2 MiB).
+    """
+
+    def __init__(self, gpu: _Gpu) -> None:
+        self._address = self.size = self.nbytes = 0
+        self.device, self._gpu, self._streams = gpu.device, gpu, set[torch.cuda.Stream]()
+        self._address = gpu.reserve()
+        _ranges.add(self)
+
+    @classmethod
+    def reserve(cls, device: torch.device) -> AddressRange | None:
+        """A range without memory; None where device or driver cannot do it, or kernels are switched
+        off."""
+        if device.type != "cuda" or torch.version.cuda is None or switched_off():
+            return None
+        try:
+            return cls(_gpu(torch.cuda.current_device() if device.index is None else device.index))
+        except (ImportError, RuntimeError) as error:
+            _tell_once(f"pools on {device} move when they grow: {error}")
+            return None
+
+    def resize(self, size: int) -> None:
+        """Have memory for ``size`` bytes; those that were there stay as they are.
+
+        To shrink waits for the GPU.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has too little, also without what torch keeps unused;
+                the range is as before.
+        """
+        gpu = self._gpu
+        nbytes = -(-size // gpu.piece) * gpu.piece
+        if nbytes > self.nbytes:
+            free_dropped()
+            try:
+                gpu.map(self._address, self.nbytes, nbytes)
+            except torch.OutOfMemoryError as error:
+                free, total = map(format_bytes, torch.cuda.mem_get_info(self.device))
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to grow a pool on {self.device} from "
+                    f"{format_bytes(self.size)} to {format_bytes(size)}; {free} of {total} are free"
+                ) from error
+            with torch.cuda.device(self.device):
+                if not torch.cuda.is_current_stream_capturing():
+                    self._streams.add(torch.cuda.current_stream())
+        elif nbytes < self.nbytes:
+            gpu.wait(self._streams)
+            gpu.unmap(self._address, nbytes, self.nbytes)
+        self.size, self.nbytes = size, nbytes
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The first bytes as a contiguous tensor, which keeps the range."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        memory = torch.as_tensor(_Bytes(self, self._address, nbytes), device=self.device)
+        return memory.view(dtype).view(shape)
+
+    def __del__(self) -> None:
+        if self._address and not sys.is_finalizing():
+            _dropped.append((self._gpu, self._address, self.nbytes, self._streams))
+            with suppress(RuntimeError):  # a GPU that has failed frees nothing
+                free_dropped()
+
+
+class _Bytes:
+    """Shows the first bytes of a range to torch, which keeps this as long as a tensor of them."""
+
+    def __init__(self, owner: AddressRange, address: int, nbytes: int) -> None:
+        self.owner, self.address, self.nbytes = owner, address, nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+
+
+class _Gpu:
+    """The driver's calls for addresses and memory of one GPU.
+
+    Attributes:
+        piece: bytes that are mapped at once: what is mapped at once is only unmapped at once.
+        total: addresses of a range.
+
+    Raises:
+        RuntimeError: it has no virtual memory management.
+    """
+
+    def __init__(self, index: int) -> None:
+        # Compiled, and without stubs.
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+        self.device, self._driver = torch.device("cuda", index), driver
+        attribute = driver.CUdevice_attribute
+        manages = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        handle = self._checked(driver.cuDeviceGet(index))
+        if not self._checked(driver.cuDeviceGetAttribute(manages, handle)):
+            raise RuntimeError("the GPU has no virtual memory management")
+        # The runtime's context, and so torch's; it stays for the life of the process.
+        self._context = self._checked(driver.cuDevicePrimaryCtxRetain(handle))
+        self._memory, self._access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+        self._memory.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        for owner in (self._memory, self._access):
+            owner.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            owner.location.id = index
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        with self._in_context():
+            self.piece = self._checked(driver.cuMemGetAllocationGranularity(self._memory, least))
+        total = torch.cuda.get_device_properties(index).total_memory
+        self.total = -(-total // self.piece) * self.piece
+
+    def reserve(self) -> int:
+        """The first of ``total`` addresses."""
+        with self._in_context():
+            return int(self._checked(self._driver.cuMemAddressReserve(self.total, 0, 0, 0)))
+
+    def free(self, address: int) -> None:
+        """Give back addresses without memory."""
+        with self._in_context():
+            self._checked(self._driver.cuMemAddressFree(address, self.total))
+
+    def map(self, address: int, start: int, stop: int) -> None:
+        """Put memory under the bytes start to stop - 1 of a range.
+
+        Raises:
+            torch.OutOfMemoryError: there is too little; nothing is mapped then.
+        """
+        driver, access = self._driver, [self._access]
+        if stop > self.total:
+            raise torch.OutOfMemoryError("more than the GPU has")
+        with self._in_context(), ExitStack() as undo:
+            for at in range(address + start, address + stop, self.piece):
+                memory = self._allocate()
+                try:
+                    self._checked(driver.cuMemMap(at, self.piece, 0, memory, 0))
+                    undo.callback(driver.cuMemUnmap, at, self.piece)
+                finally:
+                    driver.cuMemRelease(memory)  # the mapping keeps it
+            size = stop - start
+            self._checked(driver.cuMemSetAccess(address + start, size, access, len(access)))
+            undo.pop_all()
+
+    def unmap(self, address: int, start: int, stop: int) -> None:
+        """Give back the memory under the bytes start to stop - 1 of a range."""
+        with self._in_context():
+            self._checked(self._driver.cuMemUnmap(address + start, stop - start))
+
+    def wait(self, streams: set[torch.cuda.Stream]) -> None:
+        """Wait for streams and the current one; not for all of the GPU, which would break a CUDA
+        graph that another thread captures."""
+        with torch.cuda.device(self.device):
+            for stream in {*streams, torch.cuda.current_stream()}:
+                stream.synchronize()
+
+    def _allocate(self) -> Any:
+        """Memory of a piece."""
+        created = self._driver.cuMemCreate(self.piece, self._memory, 0)
+        if created[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            created = self._driver.cuMemCreate(self.piece, self._memory, 0)
+        return self._checked(created)
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        # A thread that has not used CUDA yet has no context.
+        self._checked(self._driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            self._checked(self._driver.cuCtxPopCurrent())
+
+    def _checked(self, returned: tuple[Any, ...]) -> Any:
+        """What a call of the driver gave, without its status."""
+        if returned[0]:
+            none_left = returned[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+            error = torch.OutOfMemoryError if none_left else RuntimeError
+            raise error(f"virtual memory of {self.device}: {returned[0].name}")
+        return returned[1] if len(returned) == 2 else None
+
+
+_gpu = lru_cache(maxsize=None)(_Gpu)
+_tell_once = lru_cache(maxsize=None)(logging.getLogger(__name__).warning)
+_ranges = weakref.WeakSet[AddressRange]()
+_dropped = deque[tuple[_Gpu, int, int, set[torch.cuda.Stream]]]()
+
+
+def free_dropped() -> None:
+    """Free the ranges that nobody keeps; while this thread captures a CUDA graph, in which nobody
+    may wait, they are left to a later call."""
+    while _dropped and not torch.cuda.is_current_stream_capturing():
+        try:
+            gpu, address, nbytes, streams = _dropped.popleft()
+        except IndexError:  # another thread was faster
+            return
+        if nbytes:
+            gpu.wait(streams)
+            gpu.unmap(address, 0, nbytes)
+        gpu.free(address)
+
+
+def bytes_in_ranges(device: torch.device) -> tuple[int, int]:
+    """``size`` and ``nbytes`` of all ranges on a GPU, or on all GPUs for a device without index."""
+    there = [one for one in list(_ranges) if device.index in (None, one.device.index)]
+    return sum(one.size for one in there), sum(one.nbytes for one in there)
