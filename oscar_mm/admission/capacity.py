@@ -24,7 +24,7 @@ number is low, so that no request is refused that would run.
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a CUDA device that torch can still hand out; None for other devices."""
+    """Bytes of a CUDA device that torch and pools can still take; None for other devices."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

@@ -13,7 +13,7 @@ from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.graphs import record_cuda_graph
 from oscar_mm.generation import decode_loop
-from oscar_mm.kernels.address_range import bytes_in_ranges
+from oscar_mm.kernels.address_range import AddressRange, bytes_in_ranges
 from tests.models.test_answers import CARDS
 
 CUDA = torch.device("cuda")
@@ -56,6 +56,37 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     assert not caplog.records
     # A capture for each answer, and for pools that grew.
     assert 4 <= len(captures) < 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypatch) -> None:
+    captures, answers = {}, {}
+
+    def record(function, device):
+        captures[way] += 1
+        return record_cuda_graph(function, device)
+
+    monkeypatch.setattr(decode_loop, "DecodeSteps", partial(DecodeSteps, record=record))
+    for way in ("in place", "moving"):
+        if way == "moving":
+            monkeypatch.setattr(AddressRange, "reserve", lambda device: None)
+        captures[way] = 0
+        pipe = OscarVLPipeline("pocket-vl", policy=policy, device="cuda", dtype="bfloat16")
+        answers[way] = [
+            pipe(images=count * CARDS[:14], prompt="Write all codes.", max_new_tokens=200).text
+            for count in (1, 3)
+        ]
+        with pipe.chat() as chat:
+            for _ in range(3):
+                answers[way].append(
+                    chat.ask("Write all codes.", images=CARDS[:9], max_new_tokens=80).text
+                )
+        assert way == "moving" or bytes_in_ranges(CUDA)[0] > 0
+        del pipe, chat
+        gc.collect()
+    assert answers["in place"] == answers["moving"]
+    assert captures["in place"] < captures["moving"]
 
 
 @pytest.mark.gpu
