@@ -94,7 +94,7 @@ class AddressRange:
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
             _dropped.append((self._gpu, self._address, self.nbytes, self._streams))
-            with suppress(RuntimeError):  # a GPU that has failed frees nothing
+            with suppress(RuntimeError):  # who maps memory next tries again, and tells
                 free_dropped()
 
 
@@ -225,11 +225,15 @@ def free_dropped() -> None:
     may wait, they are left to a later call."""
     while _dropped and not torch.cuda.is_current_stream_capturing():
         try:
-            gpu, address, nbytes, streams = _dropped.popleft()
+            gpu, address, nbytes, streams = dropped = _dropped.popleft()
         except IndexError:  # another thread was faster
             return
         if nbytes:
-            gpu.wait(streams)
+            try:
+                gpu.wait(streams)
+            except BaseException:
+                _dropped.append(dropped)
+                raise
             gpu.unmap(address, 0, nbytes)
         gpu.free(address)
 
