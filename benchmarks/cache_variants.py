@@ -171,11 +171,11 @@ class Oscar(CacheVariant):
 
     def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
         cache = OscarCache(self.policy)
-        for bits, count in self.slots(tokens, steps).items():
-            # Pools that start as large as needed are never copied.
-            slots = cache.store.allocators[bits]
-            slots.release(reversed(slots.allocate(rows * count)))
-        self._store_prompt(cache, decoder, rows, tokens)
+        self.store_prompt(cache, decoder, rows, tokens, self.slots(tokens, steps))
+        return self.decoded(cache, decoder)
+
+    def decoded(self, cache: OscarCache, decoder: Decoder) -> FilledCache:
+        """The decode step of a filled cache."""
         captures: list[str] = []
 
         def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -185,8 +185,9 @@ class Oscar(CacheVariant):
             return replay
 
         how = record if self.graph else None
-        position = torch.full((rows,), tokens)
-        steps = DecodeSteps(decoder.model, cache, decoder.axes, position, decoder.device, how)
+        rows = cache.batch_size
+        steps = DecodeSteps(decoder.model, cache, rows, decoder.axes, decoder.device, how)
+        steps.place([cache.get_seq_length()] * rows)
         return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
@@ -208,7 +209,28 @@ class Oscar(CacheVariant):
             most = {bits: max(most[bits], slots.used) for bits, slots in ledger.allocators.items()}
         return most
 
-    def _store_prompt(self, cache: OscarCache, decoder: Decoder, rows: int, tokens: int) -> None:
+    def store_prompt(
+        self,
+        cache: OscarCache,
+        decoder: Decoder,
+        rows: int,
+        tokens: int,
+        slots: dict[Bits, int],
+        more: int = 0,
+    ) -> None:
+        """Fill an empty cache with random tokens.
+
+        Args:
+            cache: of this variant's policy.
+            decoder: gives shapes and modules.
+            rows: of the batch.
+            tokens: of each row.
+            slots: that a row needs; pools that start as large as needed are never copied.
+            more: rows that there is room for beside these.
+        """
+        for bits, count in slots.items():
+            allocator = cache.store.allocators[bits]
+            allocator.release(reversed(allocator.allocate((rows + more) * count)))
         generator = torch.Generator(decoder.device).manual_seed(_SEED)
         modalities = text_and_images(tokens)
         for start, stop in decoder.pieces(rows, tokens, _ROUND):

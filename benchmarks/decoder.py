@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.conversation import TINY, Bench, Sizes
+from benchmarks.conversation import POLICY, TINY, Bench, Sizes
 from benchmarks.random_model import RELEASED
 
 MOST_POSITIONS = 1 << 19
@@ -25,6 +25,7 @@ class Decoder:
 
     Attributes:
         model: the transformers model, whose kernels are compiled and checked.
+        pipe: a pipeline of the model, which holds nothing.
         config: configuration of the decoder.
         axes: leading axes of the position ids.
         attentions: the attention modules, layer by layer.
@@ -37,6 +38,7 @@ class Decoder:
         bench.warm_up()
         bench.pipe.store.trim()  # frees the pools of the warm-up's chat
         self.name, self.device, self.model = name, device, bench.pipe.model
+        self.pipe = bench.pipe.with_policy(POLICY)  # without the steps that the warm-up captured
         self.config = self.model.config.get_text_config(decoder=True)
         self.axes = () if released.family == "llava_next" else (4,)
         self.attentions = [

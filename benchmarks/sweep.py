@@ -10,6 +10,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -18,7 +19,7 @@ from benchmarks.decoder import Decoder
 from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, WarningLog, command, device_name, finish, now, parser
-from oscar_mm.generation.sampling import Choices
+from oscar_mm.generation.sampling import Choices, NextTokens
 from oscar_mm.ranks import Ranks
 
 MODELS = ("qwen3-vl-8b", "llava-1.6-vicuna-7b", "qwen3-vl-30b-a3b", "qwen3-omni-30b-a3b")
@@ -67,16 +68,24 @@ def measure_cell(
     if why is not None:
         return row | {"error": why}
     decoder.model.set_attn_implementation({"text_config": variant.attention})
-    try:
-        with torch.inference_mode() if variant.inference else torch.no_grad():
-            row |= _figures(decoder, variant, rows, context, bandwidth, kernels)
-    except Exception as error:  # the other cells go on
-        row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        row["out_of_memory"] = _out_of_memory(error)
-    # Here no traceback holds the frames of the failed cell any longer.
+    with torch.inference_mode() if variant.inference else torch.no_grad():
+        row |= attempt(lambda: _figures(decoder, variant, rows, context, bandwidth, kernels))
+    # Here no traceback holds the frames of a failed cell any longer.
     variant.release()
     release(decoder.device)
     return row
+
+
+def attempt(figures: Callable[[], Row]) -> Row:
+    """The figures of a cell, or "error" and "out_of_memory": the other cells go on."""
+    try:
+        return figures()
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        return {
+            "error": f"{type(error).__name__}: {message}",
+            "out_of_memory": _out_of_memory(error),
+        }
 
 
 def _figures(
@@ -92,7 +101,7 @@ def _figures(
     allocated(decoder.device)  # waits, and begins a new peak
     fill_s = perf_counter() - start
     loop = DecodeLoop(cache, decoder.device, rows)
-    milliseconds = step_ms(loop)
+    milliseconds, _ = step_ms(loop.step)
     after, kv_bytes = allocated(decoder.device), cache.kv_bytes()
     weights = decoder.weights(rows)
     row = {
@@ -122,7 +131,7 @@ class DecodeLoop:
     """Greedy steps in the order of our decode loop: the next one is launched before the wait."""
 
     def __init__(self, cache: FilledCache, device: torch.device, rows: int) -> None:
-        self._cache, self._choose = cache, Choices([], Ranks())
+        self._cache, self._choose = cache, Choices([None] * rows, device, Ranks())
         # Rows that begin alike would choose the same experts.
         self._tokens = 1 + torch.arange(rows, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool)
@@ -140,14 +149,28 @@ class DecodeLoop:
         choice.listed()
 
 
-def step_ms(loop: DecodeLoop) -> float:
-    """Median milliseconds of the steps after the warm-up."""
-    times = []
-    for _ in range(WARM_UP + STEPS):
+def step_ms(step: Callable[[], None]) -> tuple[float, float]:
+    """Median milliseconds of a step after the warm-up, and of what is left of it where the host
+    does not wait for tokens."""
+    times, host = [], []
+    waits: list[float] = []
+    listed = NextTokens.listed
+
+    def timed(tokens: NextTokens) -> list[int]:
         start = perf_counter()
-        loop.step()
-        times.append(perf_counter() - start)
-    return 1e3 * median(times[WARM_UP:])
+        try:
+            return listed(tokens)
+        finally:
+            waits.append(perf_counter() - start)
+
+    with patch.object(NextTokens, "listed", timed):
+        for _ in range(WARM_UP + STEPS):
+            waits.clear()
+            start = perf_counter()
+            step()
+            times.append(perf_counter() - start)
+            host.append(times[-1] - sum(waits))
+    return 1e3 * median(times[WARM_UP:]), 1e3 * median(host[WARM_UP:])
 
 
 def report_agrees(row: Row) -> bool | None:
@@ -180,13 +203,17 @@ def options_of(
     return options
 
 
-def add_variants(options: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
+def add_variants(
+    options: argparse.ArgumentParser,
+    default: Sequence[str] | None,
+    variants: Sequence[str] = tuple(VARIANTS),
+) -> None:
     """Add the choice of cache variants."""
     options.add_argument(
         "--ways",
-        type=_names(VARIANTS),
+        type=_names(variants),
         default=default,
-        help=f"of {', '.join(VARIANTS)}, with commas",
+        help=f"of {', '.join(variants)}, with commas",
     )
 
 

@@ -6,13 +6,13 @@ python -m benchmarks.throughput [--models qwen3-vl-8b,...] [--contexts 32768,131
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.cache_variants import VARIANTS, CacheVariant
 from benchmarks.decoder import Decoder
 from benchmarks.profiling import free_bytes
-from benchmarks.record import show
+from benchmarks.record import Row, show
 from benchmarks.sweep import (
     STEPS,
     WARM_UP,
@@ -62,15 +62,21 @@ def largest(
         bandwidth: bytes per second, for the floor of a step.
         free: unused bytes of the device.
     """
-    rows = free // variant.row_bytes(decoder, context, WARM_UP + STEPS)
+    row_bytes = variant.row_bytes(decoder, context, WARM_UP + STEPS)
+    cells = until_it_fits(
+        free // row_bytes, lambda rows: measure_cell(decoder, variant, rows, context, bandwidth)
+    )
+    for row in cells:
+        yield row | {"free": free, "row_bytes": row_bytes}
+
+
+def until_it_fits(rows: int, measure: Callable[[int], Row]) -> Iterator[Row]:
+    """What ``measure`` gives for so many rows, then for fewer ones as long as memory runs out."""
     for _ in range(MOST_TRIES):
         if not rows:
             return
-        row = measure_cell(decoder, variant, rows, context, bandwidth)
-        yield row | {
-            "free": free,
-            "row_bytes": variant.row_bytes(decoder, context, WARM_UP + STEPS),
-        }
+        row = measure(rows)
+        yield row
         if not row.get("out_of_memory"):
             return
         rows -= max(1, rows // 32)

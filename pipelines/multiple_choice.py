@@ -6,13 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.scoring import log_likelihoods
-from oscar_mm.pipelines.batch import BatchRequest, batch_cache, left_padded, row_memory
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with choices, ready to be read.
+
+    Attributes:
+        prompt: of a single row.
+        cache: holds what comes before the prompt; it is not changed.
+        choices: token ids of each choice.
+    """
+
+    prompt: Prompt
+    cache: OscarCache
+    choices: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -20,54 +35,45 @@ class Choice:
     """How likely a model finds the choices of one question.
 
     Attributes:
-        index: place of the request.
         best: index of the likeliest choice; the first of equals.
         scores: log-probability of each choice as the whole answer; see
             ``oscar_mm.generation.scoring``.
         memory: bytes of the request when its choices were scored.
-        prompt_tokens: tokens of the prompt, media included.
+        prompt_tokens: tokens of the prompt and what comes before it, media included.
     """
 
-    index: int
     best: int
     scores: list[float]
     memory: MemoryReport
     prompt_tokens: int
 
 
-def choose(
-    pipe: Pipeline, batch: list[BatchRequest], choices: Sequence[Sequence[Sequence[int]]]
-) -> list[Choice]:
-    """Read several questions at once, then score the choices of each over its pages.
+def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
+    """Read several questions, then score the choices of each over its pages.
 
     Args:
         pipe: whose model chooses.
-        batch: questions; their pasts are shared, not changed.
-        choices: token ids of each choice of each question.
+        questions: with choices.
 
     Raises:
         FloatingPointError: the model's logits are NaN.
         torch.OutOfMemoryError: too much at once.
     """
     with pipe.lock:
-        cache = batch_cache(pipe, batch)
+        caches = [question.cache.fork() for question in questions]
         try:
-            prompt = left_padded([request.prompt for request in batch], pipe.family)
-            logits = read_prompt(pipe.model, prompt, cache, pipe.prefill_chunk)
-            rows = prompt.positions.shape[:-2]
-            following = prompt.next_position.view(*[1] * len(rows), -1, 1).expand(*rows, -1, 1)
-            scores = log_likelihoods(
-                pipe.model, cache, logits, following, choices, pipe.family.end_tokens()
-            )
+            prompts = [question.prompt for question in questions]
+            choices = [question.choices for question in questions]
+            scores = log_likelihoods(pipe.engine, prompts, caches, choices)
             return [
                 Choice(
-                    index=request.index,
-                    best=max(range(len(row_scores)), key=row_scores.__getitem__),
-                    scores=row_scores,
-                    memory=row_memory(cache, row, request.past),
-                    prompt_tokens=request.tokens,
+                    best=max(range(len(row)), key=row.__getitem__),
+                    scores=row,
+                    memory=cache.memory(),
+                    prompt_tokens=cache.get_seq_length(),
                 )
-                for row, (request, row_scores) in enumerate(zip(batch, scores, strict=True))
+                for cache, row in zip(caches, scores, strict=True)
             ]
         finally:
-            cache.close()
+            for cache in caches:
+                cache.close()

@@ -19,13 +19,14 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.chat_file import read_chat
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer
+from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media, MediaReader
-from oscar_mm.pipelines.batch import Batching, BatchResult, batch_results
+from oscar_mm.pipelines.batch import BatchResult, batch_results
 from oscar_mm.pipelines.loading import load
 from oscar_mm.pipelines.placement import Placement
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -127,6 +128,7 @@ class Pipeline:
         longest = self.model.config.get_text_config().max_position_embeddings
         most = min(max_context or longest, longest)
         self.admission = Admission(self.family, self.store, most, prefill_chunk, budget)
+        self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
 
     @property
     def fingerprint(self) -> str:
@@ -173,9 +175,8 @@ class Pipeline:
         self,
         requests: Iterable[Mapping[str, Any]],
         *,
-        batch_size: int = 8,
-        max_tokens: int = 32_768,
-        max_padding: float = 0.5,
+        batch_size: int = 32,
+        max_tokens: int = 262_144,
     ) -> list[BatchResult]:
         """Answer many requests, several at a time; results in the order of the requests.
 
@@ -186,41 +187,35 @@ class Pipeline:
 
         A request is a dict of the arguments of a single question: prompt, images, videos (of
         Qwen3-Omni also audio and use_audio_in_video), system, and ``SamplingOptions`` of its own.
-        It gets the tokens that it would get alone, up to rounding (a matrix product of other size;
-        with policies that balance by the prompt, that is by the batch, on models without QK-norm).
-        A request that cannot be used does not stop the others: its result has the error. Where a
-        batch has no room, runs out of memory or its logits are NaN, its halves are tried. Answers
-        are text. A pipeline with ``prefix_cache`` reads the beginnings that prompts share once;
-        without, for each.
+        It gets the tokens that it would get alone, up to rounding (a matrix product of other
+        size). A request that cannot be used does not stop the others: its result has the error.
+        Answers are text. A pipeline with ``prefix_cache`` reads the beginnings that prompts share
+        once; without, for each.
 
         Args:
-            requests: a list, or an iterator, of which a few batches are read ahead.
+            requests: a list, or an iterator, which is read as answers end.
             batch_size: most requests that run at once.
-            max_tokens: most tokens that run at once, padding and room for the answers included; a
-                request that is over it by itself runs alone.
-            max_padding: largest share of padding in the row of a request, 0 to 1.
+            max_tokens: most tokens that run at once, room for the answers included; a request that
+                is over it by itself runs alone.
 
         Raises:
             InputError: not a list of requests, or bounds that cannot be.
         """
-        results = self.batch_stream(
-            requests, batch_size=batch_size, max_tokens=max_tokens, max_padding=max_padding
-        )
+        results = self.batch_stream(requests, batch_size=batch_size, max_tokens=max_tokens)
         return sorted(results, key=lambda result: result.index)
 
     def batch_stream(
         self,
         requests: Iterable[Mapping[str, Any]],
         *,
-        batch_size: int = 8,
-        max_tokens: int = 32_768,
-        max_padding: float = 0.5,
+        batch_size: int = 32,
+        max_tokens: int = 262_144,
     ) -> Iterator[BatchResult]:
         """Answer many requests; an iterator of results in the order in which they are finished.
 
         Arguments and errors are those of ``batch``.
         """
-        return batch_results(self, requests, Batching(batch_size, max_tokens, max_padding))
+        return batch_results(self, requests, batch_size, max_tokens)
 
     def with_policy(self, policy: str | KVPolicy) -> Self:
         """A pipeline of the same loaded model that stores keys and values as ``policy`` says.
@@ -240,21 +235,15 @@ class Pipeline:
         twin.store = PageStore(twin.policy, self.lock, self.store.ranks)
         twin.admission = replace(self.admission, store=twin.store)
         twin.prefixes = None
+        twin.engine = Engine(self.family, twin.store, twin.admission)
         if self.budget is not None:
             with self.lock:
                 self.budget.stores.add(twin.store)
         return twin
 
     def new_cache(self) -> OscarCache:
-        """A cache for one request, used under the pipeline's lock; it has pages of its own unless
-        the pipeline keeps prefixes."""
-        if self.prefixes is not None:
-            return OscarCache(self.policy, store=self.store)
-        store = PageStore(self.policy, self.lock, self.store.ranks)
-        if self.budget is not None:
-            with self.lock:
-                self.budget.stores.add(store)
-        return OscarCache(self.policy, store=store)
+        """An empty cache in the pipeline's store, used under the pipeline's lock."""
+        return OscarCache(self.policy, store=self.store)
 
     @property
     def model(self) -> Any:
@@ -386,6 +375,16 @@ class Pipeline:
             sampling: how tokens are chosen.
             start: ``time.perf_counter()`` when the request came.
         """
-        generation = Generation(self, prompt, self.new_cache(), sampling, start)
+        generation = self.generation(prompt, sampling, start)
         yield from generation
         yield generation.answer()
+
+    def generation(self, prompt: Prompt, sampling: Sampling, start: float) -> Generation:
+        """An answer to a prompt of a single row, checked; it begins when it is asked for a piece.
+
+        Args:
+            prompt: what the model reads.
+            sampling: how tokens are chosen.
+            start: ``time.perf_counter()`` when the request came.
+        """
+        return Generation(self.engine, prompt, self.new_cache(), sampling, start)

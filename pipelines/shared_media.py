@@ -13,12 +13,12 @@ import torch
 from oscar_mm.admission.admission import Past
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.errors import InputError
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.batch import BatchRequest
+from oscar_mm.pipelines.multiple_choice import Question
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -85,39 +85,60 @@ class SharedMedia:
         self.pipe.admission.check_prompt(self._prompt, 1)
         with self.pipe.lock:
             try:
-                read_prompt(self.pipe.model, self._prompt, self._cache, self.pipe.prefill_chunk)
+                self.pipe.engine.read(self._prompt, self._cache)
             except BaseException:
                 self._cache.reset()
                 raise
         ids = self._prompt.inputs["input_ids"]
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
-    def request(self, index: int, question: str, sampling: Sampling) -> BatchRequest:
-        """A question about the media as a row of a batch; reads the media the first time.
+    def generation(self, question: str, sampling: Sampling) -> Generation:
+        """The answer to a question about the media, which goes on from their pages; reads the media
+        the first time.
 
         Args:
-            index: of the row.
             question: text.
             sampling: how to answer.
 
         Raises:
             InputError: text that cannot be used; as ``NoRoom`` a question that is too long.
         """
+        start = time.perf_counter()
+        prompt, past = self._after_media(question, sampling.max_new_tokens)
+        with self.pipe.lock:
+            cache = past.fork()
+        history = None if self._prompt is None else self._prompt.inputs["input_ids"]
+        answer = Generation(self.pipe.engine, prompt, cache, sampling, start, history)
+        answer.prompt_tokens += past.get_seq_length()
+        return answer
+
+    def question(self, question: str, answers: Sequence[str]) -> Question:
+        """A question about the media with the answers to choose from; reads the media the first
+        time.
+
+        Raises:
+            InputError: text that cannot be used, or an answer that is empty or holds control
+                tokens; as ``NoRoom`` a question that is too long.
+        """
+        choices = self._continuations(question, answers)
+        prompt, past = self._after_media(question, max(map(len, choices)))
+        return Question(prompt, past, choices)
+
+    def _after_media(self, question: str, most: int) -> tuple[Prompt, OscarCache]:
+        """What the model reads of a question with an answer of so many tokens, and the cache of
+        what comes before."""
         self.pipe.admission.check_texts(question, None)
         self.read()
-        start = time.perf_counter()
         if self._prompt is None:
             prompt = self.pipe.prepare(question, Media(), self.system)
-            self.pipe.admission.check_prompt(prompt, sampling.max_new_tokens)
-            return BatchRequest(index, prompt, sampling, time.perf_counter() - start, self._cache)
+            self.pipe.admission.check_prompt(prompt, most)
+            return prompt, self._cache
         prompt = self._question(question, self._prompt)
         past = Past(self._cache, self._cache.get_seq_length())
-        self.pipe.admission.check_prompt(prompt, sampling.max_new_tokens, past)
-        ids = self._prompt.inputs["input_ids"][0]
-        spent = time.perf_counter() - start
-        return BatchRequest(index, prompt, sampling, spent, self._cache, ids)
+        self.pipe.admission.check_prompt(prompt, most, past)
+        return prompt, self._cache
 
-    def continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:
+    def _continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:
         """Token ids of answers as they follow the question.
 
         Raises:

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from oscar_mm.generation.sampling import Choices, NextTokens, TokenSampler
 from oscar_mm.pipelines.pipeline import Pipeline
 
 
@@ -15,21 +17,25 @@ def ids_of(pipe: Pipeline, text: str) -> list[int]:
 
 @contextmanager
 def saying(pipe: Pipeline, *rows: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Inside, each row of an answer has these tokens, then the end token; gives the model's own
-    logits, step by step."""
+    """Inside, answers have these tokens, one after the other in their order, then the end token;
+    gives the model's own logits, step by step."""
     end = next(iter(pipe.family.end_tokens()))
     seen: list[torch.Tensor] = []
+    order: dict[TokenSampler, tuple[Sequence[int], list[int]]] = {}
+    init, choose = Choices.__init__, Choices.__call__
 
-    def say(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
-        step = len(seen)
-        seen.append(logits[:, -1].clone())
+    def with_samplers(choices: Any, samplers: Any, *rest: Any) -> None:
+        init(choices, samplers, *rest)
+        choices.samplers = samplers
+
+    def say(choices: Any, logits: torch.Tensor) -> NextTokens:
+        seen.append(logits.clone())
         said = torch.zeros_like(logits)
-        for row, ids in enumerate(rows):
-            said[row, -1, ids[step] if step < len(ids) else end] = 1
-        return said
+        for row, sampler in enumerate(choices.samplers):
+            ids, steps = order.setdefault(sampler, (rows[len(order) % len(rows)], []))
+            said[row, ids[len(steps)] if len(steps) < len(ids) else end] = 1
+            steps.append(row)
+        return choose(choices, said)
 
-    hook = pipe.model.lm_head.register_forward_hook(say)
-    try:
+    with patch.object(Choices, "__init__", with_samplers), patch.object(Choices, "__call__", say):
         yield seen
-    finally:
-        hook.remove()

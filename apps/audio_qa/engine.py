@@ -1,4 +1,4 @@
-"""Engine: a model that answers rows in batches and reads each recording once."""
+"""Engine: a model that answers many rows at once and reads each recording once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,17 +19,14 @@ from oscar_mm.apps.audio_qa.results import (
     error_result,
 )
 from oscar_mm.apps.audio_qa.rows import Row, is_correct
-from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.join import can_join
 from oscar_mm.errors import InputError
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines import pipeline_for
-from oscar_mm.pipelines.batch import BatchRequest, answers
-from oscar_mm.pipelines.multiple_choice import choose
+from oscar_mm.pipelines.multiple_choice import Choice, Question, choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 from oscar_mm.policy import KVPolicy
 
@@ -97,23 +94,11 @@ class AnswerSettings:
         return values
 
 
-@dataclass(eq=False)
-class _BatchRow:
-    """A row that waits for its batch."""
-
-    row: Row
-    reading: SharedMedia
-    prepared: BatchRequest
-    choices: list[list[int]]
-    needed_bytes: int
-    seconds: float
-
-
 class Engine:
     """Answers rows; what is wrong with a row becomes its ``error``, not an exception.
 
     Args:
-        pipe: the model; its ``kv_budget`` bounds recordings and batches together.
+        pipe: the model; its ``kv_budget`` bounds recordings and answers together.
         settings: how to answer.
         batch_size: most rows at once; the choices of a row do not count.
 
@@ -126,6 +111,10 @@ class Engine:
         self.pipe, self.settings, self.batch_size = pipe, settings, batch_size
         self.audio_seconds, self.peak_bytes = 0.0, 0
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
+        self._running: dict[Generation, tuple[Row, SharedMedia]] = {}
+        self._reading: SharedMedia | None = None
+        """Of the group some of whose rows have not begun."""
+        self._since = 0.0
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Yield results as they are ready.
@@ -133,15 +122,21 @@ class Engine:
         Args:
             groups: rows about the same media, see ``rows.by_recording``.
         """
-        waiting: list[_BatchRow] = []
-        # The thread decodes the next group while the model works on this one.
-        with ThreadPoolExecutor(1) as thread:
-            for group, media in self._read_ahead(groups, thread):
-                yield from (error_result(row, row.error) for row in group if row.error)
-                rows = [row for row in group if not row.error]
-                if rows:
-                    yield from self._group(rows, media, waiting)
-        yield from self._flush(waiting)
+        self._since = time.perf_counter()
+        try:
+            # The thread decodes the next group while the model works on this one.
+            with ThreadPoolExecutor(1) as thread:
+                for group, media in self._read_ahead(groups, thread):
+                    yield from (error_result(row, row.error) for row in group if row.error)
+                    rows = [row for row in group if not row.error]
+                    if rows:
+                        yield from self._group(rows, media)
+            while self._running:
+                yield from self._finished()
+        finally:
+            for answer in self._running:
+                answer.cancel()
+            self._running.clear()
 
     def _read_ahead(
         self, groups: Iterable[list[Row]], thread: ThreadPoolExecutor
@@ -158,126 +153,111 @@ class Engine:
         if before is not None:
             yield before
 
-    def _group(
-        self, rows: list[Row], media: Future[Media], waiting: list[_BatchRow]
-    ) -> Iterator[Result]:
-        """Read the media of a group, and put its rows into batches."""
-        start = time.perf_counter()
+    def _group(self, rows: list[Row], media: Future[Media]) -> Iterator[Result]:
+        """Read the media of a group, and begin with the answers about them."""
         try:
             media_read = media.result()
             reading = SharedMedia(self.pipe, media_read, self.settings.system)
         except Exception as error:  # A file may make a library raise anything.
             yield from (error_result(row, error_line(error)) for row in rows)
             return
-        open_s = time.perf_counter() - start
-        media_bytes = 0 if reading.prompt is None else self._needed_bytes(reading.prompt, 0)
-        needed_bytes = media_bytes + sum(entry.needed_bytes for entry in waiting)
-        if waiting and self.pipe.admission.shortage(needed_bytes, "the media take"):
-            yield from self._flush(waiting)
-        start = time.perf_counter()
+        admission = self.pipe.admission
+        prompt = reading.prompt
+        needed = 0 if prompt is None else admission.growth_bytes(admission.growth(prompt, 0))
+        while self._running and admission.shortage(needed, ""):
+            yield from self._finished()
         try:
-            self._check_room(media_bytes, "the media take")
+            self._check_room(needed)
             reading.read()
-            self._check_room(0, "the media take")
+            self._check_room(0)
         except Exception as error:
             reading.close()
             yield from (error_result(row, error_line(error)) for row in rows)
             return
         self.audio_seconds += sum(recording.seconds for recording in media_read.audio)
         self._note_peak()
-        share = (open_s + time.perf_counter() - start) / len(rows)
+        questions: list[tuple[Row, Question]] = []
+        self._reading = reading
         for row in rows:
             try:
-                entry = self._batch_row(reading, row, share)
+                text, choices = self.settings.prompt(row.question, row.choices)
+                # A right answer that is no choice is an error now.
+                is_correct(row, "", 0 if row.choices else None)
+                if choices:
+                    questions.append((row, reading.question(text, choices)))
+                else:
+                    while len(self._running) >= self.batch_size:
+                        yield from self._finished()
+                    answer = reading.generation(text, self._sampling)
+                    self._running[answer] = row, reading
+                    self.pipe.engine.submit(answer)
             except Exception as error:
                 yield error_result(row, error_line(error))
-                continue
-            if not self._fits(entry, waiting):
-                yield from self._flush(waiting, keep=reading)
-            refusal = self.pipe.admission.shortage(entry.needed_bytes, "the row takes")
-            if refusal is not None:
-                yield error_result(row, refusal)
-                continue
-            waiting.append(entry)
-        if all(entry.reading is not reading for entry in waiting):
-            reading.close()
+            if len(questions) == self.batch_size:
+                yield from self._choices(questions)
+                questions.clear()
+        yield from self._choices(questions)
+        self._reading = None
+        self._close_unless_used(reading)
 
-    def _batch_row(self, reading: SharedMedia, row: Row, share: float) -> _BatchRow:
-        start = time.perf_counter()
-        question, texts = self.settings.prompt(row.question, row.choices)
-        # A right answer that is no choice is an error now.
-        is_correct(row, "", 0 if row.choices else None)
-        prepared = reading.request(0, question, self._sampling)
-        choices = reading.continuations(question, texts) if texts else []
-        new = sum(map(len, choices)) or self.settings.max_new_tokens
-        needed_bytes = self._needed_bytes(prepared.prompt, new, prepared.past)
-        return _BatchRow(
-            row, reading, prepared, choices, needed_bytes, share + time.perf_counter() - start
-        )
-
-    def _needed_bytes(self, prompt: Prompt, new: int, past: OscarCache | None = None) -> int:
-        """Bytes that a prompt and ``new`` tokens after it add to what the pipeline holds."""
-        admission = self.pipe.admission
-        return admission.growth_bytes(admission.growth(prompt, new, past))
-
-    def _check_room(self, needed_bytes: int, what: str) -> None:
-        if (refusal := self.pipe.admission.shortage(needed_bytes, what)) is not None:
+    def _check_room(self, needed: int) -> None:
+        if (refusal := self.pipe.admission.shortage(needed, "the media take")) is not None:
             raise InputError(refusal)
 
-    def _fits(self, entry: _BatchRow, rows: list[_BatchRow]) -> bool:
-        together = [*rows, entry]
-        needed_bytes = sum(other.needed_bytes for other in together)
-        pasts = [other.prepared.past for other in together if other.prepared.past is not None]
-        return (
-            len(together) <= self.batch_size
-            and self.pipe.admission.shortage(needed_bytes, "the rows take") is None
-            and can_join(pasts)
-        )
+    def _finished(self) -> Iterator[Result]:
+        """Go on until some answers have ended, and take them out of those that run."""
+        self.pipe.engine.run_until(lambda: any(answer.ended for answer in self._running))
+        ended = [answer for answer in self._running if answer.ended]
+        self._note_peak()
+        seconds = self._seconds(len(ended))
+        for answer in ended:
+            row, reading = self._running.pop(answer)
+            try:
+                yield answer_result(row, answer.complete()) | seconds
+            except Exception as error:
+                yield error_result(row, error_line(error))
+            self._close_unless_used(reading)
 
-    def _flush(self, waiting: list[_BatchRow], keep: SharedMedia | None = None) -> Iterator[Result]:
-        """Answer the rows that wait, and close their media, but for ``keep``."""
-        rows = waiting[:]
-        waiting.clear()
-        for part in ([x for x in rows if x.choices], [x for x in rows if not x.choices]):
-            if part:
-                yield from self._answer_batch(part)
-        for reading in {entry.reading for entry in rows} - {keep}:
+    def _choices(self, questions: list[tuple[Row, Question]]) -> Iterator[Result]:
+        """Answer questions with choices together; if that fails, each by itself."""
+        if not questions:
+            return
+        try:
+            choices = self._choose([question for _, question in questions])
+        except Exception as error:
+            if len(questions) == 1 and not self._running:
+                yield error_result(questions[0][0], error_line(error))
+                return
+        else:
+            self._note_peak()
+            seconds = self._seconds(len(questions))
+            for (row, _), choice in zip(questions, choices, strict=True):
+                yield choice_result(row, choice) | seconds
+            return
+        while self._running:
+            yield from self._finished()
+        for one in questions:
+            yield from self._choices([one])
+
+    def _choose(self, questions: list[Question]) -> list[Choice]:
+        """Answer questions with choices together; meanwhile their room is kept."""
+        admission = self.pipe.admission
+        rooms: list[object] = []
+        for one in questions:
+            most = 1 + sum(map(len, one.choices))
+            growth = admission.growth(one.prompt, most, one.cache)
+            rooms.append(admission.reserve(growth, one.prompt, one.cache))
+        return choose(self.pipe, questions)
+
+    def _close_unless_used(self, reading: SharedMedia) -> None:
+        used = [self._reading, *(other for _, other in self._running.values())]
+        if all(other is not reading for other in used):
             reading.close()
 
-    def _answer_batch(self, batch: list[_BatchRow]) -> Iterator[Result]:
-        """Answer a batch; if that fails, answer each row alone."""
-        start = time.perf_counter()
-        run = self._choices if batch[0].choices else self._free_answers
-        left, failure = dict(enumerate(batch)), ""
-        try:
-            for index, result in run(batch):
-                entry = left.pop(index)
-                self._note_peak()
-                seconds = entry.seconds + (time.perf_counter() - start) / len(batch)
-                yield result | {"seconds": round(seconds, 4)}
-        except Exception as error:
-            failure = error_line(error)
-        if not left:
-            return
-        if len(batch) == 1:
-            yield error_result(batch[0].row, failure)
-            return
-        for entry in left.values():
-            yield from self._answer_batch([entry])
-
-    def _choices(self, batch: list[_BatchRow]) -> Iterator[tuple[int, Result]]:
-        rows = [replace(entry.prepared, index=index) for index, entry in enumerate(batch)]
-        for choice in choose(self.pipe, rows, [entry.choices for entry in batch]):
-            yield choice.index, choice_result(batch[choice.index].row, choice)
-
-    def _free_answers(self, batch: list[_BatchRow]) -> Iterator[tuple[int, Result]]:
-        rows = [replace(entry.prepared, index=index) for index, entry in enumerate(batch)]
-        for result in answers(self.pipe, rows):
-            row = batch[result.index].row
-            if result.answer is not None:
-                yield result.index, answer_result(row, result.answer)
-            elif result.error is not None:
-                yield result.index, error_result(row, error_line(result.error))
+    def _seconds(self, rows: int) -> Result:
+        """The share of so many rows in the time since the last ones."""
+        before, self._since = self._since, time.perf_counter()
+        return {"seconds": round((self._since - before) / rows, 4)}
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.pipe.store.memory().pool_bytes)

@@ -34,8 +34,8 @@ if (field) field.setAttribute('aria-label', 'Message');
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
 """The choices of a new page."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
-# An answer occupies a worker for long; everything else is short.
-_ANSWERS_AT_ONCE = 4
+# Answers decode together, and each occupies a worker for long; everything else is short.
+_ANSWERS_AT_ONCE = 32
 _QUEUE = 64
 
 

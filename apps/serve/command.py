@@ -18,6 +18,8 @@ from oscar_mm.sizes import parse_bytes
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
 _LONGEST_TEXT = 1024
 """Longest answer by default, in tokens, without a thinking model's reasoning."""
+_PREFIXES = "1GB"
+"""Size of the prefix cache without a budget."""
 _KEY_BYTES = 4096
 """Largest file of a key."""
 _RELEASE_S = 2.0
@@ -44,12 +46,22 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
     ] = None,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help='KV memory of beginnings that prompts share; "off" keeps none. Default: a quarter '
+            f"of --kv-budget, or {_PREFIXES}.",
+        ),
+    ] = None,
     max_context: options.MaxContext = None,
     max_new_tokens: options.AnswerLength = None,
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
     ] = "64MB",
-    running: Annotated[int, typer.Option(metavar="N", help="Most answers written at once.")] = 4,
+    running: Annotated[
+        int, typer.Option(metavar="N", help="Most answers at once, which decode together.")
+    ] = 64,
     waiting: Annotated[int, typer.Option(metavar="N", help="Most requests in the queue.")] = 64,
     conversations: Annotated[
         int, typer.Option(metavar="N", help="Conversations kept for later requests.")
@@ -66,8 +78,8 @@ def serve(
     """
     KVPolicy.preset(policy)
     size = parse_bytes("--max-request", max_request)
-    if kv_budget is not None:
-        parse_bytes("--kv-budget", kv_budget)
+    budget = None if kv_budget is None else parse_bytes("--kv-budget", kv_budget)
+    prefixes = prefix_bytes(prefix_cache, budget)
     for name, value, least in (
         ("max-new-tokens", max_new_tokens, 1),
         ("running", running, 1),
@@ -102,7 +114,8 @@ def serve(
         policy=policy,
         **asdict(placement),
         max_context=max_context,
-        kv_budget=kv_budget,
+        kv_budget=budget,
+        prefix_cache=prefixes,
     )
     if not is_loopback(host) and key is None:
         print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
@@ -130,6 +143,17 @@ def serve(
         sys.stderr.flush()
         os._exit(0)
     pipe.lock.release()
+
+
+def prefix_bytes(size: str | None, budget: int | None) -> int | None:
+    """Bytes of the prefix cache from its option; None for no prefix cache.
+
+    Raises:
+        InputError: no size.
+    """
+    if size is None:
+        return parse_bytes("--prefix-cache", _PREFIXES if budget is None else max(1, budget // 4))
+    return None if size in ("0", "off") else parse_bytes("--prefix-cache", size)
 
 
 def api_key(file: Path | None) -> str | None:

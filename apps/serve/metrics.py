@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from oscar_mm.apps.serve.conversations import Conversations
+    from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
 
-_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 30, 60, 120),
+)
+_LOCK_S = 0.2
+"""Seconds in which the model should let go of its memory, to be measured."""
 
 
 class Metrics:
@@ -32,47 +39,113 @@ class Metrics:
         )
         self.tokens = Counter(
             "oscar_mm_tokens",
-            "Tokens by kind: prompt (read), cached (known already), completion",
+            "Tokens by kind: prompt (read), cached (known already), completion (as they come)",
             ["kind"],
             registry=self.registry,
         )
-        self.running = Gauge("oscar_mm_running", "Answers being written", registry=self.registry)
-        self.waiting = Gauge("oscar_mm_waiting", "Requests in the queue", registry=self.registry)
-        self.first_token_seconds = Histogram(
-            "oscar_mm_first_token_seconds",
-            "Time to the first token, the queue not included",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.completion_tokens = self.tokens.labels("completion")
+        self.running = Gauge("oscar_mm_running", "Requests being answered", registry=self.registry)
+        self.waiting = Gauge(
+            "oscar_mm_waiting", "Requests that wait for a place", registry=self.registry
         )
-        self.answer_seconds = Histogram(
-            "oscar_mm_answer_seconds",
-            "Time to the last token, the queue not included",
-            buckets=_SECONDS,
-            registry=self.registry,
+
+        def times(name: str, text: str) -> Histogram:
+            return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
+
+        self.first_token_seconds = times(
+            "oscar_mm_first_token_seconds", "Time from the request to the first token"
         )
-        self.registry.register(_MemoryCollector(conversations))
+        self.inter_token_seconds = times(
+            "oscar_mm_inter_token_seconds", "Time from one token with text to the next"
+        )
+        self.answer_seconds = times(
+            "oscar_mm_answer_seconds", "Time from the request to the last token"
+        )
+        self.registry.register(_PipelineCollector(conversations))
 
 
-class _MemoryCollector(Collector):
-    """Measures memory when Prometheus asks for it."""
+class AnswerTimes:
+    """Counts an answer's tokens and measures their times as they come.
+
+    Args:
+        metrics: of the server.
+        arrival: ``perf_counter()`` when the request came.
+
+    Attributes:
+        count: pieces of text so far.
+    """
+
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics, self._arrival, self._last = metrics, arrival, arrival
+        self.count = 0
+
+    def note(self) -> None:
+        """Count a piece of text, which comes now."""
+        metrics, now = self._metrics, perf_counter()
+        if self.count:
+            metrics.inter_token_seconds.observe(now - self._last)
+            # The last piece may be text of an earlier token: ``end`` counts the rest.
+            metrics.completion_tokens.inc()
+        else:
+            metrics.first_token_seconds.observe(now - self._arrival)
+        self._last = now
+        self.count += 1
+
+    def end(self, completed: CompletedAnswer) -> None:
+        """Count the complete answer."""
+        metrics = self._metrics
+        metrics.requests.labels("200").inc()
+        metrics.answer_seconds.observe(perf_counter() - self._arrival)
+        metrics.tokens.labels("cached").inc(completed.cached_tokens)
+        metrics.tokens.labels("prompt").inc(completed.prompt_tokens - completed.cached_tokens)
+        counted = max(0, self.count - 1)
+        metrics.completion_tokens.inc(max(0, len(completed.answer.token_ids) - counted))
+
+
+class _PipelineCollector(Collector):
+    """Measures the pipeline when Prometheus asks for it.
+
+    The memory is that of an earlier measurement while the model does not let go of it.
+    """
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
+        self._memory: list[GaugeMetricFamily] = []
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         pipe = self._conversations.pipe
-        with pipe.lock:
-            by_modality = pipe.store.bytes_by_modality()
-            report = pipe.store.memory()
-        used = GaugeMetricFamily(
-            "oscar_mm_kv_bytes", "KV bytes in use by modality", labels=["modality"]
-        )
-        for modality, size in by_modality.items():
-            used.add_metric([modality], size)
-        yield used
-        yield GaugeMetricFamily(
-            "oscar_mm_kv_pool_bytes", "KV bytes taken, free slots included", report.pool_bytes
-        )
+        if pipe.lock.acquire(timeout=_LOCK_S):
+            try:
+                self._memory = self._measure()
+            finally:
+                pipe.lock.release()
+        yield from self._memory
         yield GaugeMetricFamily(
             "oscar_mm_conversations", "Conversations kept", len(self._conversations)
         )
+        engine = pipe.engine
+        yield GaugeMetricFamily("oscar_mm_decoding", "Answers in the batch", engine.running)
+        yield GaugeMetricFamily(
+            "oscar_mm_prompts_waiting", "Prompts that wait to be read", engine.waiting
+        )
+        if (prefixes := pipe.prefixes) is not None:
+            for name, text, value in (
+                ("hits", "Prompts whose beginning was known", prefixes.hits),
+                ("misses", "Prompts whose beginning was not known", prefixes.misses),
+                ("tokens_saved", "Tokens that were not read again", prefixes.tokens_saved),
+            ):
+                yield CounterMetricFamily(f"oscar_mm_prefix_{name}", text, value)
+
+    def _measure(self) -> list[GaugeMetricFamily]:
+        store = self._conversations.pipe.store
+        used = GaugeMetricFamily(
+            "oscar_mm_kv_bytes", "KV bytes in use by modality", labels=["modality"]
+        )
+        for modality, size in store.bytes_by_modality().items():
+            used.add_metric([modality], size)
+        taken = GaugeMetricFamily(
+            "oscar_mm_kv_pool_bytes",
+            "KV bytes taken, free slots included",
+            store.memory().pool_bytes,
+        )
+        return [used, taken]

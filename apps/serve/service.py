@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -20,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
-from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
 from oscar_mm.apps.serve.responses import (
     RETRY_S,
@@ -53,7 +55,7 @@ class ServerLimits:
         api_key: bearer token that clients must send; None for no key.
         max_request_bytes: largest body of a request, media in base64 included.
         max_new_tokens: longest answer, in tokens; also the default.
-        running: most answers at once, which take turns token by token.
+        running: most answers at once, which decode together.
         waiting: most requests in the queue; more get status 429.
         conversations: most chats that later requests can continue.
         body_s: seconds in which the body of a request must come.
@@ -64,7 +66,7 @@ class ServerLimits:
     api_key: str | None = None
     max_request_bytes: int = 64 << 20
     max_new_tokens: int = 1024
-    running: int = 4
+    running: int = 64
     waiting: int = 64
     conversations: int = 64
     body_s: float = 60.0
@@ -124,6 +126,7 @@ class Service:
 
     async def answer(self, http: HttpRequest, header: dict[str, Any]) -> Response:
         """Read a request, wait for a place, then answer at once or piece by piece."""
+        arrival = perf_counter()
         with self._room_for_body() as add:
             request = await self._request(await self._body(http, add))
             gone = asyncio.ensure_future(_disconnect(http))
@@ -132,14 +135,14 @@ class Service:
             except BaseException:
                 gone.cancel()
                 raise
-        answer = _RunningAnswer(self, request, gone)
+        answer = _RunningAnswer(self, request, gone, arrival)
         try:
-            first = await answer.begin()
+            await answer.begin()
             if request.stream:
                 # A streaming response itself notices that its client has left.
                 answer.gone = asyncio.get_running_loop().create_future()
-                return _EventStream(answer, _events(answer, first, header))
-            async for _ in answer.pieces(first):
+                return _EventStream(answer, _events(answer, header))
+            async for _ in answer.pieces():
                 pass
         except BaseException:
             answer.end()
@@ -287,23 +290,32 @@ class Service:
 
 
 class _RunningAnswer:
-    """An answer that the model writes; each of its steps runs in a thread.
+    """An answer that the model writes, in a thread; its pieces wait here until they are taken.
 
     Args:
         service: counts the answer, and gets its place back.
         request: the request.
         gone: done when the client has left.
+        arrival: ``perf_counter()`` when the request came.
     """
 
-    def __init__(self, service: Service, request: Request, gone: asyncio.Future[None]) -> None:
+    def __init__(
+        self, service: Service, request: Request, gone: asyncio.Future[None], arrival: float
+    ) -> None:
         self.service, self.request = service, request
-        self._completed: CompletedAnswer | None = None
         self.gone = gone
-        self._steps = service.conversations.answer_steps(request)
-        self._step: asyncio.Future[str | CompletedAnswer] | None = None
+        self._completed: CompletedAnswer | None = None
+        self._loop = asyncio.get_running_loop()
+        self._pieces: deque[str | CompletedAnswer] = deque()
+        self._changed = asyncio.Event()
+        """Set where there are pieces, the thread has ended or the answer is to end."""
+        self._thread: asyncio.Future[None] | None = None
+        self._left = False
         self._end: asyncio.Task[None] | None = None
-        self._start = perf_counter()
+        self._times = AnswerTimes(service.metrics, arrival)
         service.metrics.running.inc()
+        for end in (gone, service.cut):
+            end.add_done_callback(self._wake)
 
     @property
     def completed(self) -> CompletedAnswer:
@@ -312,11 +324,8 @@ class _RunningAnswer:
             raise RuntimeError("the answer is not complete")
         return self._completed
 
-    async def begin(self) -> str | CompletedAnswer:
-        """Read media, past and prompt; wait for memory that other answers use.
-
-        Returns:
-            the first piece.
+    async def begin(self) -> None:
+        """Read media, past and prompt; wait for memory that other answers use, and for pieces.
 
         Raises:
             Refusal: there is no answer; the message says why.
@@ -325,65 +334,95 @@ class _RunningAnswer:
         deadline = perf_counter() + service.limits.room_s
         with as_refusals():
             while True:
+                self._thread = asyncio.ensure_future(run_sync(self._write, limiter=service.workers))
+                self._thread.add_done_callback(self._wake)
                 try:
-                    while (first := await self._next()) == "":
-                        pass
+                    return await self._wait()
                 except Busy:
-                    if (left := deadline - perf_counter()) <= 0:
+                    left = deadline - perf_counter()
+                    if left <= 0 or self._times.count:
                         raise
-                    self._steps = service.conversations.answer_steps(self.request)
                     if not await run_sync(service.conversations.give_way):
                         await service.wait_for_memory(self.gone, left)
-                else:
-                    service.metrics.first_token_seconds.observe(perf_counter() - self._start)
-                    return first
 
-    async def pieces(self, first: str | CompletedAnswer) -> AsyncIterator[str]:
-        """Yield pieces of text, then set ``completed``.
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield text, all that waits in one piece, then set ``completed``.
 
         Raises:
             Refusal: the answer ends here; the message says why.
         """
-        piece = first
         with as_refusals():
-            while not isinstance(piece, CompletedAnswer):
-                yield piece
-                piece = await self._next()
-        self._completed = piece
-        metrics = self.service.metrics
-        metrics.requests.labels("200").inc()
-        metrics.answer_seconds.observe(perf_counter() - self._start)
-        metrics.tokens.labels("cached").inc(piece.cached_tokens)
-        metrics.tokens.labels("prompt").inc(piece.prompt_tokens - piece.cached_tokens)
-        metrics.tokens.labels("completion").inc(len(piece.answer.token_ids))
+            while self._completed is None:
+                await self._wait()
+                for piece in joined(self._pieces):
+                    if isinstance(piece, CompletedAnswer):
+                        self._completed = piece
+                    else:
+                        yield piece
+        self._times.end(self.completed)
 
     def end(self) -> asyncio.Task[None]:
         """Close the answer and free its place, once the model has ended its step."""
         if self._end is None:
+            self._left = True
             self._end = asyncio.ensure_future(self._close())
             self.service.track_closing(self._end)
         return self._end
 
-    async def _next(self) -> str | CompletedAnswer:
-        step = asyncio.ensure_future(run_sync(next, self._steps, limiter=self.service.workers))
-        self._step = step
-        ends: tuple[asyncio.Future[Any], ...] = (step, self.service.cut, self.gone)
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if step.done():
-            return step.result()
-        raise busy("the server is stopping") if self.service.cut.done() else ClientGone()
+    def _write(self) -> None:
+        """Write the answer, in a thread, to the end or until the answer is closed."""
+        with closing(self.service.conversations.answer_steps(self.request)) as steps:
+            for piece in steps:
+                if self._left:
+                    return
+                if isinstance(piece, str):
+                    if not piece:
+                        continue
+                    self._times.note()
+                self._pieces.append(piece)
+                if self.request.stream and not self._changed.is_set():
+                    self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def _wait(self) -> None:
+        """Return when there are pieces, of an answer that is not streamed all.
+
+        Raises:
+            BaseException: of the thread, or a Refusal.
+        """
+        while not (self._pieces and self.request.stream):
+            if self._thread is not None and self._thread.done():
+                self._thread.result()
+                return
+            await self._changed.wait()
+            self._changed.clear()
+            if self.service.cut.done():
+                raise busy("the server is stopping")
+            if self.gone.done():
+                raise ClientGone
+
+    def _wake(self, _: object) -> None:
+        self._changed.set()
 
     async def _close(self) -> None:
         service = self.service
         try:
-            if self._step is not None:
-                # The result of this step, or its error, concerns nobody any more.
-                await asyncio.gather(self._step, return_exceptions=True)
-            with suppress(Exception):
-                await run_sync(self._steps.close, limiter=service.workers)
+            if self._thread is not None:
+                # Its error concerns nobody any more.
+                await asyncio.gather(self._thread, return_exceptions=True)
         finally:
+            service.cut.remove_done_callback(self._wake)
             service.metrics.running.dec()
             service.release()
+
+
+def joined(pieces: deque[str | CompletedAnswer]) -> Iterator[str | CompletedAnswer]:
+    """Take out pieces, those joined that follow each other in the reasoning or in the text."""
+    taken = [pieces.popleft() for _ in range(len(pieces))]
+    for kind, group in groupby(taken, type):
+        if issubclass(kind, str):
+            yield kind("".join(cast("Iterator[str]", group)))
+        else:
+            yield from group
 
 
 class _EventStream(StreamingResponse):
@@ -402,12 +441,10 @@ class _EventStream(StreamingResponse):
             self._answer.end()
 
 
-async def _events(
-    answer: _RunningAnswer, first: str | CompletedAnswer, header: dict[str, Any]
-) -> AsyncIterator[str]:
+async def _events(answer: _RunningAnswer, header: dict[str, Any]) -> AsyncIterator[str]:
     try:
         yield _event(chunk(header, {"role": "assistant", "content": ""}))
-        async for piece in answer.pieces(first):
+        async for piece in answer.pieces():
             name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
             yield _event(chunk(header, {name: piece}))
         yield _event(chunk(header, {}, answer.completed.answer.finish_reason))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
 from oscar_mm.admission.kv_budget import KVBudget, Reservation, Spillable
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.slot_growth import (
     Growth,
     bytes_over_time,
@@ -75,7 +75,7 @@ class Admission:
     budget: KVBudget | None = None
 
     @property
-    def lock(self) -> RLock:
+    def lock(self) -> FairLock:
         """The lock of the store."""
         return self.store.lock
 
@@ -219,8 +219,8 @@ class Admission:
         """Make room for an answer in the budget and on its devices, before the model reads.
 
         Args:
-            growth: of all rows.
-            prompt: of all rows, padded.
+            growth: of prompt and answer.
+            prompt: of a single row.
             cache: that the answer goes on from.
             chat: that stays; also stays who is answering.
 

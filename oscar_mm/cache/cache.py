@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -70,6 +71,8 @@ class OscarCache(Cache):
     """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
     step: Step | None
     """What the latest forward pass does; None before the first one."""
+    sigmas: dict[int, torch.Tensor]
+    """Balancing by layer, as far as it is known before the first keys."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class OscarCache(Cache):
         self.store = PageStore(self.policy) if store is None else store
         self.ledger = Ledger(self.store)
         self.step = None
-        self._sigmas = sigmas_of_model(model) if model is not None else {}
+        self.sigmas = sigmas_of_model(model) if model is not None else {}
         self._expected = Announcements()
         self._warned = False
         # Whether layers on a GPU have taken in a prompt or pages since the last check.
@@ -138,7 +141,7 @@ class OscarCache(Cache):
             raise NotImplementedError(_TWO_STATES.format(layer_idx))
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
-            layer.sigma = self._sigmas.get(layer_idx)
+            layer.sigma = self.sigmas.get(layer_idx)
         step = self._step_for(layer, key_states)
         if step.from_pages is None:
             step.from_pages = self._expected.take_packed()
@@ -195,6 +198,7 @@ class OscarCache(Cache):
         """
         self.check_complete()
         step = self.ledger.advance(modalities)
+        self.store.reserve()
         if self.step is not None:
             step.layers = frozenset(layer.index for layer in self.packed_layers)
         self.step = step
@@ -206,6 +210,19 @@ class OscarCache(Cache):
         for layer in self.packed_layers:
             step.finish(layer.index)
         self.step = step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, while a forward pass on this cache stands between two layers, other caches of the
+        store may make whole passes: what this one has yet to read is not given to them."""
+        sources = {} if self.step is None else self.step.sources()
+        for bits, slots in sources.items():
+            self.store.allocators[bits].retain(slots)
+        try:
+            yield
+        finally:
+            for bits, slots in sources.items():
+                self.store.allocators[bits].release(slots)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -219,6 +236,19 @@ class OscarCache(Cache):
         if self.step is not None and self.step.packs_at_end:
             some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
             pack_together(some, self.step)
+
+    def note_stored(self, layer: OscarLayer, tokens: int) -> None:
+        """Check what a layer has stored of so many new tokens of each row.
+
+        Nothing waits for a GPU: there a prompt is checked before the next step.
+
+        Raises:
+            FloatingPointError: on a CPU, keys or values that ``OscarLayer.check_stored`` refuses.
+        """
+        if layer.device.type == "cpu":
+            layer.check_stored()
+        elif tokens > 1:
+            self.unchecked = True
 
     def check_complete(self) -> None:
         """Raise if a forward pass did not reach all layers, or brought what cannot be stored.
@@ -271,8 +301,10 @@ class OscarCache(Cache):
             RuntimeError: in the middle of a forward pass, or after one that was interrupted.
         """
         self.check_complete()
+        if self.closed:
+            raise RuntimeError("the cache is closed")
         twin = OscarCache(self.policy, store=self.store)
-        twin._own_store, twin.closed, twin._sigmas = self._own_store, self.closed, self._sigmas
+        twin._own_store, twin.closed, twin.sigmas = self._own_store, self.closed, self.sigmas
         twin.ledger = self.ledger.fork()
         twin.layers += [
             layer.fork(twin) if isinstance(layer, OscarLayer) else layer.fork()

@@ -161,26 +161,25 @@ class OscarLayer(CacheLayerMixin):
     def append(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
         """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
 
-        Nothing waits for a GPU: there ``check_stored`` is left to the cache, before its next step.
-
         Raises:
-            FloatingPointError: on a CPU, keys or values that ``check_stored`` refuses.
+            FloatingPointError: as ``OscarCache.note_stored``.
         """
         self.reserve()
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-        for bits, source, target in step.copies:
-            pages = self.pages[bits].storage
-            pages[target] = pages[source]
+        self.copy_pages(step)
         if not step.packs_at_end:
             self.pack(keys, values, step)
         writes = step.writes_on(self.device)
         if writes is not None:
             append(keys, values, self.recent.storage, writes, self.bad)
-        if self.device.type == "cpu":
-            self.check_stored()
-        elif keys.shape[2] > 1:
-            self.cache.unchecked = True
+        self.cache.note_stored(self, keys.shape[2])
         step.finish(self.index)
+
+    def copy_pages(self, step: Step) -> None:
+        """Copy the pages that a step is to fill and that others have too."""
+        for bits, source, target in step.copies:
+            pages = self.pages[bits].storage
+            pages[target] = pages[source]
 
     def reserve(self) -> None:
         """Let the pools hold all slots that the ledger has given out."""
@@ -307,7 +306,7 @@ def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
         layers: that have carried out the rest of the step.
 
     Raises:
-        FloatingPointError: on a CPU, keys or values that ``OscarLayer.check_stored`` refuses.
+        FloatingPointError: as ``OscarCache.note_stored``.
     """
     kinds = defaultdict[tuple[Any, ...], list[OscarLayer]](list)
     for layer in layers:
@@ -321,9 +320,8 @@ def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
                 *([layer.sigma for layer in alike], numbers_of(alike[0].formats[bits])),
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
-        if device.type == "cpu":
-            for layer in alike:
-                layer.check_stored()
+        for layer in alike:
+            layer.cache.note_stored(layer, 1)
 
 
 def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:

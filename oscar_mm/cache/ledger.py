@@ -31,17 +31,22 @@ _NUMBERS = itertools.count()
 class Ledger:
     """Sequences of a batch and the slots that hold them.
 
+    Args:
+        store: that the slots are of.
+        owns_slots: False where other ledgers have the same sequences and give the slots back.
+
     Attributes:
         number: of this ledger, which no other one has.
         changes: grows with every change of a sequence. ``PageStore.trim`` counts its own.
     """
 
-    def __init__(self, store: PageStore) -> None:
+    def __init__(self, store: PageStore, *, owns_slots: bool = True) -> None:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
         # Always the same list: the store takes its slots back once the ledger is gone.
         self.sequences: list[Row] = []
         self.number, self.changes = next(_NUMBERS), 0
-        store.register(self)
+        if owns_slots:
+            store.register(self)
 
     def fork(self) -> Ledger:
         """A ledger of the same sequences, over the same slots; what it adds is its own."""
@@ -68,8 +73,13 @@ class Ledger:
         """The same as long as the sequences and the ids of their slots are."""
         return self.number, self.changes, self.store.trims
 
-    def advance(self, modalities: np.ndarray) -> Step:
-        """Take in new tokens: (batch, tokens) modality ids, -1 for padding."""
+    def advance(self, modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
+        """Take in new tokens: (batch, tokens) modality ids, -1 for padding.
+
+        Args:
+            modalities: a list of (tokens,) instead for rows of unequal length, whose new tokens
+                come one row after the other as a batch of one.
+        """
         self.store.collect()
         version, promises = self.version, self.store.promises
         self.changes += 1
@@ -208,11 +218,13 @@ class _Advance:
         self._writes: list[np.ndarray] = []
         self._freed: list[int] = []
 
-    def of(self, sequences: list[Row], modalities: np.ndarray) -> Step:
-        """Take (batch, tokens) modality ids into the sequences."""
+    def of(self, sequences: list[Row], modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
+        """Take modality ids into the sequences, as of ``Ledger.advance``."""
         step = self._step
         step.past = [sequence.before() for sequence in sequences]
-        if (modalities == PADDING).any():
+        if not isinstance(modalities, np.ndarray):
+            step.lengths = [len(row) for row in modalities]
+        elif (modalities == PADDING).any():
             step.real = [np.flatnonzero(row != PADDING) for row in modalities]
         for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
             codes = self._stream_codes(sequence, ids)
@@ -222,8 +234,26 @@ class _Advance:
             elif codes[0] != NOWHERE:
                 self._take_one(row, sequence, int(codes[0]))
         self._recent.release(self._freed)
+        if step.lengths is not None:
+            self._line_up(np.cumsum([0, *step.lengths]))
         step.writes = np.concatenate(self._writes, axis=1) if self._writes else None
         return step
+
+    def _line_up(self, starts: np.ndarray) -> None:
+        """Name new tokens as those of a batch of one, where each row begins at its start."""
+
+        def lined_up(source: np.ndarray, row: int) -> np.ndarray:
+            return np.where(source >= 0, source + starts[row], source)
+
+        for filling in self._step.fillings:
+            filling.source = lined_up(filling.source, filling.row)
+            filling.begins = {
+                page: lined_up(source, filling.row) for page, source in filling.begins.items()
+            }
+            filling.row = 0
+        for writes in self._writes:
+            writes[1] += starts[writes[0]]
+            writes[0] = 0
 
     def _stream_codes(self, sequence: Row, ids: np.ndarray) -> np.ndarray:
         """Stream code of each new token; counts them as stored."""

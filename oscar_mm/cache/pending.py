@@ -53,12 +53,15 @@ def attend_stored(
     Returns:
         (batch, query heads, tokens, head_dim); 0 for queries that are padding.
     """
-    if step.real is None and not any(sequence.stored for sequence in step.past):
+    empty = not any(sequence.stored for sequence in step.past)
+    if empty and step.real is None and step.lengths is None:
         return _causal(queries, keys, values, scaling)
     queries, keys, values = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values)
     )
     chunk = _Chunk(layer, step, queries, keys, values, scaling)
+    if step.lengths is not None:
+        return chunk.lined_up(step.lengths)
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     most = MAX_QUERY_TOKENS if step.real is None else 1
     return chunk.decoded() if keys.shape[2] <= most else chunk.by_rows()
@@ -135,10 +138,34 @@ class _Chunk:
                 output[row][:, real] = self._of_row(row, real)
         return output
 
-    def _of_row(self, row: int, tokens: torch.Tensor | slice) -> torch.Tensor:
-        """(query heads, tokens, head_dim) of those tokens of a row that are no padding."""
+    def lined_up(self, lengths: list[int]) -> torch.Tensor:
+        """Attend a row at a time, where the rows' tokens come one row after the other."""
+        output, stop = torch.empty_like(self.queries), 0
+        for row, length in enumerate(lengths):
+            start, stop = stop, stop + length
+            own = slice(start, stop)
+            if self.step.past[row].stored:
+                output[0, :, own] = self._of_row(row, own, place=0)
+            else:
+                output[:, :, own] = _causal(
+                    self.queries[:, :, own],
+                    self.keys[:, :, own],
+                    self.values[:, :, own],
+                    self.scaling,
+                )
+        return output
+
+    def _of_row(
+        self, row: int, tokens: torch.Tensor | slice, place: int | None = None
+    ) -> torch.Tensor:
+        """(query heads, tokens, head_dim) of those tokens of a row that are no padding.
+
+        Args:
+            place: of the row in the batch; by default ``row``.
+        """
+        place = row if place is None else place
         queries, keys, values = (
-            x[row : row + 1, :, tokens] for x in (self.queries, self.keys, self.values)
+            x[place : place + 1, :, tokens] for x in (self.queries, self.keys, self.values)
         )
         merged = MergedAttention(queries, self.scaling)
         merged.add(keys, values, causal=True)

@@ -6,7 +6,7 @@ one by one; ``slot_growth`` tells the result beforehand, by formulas over the le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -64,7 +64,7 @@ def first_page_tokens(bits: Bits) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """Slots of one or more sequences after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``:
+    """Slots of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``:
     tokens in 16 bit).
 
     Attributes:
@@ -75,22 +75,6 @@ class Growth:
 
     held: dict[Bits, np.ndarray]
     added: dict[Bits, np.ndarray]
-
-    @staticmethod
-    def together(rows: Iterable[Growth]) -> Growth:
-        """The growth of a batch, in which a row whose answer has ended stays as it is."""
-        rows = list(rows)
-        steps = max(len(next(iter(row.held.values()))) for row in rows)
-
-        def total(slots: Iterable[dict[Bits, np.ndarray]]) -> dict[Bits, np.ndarray]:
-            found: dict[Bits, np.ndarray] = {}
-            for row in slots:
-                for bits, counts in row.items():
-                    longer = np.pad(counts, (0, steps - len(counts)), mode="edge")
-                    found[bits] = found.get(bits, 0) + longer
-            return found
-
-        return Growth(total(row.held for row in rows), total(row.added for row in rows))
 
 
 def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:

@@ -17,7 +17,7 @@ from oscar_mm.cache.rows import Row
 from oscar_mm.ops.decode_tables import Tables, arrays_of, laid_out, lengths_of, tables_of, upload
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.policy import Bits, KVPolicy
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 _INCOMPLETE = (
     "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
@@ -115,6 +115,8 @@ class Step:
             which may pack at its end).
         writes: (3, n) int64: row and index of a new token, slot of 16 bit that it is written to.
         real: for each row the indices of its tokens that are not padding; None if all are real.
+        lengths: new tokens of each row, where these come one row after the other as a batch of one;
+            None for a row of the batch each.
         past: the sequences before the step. Their slots stay as they are until a layer carries
             the step out, so attention over the past and the new tokens comes first.
         from_pages: whether attention "oscar" runs the forward pass and reads the past from its
@@ -132,6 +134,7 @@ class Step:
     fillings: list[Filling] = field(default_factory=list)
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
+    lengths: list[int] | None = None
     past: list[Row] = field(default_factory=list)
     from_pages: bool | None = None
     past_version: tuple[int, ...] = ()
@@ -189,6 +192,15 @@ class Step:
                 return False
         fillings = {filling.row: filling for filling in early.fillings}
         return all(filling.is_same(fillings.get(filling.row)) for filling in self.fillings)
+
+    def sources(self) -> dict[Bits, set[int]]:
+        """Slots that layers read when they carry it out, some of which nobody owns any more."""
+        tokens = [one.source for one in self.fillings]
+        tokens += [source for one in self.fillings for source in one.begins.values()]
+        found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
+        for bits, source, _ in self.copies:
+            found.setdefault(bits, set()).add(source)
+        return found
 
     @property
     def packs_at_end(self) -> bool:
@@ -367,12 +379,10 @@ class FixedTables:
         self.refill_tokens(step)
 
     def takes(self, step: Step) -> bool:
-        """Whether a step copies no page, and packs a token of each row at most; of a policy that
-        packs whole pages, none of the new tokens."""
+        """Whether a step packs a token of each row at most; of a policy that packs whole pages,
+        none of the new tokens."""
         if not self._policy.by_token:
             return not any((filling.source >= 0).any() for filling in step.fillings)
-        if step.copies:
-            return False
         rows = [filling.row for filling in step.fillings]
         return len(set(rows)) == len(rows) and all(len(one.source) == 1 for one in step.fillings)
 

@@ -51,6 +51,10 @@ class StepReplay:
             for layer in self._cache.packed_layers:
                 layer.reserve()
             self._reserved = capacities
+        # No graph has these copies in it.
+        for layer in self._cache.packed_layers if step.copies else ():
+            layer.copy_pages(step)
+        step.copies = []
         self._tables.write(step)
         # A row that has ended is computed like the others, and nobody looks at what comes of it.
         step.fixed, step.real = self._tables, None

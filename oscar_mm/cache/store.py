@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.memory import StoreReport, measure_store
 from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.errors import InputError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from oscar_mm.cache.ledger import Ledger
     from oscar_mm.cache.rows import Row
 
+_TRIMMING = 0.02
+"""Most of the time that goes into moving slots together."""
 _COPY_BYTES = 1 << 26
 """Bytes that are copied at once where a pool is compacted in place."""
 
@@ -97,6 +101,13 @@ class SlotAllocator:
             if not self._references[slot]:
                 self._free.append(slot)
 
+    def retain(self, slots: Iterable[int]) -> None:
+        """Add an owner to each slot, also to free ones, which are not free then."""
+        kept = set(slots)
+        if any(not self._references[slot] for slot in kept):
+            self._free = [slot for slot in self._free if slot not in kept]
+        self.share(kept)
+
     def compact(self) -> list[int]:
         """Leave out the free slots: slot i of now is the i-th of the returned ones of before."""
         kept = [slot for slot, owners in enumerate(self._references) if owners]
@@ -137,7 +148,7 @@ class Pool:
         Raises:
             torch.OutOfMemoryError: the device has no room; the pool is as before.
         """
-        before = len(self.storage)
+        before, moves = len(self.storage), self._range is None
         if capacity <= before:
             return
         if not before and self._range is None:
@@ -149,7 +160,7 @@ class Pool:
                 grown = self.storage.new_empty((capacity, *self.storage.shape[1:]))
             grown[:before] = self.storage
             self.storage = grown
-        self.moves += self._range is None or not before
+        self.moves += moves
 
     def keep(self, slots: list[int]) -> None:
         """Shrink to these slots, which ascend."""
@@ -257,15 +268,15 @@ class PageStore:
     def __init__(
         self,
         policy: str | KVPolicy = DEFAULT,
-        lock: threading.RLock | None = None,
+        lock: FairLock | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = KVPolicy.of(policy)
         self.allocators = {bits: SlotAllocator() for bits in (*self.policy.packed_bits, PLAIN)}
         self.layers: dict[int, LayerPools] = {}
-        self.lock = threading.RLock() if lock is None else lock
+        self.lock = FairLock() if lock is None else lock
         self.ranks = Ranks() if ranks is None else ranks
-        self.trims = 0
+        self.trims, self._next_trim = 0, 0.0
         self._pools: list[Pool] = []
         self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
@@ -312,6 +323,13 @@ class PageStore:
             )
         return pools
 
+    def reserve(self) -> None:
+        """Let all pools hold the slots that were given out: at once, before a forward pass, as a
+        GPU that gets memory waits for the work on its way."""
+        for pools in self.layers.values():
+            for bits, pool in pools.by_bits.items():
+                pool.reserve(self.allocators[bits].capacity)
+
     def share(self, sequences: Iterable[Row]) -> None:
         """Add an owner to every slot of the sequences."""
         self._change_owners(sequences, SlotAllocator.share)
@@ -356,6 +374,16 @@ class PageStore:
             for ledger in self._registered():
                 for sequence in ledger.sequences:
                     sequence.renumber(bits, new_ids)
+
+    def trim_surplus(self) -> None:
+        """``trim`` where it is worth moving the slots that are in use, and in a small share of all
+        time: a server gives up caches all the time."""
+        start = time.perf_counter()
+        report = self.memory()
+        if report.free_bytes > report.used_bytes // 4 and start >= self._next_trim:
+            self.trim()
+            took = time.perf_counter() - start
+            self._next_trim = start + took / _TRIMMING
 
     @property
     def version(self) -> int:

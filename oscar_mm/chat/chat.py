@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,7 +27,6 @@ from oscar_mm.chat.turn import (
 )
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
-from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
@@ -161,7 +160,7 @@ class Chat:
             self._spillable.make_room(question, len(ids) + 1)  # all of them are stored
             cache = now.cache.fork()
             try:
-                read_prompt(family.model, with_answer(question, ids), cache, pipe.prefill_chunk)
+                pipe.engine.read(with_answer(question, ids), cache)
             except BaseException:
                 cache.close()
                 raise
@@ -271,10 +270,7 @@ class Chat:
                 return
             self._end_stream()
             self._spillable.close()
-            # Free memory goes back to the device where it is worth moving the pages of others.
-            left = self.pipe.store.memory()
-            if left.free_bytes > left.used_bytes // 4:
-                self.pipe.store.trim()
+            self.pipe.store.trim_surplus()
 
     def __enter__(self) -> Chat:
         """Itself."""
@@ -312,8 +308,9 @@ class Chat:
         start = time.perf_counter()
         pipe = self.pipe
         check_turn(pipe, question, self.system, before, media[:3])
-        with self._calls, pipe.lock:
-            self._end_stream()
+        if self._running is not None:
+            with self._calls, pipe.lock:
+                self._end_stream()
         sampling = pipe.sampling(options, _ARGUMENTS)
         images, videos, audio, sound = media
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
@@ -345,31 +342,36 @@ class Chat:
             before = self._spillable.load()
             cache = before.cache.fork()
             generation = Generation(
-                self.pipe, prompt, cache, sampling, start, history=before.token_ids
+                *(self.pipe.engine, prompt, cache, sampling, start),
+                history=before.token_ids,
+                keeps_cache=True,
             )
             # Within the lock: from here on the chat stays where it is.
             self._spillable.answering = generation
-        try:
-            yield from generation
-            answer = generation.answer()
-            self._spillable.conversation = after(answer.finish_reason)
-        except GeneratorExit:
-            # This may be the garbage collector, in any thread: nothing here touches the store.
-            if keep_part and generation.written.text:
-                self._spillable.conversation = after("interrupted")
-            raise
-        except BaseException:
-            # At once: a traceback that is kept would keep the pages.
-            with self.pipe.lock:
-                generation.cache.close()
-            raise
-        finally:
-            self._spillable.answering = None
-        with self.pipe.lock:
+        with ExitStack() as locked:
+            try:
+                yield from generation
+                # Once for all that follows: each time waits for a step of the others.
+                locked.enter_context(self.pipe.lock)
+                answer = generation.answer()
+                self._spillable.conversation = after(answer.finish_reason)
+            except GeneratorExit:
+                # This may be the garbage collector, in any thread: nothing here touches the store.
+                if keep_part and generation.written.text:
+                    self._spillable.conversation = after("interrupted")
+                raise
+            except BaseException:
+                # At once: a traceback that is kept would keep the pages.
+                with self.pipe.lock:
+                    generation.cache.close()
+                raise
+            finally:
+                self._spillable.answering = None
             before.cache.close()
             self._spillable.drop_reasoning()
             self._spillable.settle()
-        yield replace(answer, memory=self.memory)
+            answer = replace(answer, memory=self.memory)
+        yield answer
 
     def _new_cache(self) -> OscarCache:
         return OscarCache(self.pipe.policy, store=self.pipe.store)

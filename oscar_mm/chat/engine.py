@@ -6,15 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from oscar_mm.admission.admission import Admission
+from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.store import PageStore
-from oscar_mm.generation.generation import Engine
+from oscar_mm.generation.engine import Engine
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import MediaReader
 from oscar_mm.policy import KVPolicy
 
 
-class ChatEngine(Engine, Protocol):
-    """An engine whose chats share a store of pages, and a budget if there is one."""
+class ChatEngine(Protocol):
+    """A loaded model whose chats share a store of pages, and a budget if there is one."""
+
+    @property
+    def family(self) -> Family:
+        """The model, its processor and what is special about them."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Reads and answers."""
+        ...
+
+    @property
+    def lock(self) -> FairLock:
+        """Held for each step of the model and each change of the store."""
+        ...
 
     @property
     def admission(self) -> Admission:

@@ -10,7 +10,7 @@ rows have ended, and the device goes on as if none had.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -51,13 +51,13 @@ _log = logging.getLogger("oscar_mm")
 
 
 class DecodeSteps:
-    """The decode steps of one answer.
+    """The decode steps of a batch of so many rows.
 
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
         cache: what a step attends to and adds to.
+        rows: of the batch.
         axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
-        position: (batch,) RoPE positions of the first step's tokens; each step comes one after.
         device: of the model's inputs.
         record: how a step is captured; None for eager steps only. By default a CUDA graph where
             one can be had, unless ``SWITCH`` is "off".
@@ -67,8 +67,8 @@ class DecodeSteps:
         self,
         model: nn.Module,
         cache: OscarCache,
+        rows: int,
         axes: tuple[int, ...],
-        position: torch.Tensor,
         device: torch.device,
         record: Record | Literal["auto"] | None = "auto",
     ) -> None:
@@ -76,14 +76,26 @@ class DecodeSteps:
         self._ranks = Ranks.of(model)
         self._layers = FastDecoder(model) if supports(model) else None
         # What a step is fed with, at addresses that stay.
-        self._ids = torch.zeros((len(position), 1), dtype=torch.long, device=device)
-        self._positions = position.to(device, copy=True).view(*[1] * len(axes), -1, 1)
-        self._steps = StepReplay(cache, len(position))
+        self._ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.long, device=device)
+        self._positions = self._positions.view(*[1] * len(axes), -1, 1)
+        self._steps = StepReplay(cache, rows)
         self._record = self._recorder() if record == "auto" else record
         self._early: EarlyStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
         """Of the steps when one was captured."""
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are captured, so that their number of rows should seldom change."""
+        return self._record is not None
+
+    def place(self, positions: Sequence[int]) -> None:
+        """Set the (batch,) RoPE positions of the next step's tokens; each step comes one after."""
+        placed = torch.tensor(positions, dtype=torch.long).view(self._positions.shape)
+        self._positions.copy_(placed)
+        self._early = None
 
     def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
         """Logits (batch, vocabulary) after one more token of each row; overwritten by a later step.

@@ -73,6 +73,12 @@ def sees_all(model: Any) -> bool:
     return getattr(config, "sliding_window", None) is None
 
 
+def weights_key(model: Any) -> tuple[object, ...]:
+    """The same as long as captured steps of a model hold: its weights are where they were, and
+    nobody has changed how its modules run."""
+    return supports(model), *(own_part(weight).data_ptr() for weight in model.parameters())
+
+
 def devices(module: nn.Module) -> set[torch.device]:
     """Those of its weights and buffers."""
     return {tensor.device for tensor in (*module.parameters(), *module.buffers())}

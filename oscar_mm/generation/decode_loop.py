@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
+from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.generation import chunked_modules
 from oscar_mm.generation.chunked_modules import in_pieces
+from oscar_mm.generation.decode_batch import DecodeBatch, DecodeRow
 from oscar_mm.generation.prefill import prefill
 from oscar_mm.generation.prompt import Prompt, forward
-from oscar_mm.generation.sampling import Choices, Sampling
-from oscar_mm.ranks import Ranks
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.modality import PADDING
 
 
 @torch.inference_mode()
@@ -38,6 +39,32 @@ def read_prompt(
 
 
 @torch.inference_mode()
+def read_in_line(
+    model: nn.Module,
+    prompt: Prompt,
+    lengths: Sequence[int],
+    view: BatchView,
+    *,
+    every_token: bool = False,
+) -> torch.Tensor:
+    """Read short prompts in one pass, without padding; (prompts, vocabulary) logits of the last
+    token of each, or of every token.
+
+    Args:
+        model: as of ``read_prompt``.
+        prompt: all of them, see ``Family.in_line``.
+        lengths: tokens of each.
+        view: its rows are the prompts' caches.
+    """
+    ends = np.cumsum(lengths)
+    view.read_in_line(np.split(prompt.modalities[0].numpy(), ends[:-1]))
+    last = range(prompt.tokens) if every_token else (ends - 1).tolist()
+    logits = prefill(model, prompt, view, last=last)
+    view.settle()
+    return logits
+
+
+@torch.inference_mode()
 def decode(
     model: nn.Module,
     prompt: Prompt,
@@ -45,48 +72,54 @@ def decode(
     sampling: Sampling | Sequence[Sampling],
     *,
     end_tokens: frozenset[int],
-    prefill_chunk: int | None = None,
-    history: Sequence[torch.Tensor] | torch.Tensor | None = None,
     ended: torch.Tensor | None = None,
 ) -> Iterator[list[int | None]]:
     """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
 
     The token that ends a row is left out. The cache ends up with prompt and answer, without the
-    last token where max_new_tokens or the caller ends the answer.
+    last token where max_new_tokens or the caller ends the answer. Answers of a pipeline come from
+    its ``Engine`` instead, whose rows come and go.
 
     Args:
         model: a model of transformers that generates, with attention "oscar" in its decoder.
-        prompt: of one row or several.
+        prompt: of one row or several, with padding on the left.
         cache: holds the past, such as earlier turns.
         sampling: for all rows, or for each row one.
         end_tokens: ids that end a row.
-        prefill_chunk: tokens that are read at a time; None for all at once.
-        history: for each row the (tokens,) ids that the cache holds, for the repetition penalty.
         ended: (batch,) bool on the CPU, which rows have ended. The caller may set it for a row
             between two steps.
 
     Raises:
         FloatingPointError: the model's logits are NaN.
     """
-    logits = read_prompt(model, prompt, cache, prefill_chunk)
-    rows = len(prompt.modalities)
-    samplings = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
-    most = torch.tensor([one.max_new_tokens for one in samplings])
-    choose = Choices.after(prompt, samplings, history, logits.device, Ranks.of(model))
-    ended = torch.zeros(rows, dtype=torch.bool) if ended is None else ended
+    logits = read_prompt(model, prompt, cache)
+    count = len(prompt.modalities)
+    samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
+    ids, positions = prompt.inputs["input_ids"].cpu(), prompt.next_position.tolist()
+    real = prompt.modalities != PADDING
+    rows = [
+        DecodeRow(samplings[row], ids[row][real[row]], positions[row], end_tokens)
+        for row in range(count)
+    ]
     axes, device = prompt.positions.shape[:-2], prompt.positions.device
-    steps = DecodeSteps(model, cache, axes, prompt.next_position, device)
-    for count in itertools.count(1):
-        choice, full = choose(logits), most <= count
-        # The device goes on, where it can, while the host waits for the tokens.
-        steps.ahead(choice.tokens, ended | full)
-        listed = choice.listed()
-        ended |= torch.tensor([token in end_tokens for token in listed])
-        if ended.all():
+    batch = DecodeBatch(model, cache, axes, device)
+    batch.seat(rows)
+    batch.choose(logits)
+    ended = torch.zeros(count, dtype=torch.bool) if ended is None else ended
+    before = [0] * count
+    while True:
+        if (error := next((row.error for row in rows if row.error), None)) is not None:
+            raise error
+        fresh = [
+            row.tokens[-1] if len(row.tokens) > known else None
+            for row, known in zip(rows, before, strict=True)
+        ]
+        if fresh == [None] * count:
             return
-        yield [None if done else token for token, done in zip(listed, ended.tolist(), strict=True)]
-        ended |= full
-        if ended.all():
+        before = [len(row.tokens) for row in rows]
+        yield fresh
+        for row, over in zip(rows, ended.tolist(), strict=True):
+            row.ended |= over
+        if all(row.ended for row in rows):
             return
-        # A row that has ended goes on as padding: it is not stored.
-        logits = steps(choice.tokens, ended)
+        batch.step()

@@ -233,6 +233,26 @@ class Family(ABC):
         """One argument of the model's forward from those of several prompts, media by media."""
         return torch.cat(list(parts))
 
+    def in_line(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Prompts of one row each as one row, one after the other; positions stay their own."""
+        tensors: dict[str, list[torch.Tensor]] = {}
+        media: list[MediumSpan] = []
+        tokens = 0
+        for prompt in prompts:
+            for name, tensor in prompt.inputs.items():
+                tensors.setdefault(name, []).append(tensor)
+            media += [span.shifted(tokens) for span in prompt.media]
+            tokens += prompt.tokens
+        ids = torch.cat(tensors.pop("input_ids"), dim=1)
+        inputs = {name: self.join_media(name, parts) for name, parts in tensors.items()}
+        return Prompt(
+            inputs={"input_ids": ids} | inputs,
+            positions=torch.cat([prompt.positions for prompt in prompts], dim=-1),
+            next_position=prompts[-1].next_position,
+            modalities=torch.cat([prompt.modalities for prompt in prompts], dim=1),
+            media=tuple(media),
+        )
+
     @abstractmethod
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """Run the processor on a rendered text; ``media`` are in the order of the text."""

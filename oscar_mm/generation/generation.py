@@ -2,80 +2,45 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from threading import RLock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.slot_growth import Growth
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Answer, AnswerWriter
-from oscar_mm.generation.decode_loop import decode
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.prefix_cache import PrefixCache, processor_settings
-from oscar_mm.generation.prompt import Prompt, remaining
+from oscar_mm.generation.decode_batch import DecodeRow
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 
-
-class Reservations(Protocol):
-    """Keeps room for answers; ``oscar_mm.admission.admission.Admission`` does."""
-
-    def growth(
-        self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
-    ) -> Growth:
-        """Slots that a prompt of a single row and its answer will take."""
-        ...
-
-    def reserve(self, growth: Growth, prompt: Prompt, cache: OscarCache) -> object:
-        """Make room for an answer; the room is kept until what is returned is dropped."""
-        ...
+if TYPE_CHECKING:
+    from oscar_mm.generation.engine import Engine
 
 
-class Engine(Protocol):
-    """A loaded model, and what all of its answers share."""
+class Generation(DecodeRow):
+    """One answer while it is written: an iterator of pieces of text, some empty.
 
-    @property
-    def family(self) -> Family:
-        """The model, its processor and what is special about them."""
-        ...
-
-    @property
-    def lock(self) -> RLock:
-        """Held for each step of the model and each change of the store."""
-        ...
-
-    @property
-    def prefixes(self) -> PrefixCache | None:
-        """Beginnings of prompts that were read before; None if they are not kept."""
-        ...
-
-    @property
-    def admission(self) -> Reservations:
-        """Where an answer gets its room."""
-        ...
-
-    @property
-    def prefill_chunk(self) -> int | None:
-        """Tokens of a prompt that are read at a time; None for all at once."""
-        ...
-
-
-class Generation:
-    """Iterator of pieces of text, some empty; each step is made with the engine's lock held.
+    It enters the engine's queue when the first piece is asked for. Pieces wait until they are
+    taken; the answer goes on meanwhile as long as others are asked for theirs. Leaving the
+    iterator ends the answer.
 
     Args:
-        engine: whose model answers.
+        engine: that answers.
         prompt: of a single row.
-        cache: holds what comes before the prompt; ends up with prompt and answer too. Where it is
-            empty and the engine keeps the prompt's beginning, a cache that holds this takes its
-            place.
+        cache: holds what comes before the prompt; ends up with prompt and answer too, without the
+            last token where ``max_new_tokens`` or a stop text ends it. Where it is empty and the
+            engine keeps the prompt's beginning, a cache that holds this takes its place.
         sampling: how tokens are chosen.
         start: ``time.perf_counter()`` when the request came.
         history: (1, tokens) ids of what the cache holds, for the repetition penalty.
+        keeps_cache: leave the cache as it is when the answer has ended; else its pages are given
+            up then, whether the pieces were taken or not.
 
     Attributes:
         cache: the cache that is written, as above.
+        prompt_tokens: for the answer.
         written: the tokens and the text so far.
     """
 
@@ -87,56 +52,105 @@ class Generation:
         sampling: Sampling,
         start: float,
         history: torch.Tensor | None = None,
+        *,
+        keeps_cache: bool = False,
     ) -> None:
+        ids = prompt.inputs["input_ids"][0].cpu()
+        seen = ids if history is None else torch.cat([history[0].cpu(), ids])
+        ends = engine.family.end_tokens()
+        super().__init__(sampling, seen, int(prompt.next_position), ends)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
-        ids = prompt.inputs["input_ids"][0]
+        family = engine.family
         self.written = AnswerWriter(
-            engine.family.processor.tokenizer, sampling, start, engine.family.think_tokens, ids
+            family.processor.tokenizer, sampling, start, family.think_tokens, ids
         )
-        self._history = history
+        self.has_past = cache.get_seq_length() > 0
+        self.prompt_tokens = prompt.tokens
+        self.unread = prompt
+        """What of the prompt the cache does not hold."""
+        self.room: object | None = None
+        """Reserved for the answer while this is referenced."""
+        self._pieces: deque[str] = deque()
+        self._keeps_cache = keeps_cache
+        self._memory: MemoryReport | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are pieces to take, or will be no more."""
+        return bool(self._pieces) or self.ended
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return self.prompt.tokens + self.sampling.max_new_tokens
+
+    def take(self, token: int) -> None:
+        """Take the token that was chosen next, and write it."""
+        count = len(self.tokens)
+        super().take(token)
+        if len(self.tokens) == count:
+            return
+        try:
+            self._pieces.append(self.written.push(token))
+        except Exception as error:  # Whatever a tokenizer raises is this answer's own.
+            self.fail(error)
+        self.ended |= self.written.stopped
 
     def __iter__(self) -> Iterator[str]:
         """The model runs as pieces are taken."""
-        engine, family = self.engine, self.engine.family
-        with engine.lock:
-            shared = None if self.cache.get_seq_length() else engine.prefixes
-            settings = processor_settings(family.processor) if shared is not None else ""
-            prompt, history = self.prompt, self._history
-            if shared is not None and (prefix := shared.find(prompt, settings)) is not None:
-                self.cache, tokens = prefix, prefix.get_seq_length()
-                history = prompt.inputs["input_ids"][:, :tokens]
-                prompt = remaining(prompt, tokens)
-            admission = engine.admission
-            growth = admission.growth(prompt, self.sampling.max_new_tokens, self.cache)
-            room = admission.reserve(growth, prompt, self.cache)
-        steps = decode(
-            family.model,
-            prompt,
-            self.cache,
-            self.sampling,
-            end_tokens=family.end_tokens(),
-            prefill_chunk=engine.prefill_chunk,
-            history=history,
-        )
-        while not self.written.stopped:
-            with engine.lock:
-                step = next(steps, None)
-                if shared is not None:
-                    # The prompt is read, and the first token not in the cache yet.
-                    shared.keep(self.prompt, settings, self.cache)
-                    shared = None
-                token = None if step is None else step[0]
-                if token is None:
-                    break
-                piece = self.written.push(token)
-            yield piece
-        with engine.lock:
-            piece = self.written.finish()
-        del room  # The longest answer had more.
-        yield piece
+        self.engine.submit(self)
+        try:
+            ended = False
+            while not ended:
+                self.engine.run_until(lambda: self.is_ready)
+                ended = self.ended
+                while self._pieces:
+                    yield self._pieces.popleft()
+            self._raise_error()
+            yield self.written.finish()
+        finally:
+            self.cancel()
+
+    def complete(self) -> Answer:
+        """The answer of a generation that has ended; its pages are given up.
+
+        Raises:
+            BaseException: ``error``.
+        """
+        with self.engine.lock:
+            try:
+                self._raise_error()
+                self.written.finish()
+                return self.answer()
+            finally:
+                self.cancel()
+                self.cache.close()
+
+    def _raise_error(self) -> None:
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # The frames of its traceback hold this answer.
+            del error
+
+    def cancel(self) -> None:
+        """End the answer where it is; does nothing where it has ended. From any thread, also by the
+        garbage collector."""
+        self.ended = True
+        self.engine.drop_ended()
+
+    def settle(self) -> None:
+        """Give up what an answer that has ended needs no more; under the engine's lock, by whoever
+        makes its steps."""
+        self.room = None
+        if not (self._keeps_cache or self.cache.closed):
+            self._memory = None if self.error else self.cache.memory()
+            self.cache.close()
 
     def answer(self) -> Answer:
         """The answer so far."""
         with self.engine.lock:
-            memory = self.cache.memory()
-        return self.written.answer(memory, self.prompt.tokens)
+            memory = self._memory or self.cache.memory()
+        return self.written.answer(memory, self.prompt_tokens)

@@ -8,7 +8,7 @@ A decoder's inputs are what a model gives its decoder once its towers have read 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,7 +149,11 @@ def copied(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill(
-    model: Any, prompt: Prompt, cache: OscarCache, chunk: int | None = None
+    model: Any,
+    prompt: Prompt,
+    cache: OscarCache,
+    chunk: int | None = None,
+    last: Sequence[int] = (-1,),
 ) -> torch.Tensor:
     """Read a prompt; the towers read its media some at a time.
 
@@ -164,9 +168,11 @@ def prefill(
         prompt: what to read.
         cache: expects the prompt's modalities, see ``OscarCache.expect``.
         chunk: tokens, at least 1; None for one go.
+        last: of a prompt of one row that is read in one go, the places of the tokens to give
+            logits of.
 
     Returns:
-        (batch, vocabulary) logits of the last token.
+        (batch, vocabulary) logits of the last token, or (places, vocabulary).
     """
     decoder = model.get_decoder()
     # Half a chunk: parts that wait for their chunk to fill take room as well.
@@ -178,9 +184,9 @@ def prefill(
     parts = embedded_parts(model, prompt, cache, most)
     for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
         with _in_place(decoder, arguments):
-            last = decoder(**arguments).last_hidden_state[:, -1:].clone()
+            states = decoder(**arguments).last_hidden_state[:, list(last)].flatten(0, 1)
         del arguments  # before the towers read on
-    return model.get_output_embeddings()(last)[:, -1]
+    return model.get_output_embeddings()(states)
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from oscar_mm.modality import MediumSpan
 
 LEAST_TOKENS = 32
 """Shorter prefixes are not worth a copy of the tables."""
+_MOST_ENTRIES = 256
+"""Every prompt is compared with each entry."""
 _OF_TEXT = ("tokenizer", "chat_template")
 """Parts of a processor that decide on token ids alone; the ids themselves are compared."""
 
@@ -137,7 +139,7 @@ class PrefixCache:
         size = token_bytes(cache, 0, stop)
         if size > self.limit:
             return
-        while self.bytes + size > self.limit:
+        while len(self) >= _MOST_ENTRIES or self.bytes + size > self.limit:
             self.drop_oldest()
         frozen = cache.fork()
         frozen.crop(stop - frozen.get_seq_length())

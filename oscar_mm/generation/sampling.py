@@ -1,4 +1,4 @@
-"""Sampling: how the next token is chosen; Chooser and Choices: the next token of every row.
+"""Sampling: how the next token is chosen; Choices: the next token of every row.
 
 Tokens are on the device at once and on the host later: only ``NextTokens.listed`` makes the host
 wait for the device.
@@ -21,8 +21,6 @@ from transformers import (
 )
 
 from oscar_mm.errors import InputError
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.modality import PADDING
 from oscar_mm.ranks import Ranks
 
 
@@ -37,6 +35,7 @@ class SamplingOptions(TypedDict, total=False):
         top_p, top_k, repetition_penalty: see ``Sampling``; by default the checkpoint's too, but
             off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
+        deterministic: see ``Sampling``; by default False.
     """
 
     max_new_tokens: int | None
@@ -46,6 +45,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     seed: int | None
     stop: str | Sequence[str] | None
+    deterministic: bool | None
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,11 @@ class Sampling:
         top_p: sample from the likeliest tokens of this much probability, in (0, 1].
         top_k: sample from this many likeliest tokens; 0 for all.
         repetition_penalty: divides positive logits of tokens that have occurred; 1 is none.
-        seed: of the sampling; the same seed gives the same answer on the same machine.
+        seed: of the sampling; the same seed gives the same answer on the same machine beside the
+            same other answers.
         stop: text that ends the answer (not part of it): a string or several.
+        deterministic: decode by itself. Else the answers that run at the same time decode in one
+            batch, whose size changes an answer by rounding.
 
     Raises:
         InputError: a value that is not allowed.
@@ -72,6 +75,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         stop = () if self.stop is None else self.stop
@@ -101,6 +105,7 @@ class Sampling:
                 all(isinstance(text, str) and text for text in stop),
                 "text that is not empty, or a list of such",
             ),
+            "deterministic": (isinstance(self.deterministic, bool), "True or False"),
         }
         for name, (valid, allowed) in checks.items():
             if not valid:
@@ -137,21 +142,57 @@ class Sampling:
         return torch.Generator(device).manual_seed(self.seed)
 
 
+class TokenSampler:
+    """How the tokens of one row are chosen, and what is remembered from one to the next.
+
+    Args:
+        sampling: the row's options.
+        seen: (tokens,) ids that the row has read, without padding, for the repetition penalty.
+    """
+
+    def __init__(self, sampling: Sampling, seen: torch.Tensor) -> None:
+        self.sampling, self._prompt = sampling, seen
+        self._chosen: list[int] = []
+        self._generator: torch.Generator | None = None
+
+    def note(self, token: int) -> None:
+        """Count a token that was chosen as seen."""
+        self._chosen.append(token)
+
+    def seen(self, device: torch.device) -> torch.Tensor:
+        """(tokens,) ids that the row has read or chosen."""
+        chosen = torch.tensor(self._chosen, dtype=torch.long, device=device)
+        return torch.cat([self._prompt.to(device), chosen])
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Random numbers of a seeded answer, where the last token left them; None for a greedy or
+        unseeded answer."""
+        if self._generator is None:
+            self._generator = self.sampling.generator(device)
+        return self._generator
+
+
 class Chooser:
     """Next tokens of rows with the same rules, each the same whatever rows stand beside it.
 
     Args:
-        samplings: of each row; they may differ in their seeds.
-        seen: for each row the (tokens,) ids of the prompt, without padding.
+        samplers: of the rows; they may differ in their seeds.
+        device: of the logits.
     """
 
-    def __init__(self, samplings: Sequence[Sampling], seen: Sequence[torch.Tensor]) -> None:
-        self._samples = samplings[0].temperature > 0
-        self._processors: Callable[..., torch.Tensor] = samplings[0].processors()
-        self._generators = [one.generator(seen[0].device) for one in samplings]
-        longest = max(map(len, seen))
-        # Padding repeats a token of the row, which changes no penalty.
-        self._seen = torch.stack([torch.cat([x, x[:1].expand(longest - len(x))]) for x in seen])
+    def __init__(self, samplers: Sequence[TokenSampler], device: torch.device) -> None:
+        sampling = samplers[0].sampling
+        self._samples = sampling.temperature > 0
+        self._processors: Callable[..., torch.Tensor] = sampling.processors()
+        self._generators = [one.generator(device) for one in samplers]
+        self._seen = torch.zeros((len(samplers), 0), dtype=torch.long, device=device)
+        self._penalizes = sampling.repetition_penalty != 1.0
+        if self._penalizes:
+            seen = [one.seen(device) for one in samplers]
+            longest = max(map(len, seen))
+            # Padding repeats a token of the row, which changes no penalty.
+            padded = [torch.cat([x, x[:1].expand(longest - len(x))]) for x in seen]
+            self._seen = torch.stack(padded)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """(rows,) next tokens from (rows, vocabulary) float32 logits; from now they are seen."""
@@ -159,7 +200,8 @@ class Chooser:
         if self._samples:
             scores = scores.softmax(-1).div_(self._noise(scores))
         tokens = scores.argmax(-1, keepdim=True)
-        self._seen = torch.cat([self._seen, tokens], dim=1)
+        if self._penalizes:
+            self._seen = torch.cat([self._seen, tokens], dim=1)
         return tokens[:, 0]
 
     def _noise(self, scores: torch.Tensor) -> torch.Tensor:
@@ -183,8 +225,9 @@ def _within(value: Any, least: float) -> bool:
     return is_number and math.isfinite(value) and value >= least
 
 
-_BROKEN = -1
+BROKEN = -1
 """Stands on the host for a token that was chosen from NaN."""
+NAN = "the model's logits are NaN: its weights or inputs are broken"
 
 
 @dataclass(frozen=True)
@@ -202,66 +245,36 @@ class NextTokens:
     arrived: torch.cuda.Event | None
 
     def listed(self) -> list[int]:
-        """Wait for the tokens on the host.
-
-        Raises:
-            FloatingPointError: the model's logits are NaN.
-        """
+        """Wait for the tokens on the host; ``BROKEN`` for a row whose logits are NaN."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        listed = self.sent.tolist()
-        if _BROKEN in listed:
-            raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
-        return listed
+        return self.sent.tolist()
 
 
 class Choices:
     """Chooses the tokens of all rows, step by step.
 
     Args:
-        choosers: each with the (n,) indices, on the device, of the rows that it chooses for; rows
-            without a chooser get the likeliest token.
+        samplers: of each row; a row with None gets the likeliest token.
+        device: of the logits.
         ranks: all take the tokens of rank 0, as each would sample and round differently.
     """
 
-    def __init__(self, choosers: Sequence[tuple[torch.Tensor, Chooser]], ranks: Ranks) -> None:
-        self._choosers, self._ranks = choosers, ranks
-
-    @classmethod
-    def after(
-        cls,
-        prompt: Prompt,
-        samplings: Sequence[Sampling],
-        history: Sequence[torch.Tensor] | torch.Tensor | None,
-        device: torch.device,
-        ranks: Ranks,
-    ) -> Choices:
-        """The choices of an answer to a prompt.
-
-        Args:
-            samplings: of each row.
-            history: for each row the (tokens,) ids of what comes before the prompt.
-            device: of the logits.
-        """
-        ids = prompt.inputs["input_ids"].to(device)
-        real = (prompt.modalities != PADDING).to(device)
-
-        def seen(row: int) -> torch.Tensor:
-            its_ids = ids[row][real[row]]
-            return its_ids if history is None else torch.cat([history[row].to(device), its_ids])
-
+    def __init__(
+        self, samplers: Sequence[TokenSampler | None], device: torch.device, ranks: Ranks
+    ) -> None:
+        self._ranks = ranks
         alike: dict[tuple[float, ...], list[int]] = {}
-        for row, sampling in enumerate(samplings):
-            if sampling.changes_logits:
-                alike.setdefault(sampling.rules, []).append(row)
-        choosers = [
+        for row, sampler in enumerate(samplers):
+            if sampler is not None and sampler.sampling.changes_logits:
+                alike.setdefault(sampler.sampling.rules, []).append(row)
+        self._choosers = [
             (
                 torch.tensor(rows, device=device),
-                Chooser([samplings[row] for row in rows], [seen(row) for row in rows]),
+                Chooser([one for row in rows if (one := samplers[row]) is not None], device),
             )
             for rows in alike.values()
         ]
-        return cls(choosers, ranks)
 
     def __call__(self, logits: torch.Tensor) -> NextTokens:
         """Next tokens from (batch, vocabulary) logits, which may be overwritten afterwards."""
@@ -271,7 +284,7 @@ class Choices:
             # Rows with NaN get some token, which the host never sees.
             scores = logits[rows].float().nan_to_num(0.0, math.inf, -math.inf)
             tokens[rows] = chooser.choose(scores)
-        told = tokens.masked_fill(highest.isnan(), _BROKEN)
+        told = tokens.masked_fill(highest.isnan(), BROKEN)
         self._ranks.agree(told)
         if self._ranks.count > 1:
             tokens = told.clamp(min=0)

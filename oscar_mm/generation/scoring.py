@@ -1,70 +1,66 @@
-"""Scoring: how likely given continuations are, on a cache that holds what they continue."""
+"""Scoring: how likely given continuations are, after prompts that were read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.modality import PADDING, Modality
+from oscar_mm.generation.engine import Engine
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.sampling import NAN
+from oscar_mm.modality import Modality
 
 
 @torch.inference_mode()
 def log_likelihoods(
-    model: nn.Module,
-    cache: OscarCache,
-    logits: torch.Tensor,
-    positions: torch.Tensor,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    caches: Sequence[OscarCache],
     continuations: Sequence[Sequence[Sequence[int]]],
-    end_tokens: frozenset[int],
 ) -> list[list[float]]:
-    """Log-probability that a row goes on with a continuation and ends there.
+    """Log-probability that an answer is a continuation of its prompt, and ends there.
 
     The end counts, so that a continuation is at no disadvantage against its own beginning, which
     is shorter.
 
     Args:
-        model: a model of transformers that generates, with attention "oscar" in its decoder.
-        cache: what each row has read. It is left as it is: the continuations are read on a fork
-            whose rows share its pages.
-        logits: (rows, vocabulary) of the last token read.
-        positions: (dimensions, rows, 1) or (rows, 1) position ids of the first token to come.
-        continuations: token ids of each continuation of each row; none is empty.
-        end_tokens: ids that end an answer; any of them will do.
+        engine: reads; its lock is held.
+        prompts: of a single row each.
+        caches: hold what comes before the prompts, then the prompts too; the continuations are
+            read on forks, which share their pages.
+        continuations: token ids of each continuation of each prompt; none is empty.
 
     Raises:
         FloatingPointError: the model's logits are NaN.
     """
+    first = engine.read_together(prompts, caches)
     texts = [(row, list(ids)) for row, several in enumerate(continuations) for ids in several]
-    rows = [row for row, _ in texts]
-    longest = max(len(ids) for _, ids in texts)
-    # Padding on the right: the tokens of a row are at the same places in the logits.
-    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for _, ids in texts])
-    real = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for _, ids in texts]).bool()
-    fork = cache.fork()
+    forks = [caches[row].fork() for row, _ in texts]
     try:
-        fork.batch_select_indices(torch.tensor(rows))
-        fork.expect(torch.where(real, int(Modality.TEXT), PADDING))
-        start = positions[..., torch.tensor(rows, device=positions.device), :]
-        output = model(
-            input_ids=tokens.to(positions.device),
-            position_ids=start + torch.arange(longest, device=start.device),
-            past_key_values=fork,
-            use_cache=True,
-            logits_to_keep=longest,
-        )
+        read = [_continuation(prompts[row], ids) for row, ids in texts]
+        after = engine.read_together(read, forks, every_token=True)
     finally:
-        fork.close()
-    first = logits[rows, None]
-    scored = torch.cat([first, output.logits.to(first.device)], dim=1).float().log_softmax(-1).cpu()
-    if bool(scored.isnan().any()):
-        raise FloatingPointError("the model's logits are NaN: its weights or inputs are broken")
-    chosen = scored[:, :-1].gather(-1, tokens[..., None])[..., 0].masked_fill(~real, 0.0).sum(-1)
-    after = scored[torch.arange(len(texts)), real.sum(-1)]
-    ended = after[:, sorted(end_tokens)].logsumexp(-1)
+        for fork in forks:
+            fork.close()
+    end_tokens = sorted(engine.family.end_tokens())
     scores: list[list[float]] = [[] for _ in continuations]
-    for row, score in zip(rows, (chosen + ended).tolist(), strict=True):
-        scores[row].append(score)
+    for (row, ids), logits in zip(texts, after, strict=True):
+        scored = torch.cat([first[row], logits]).float().log_softmax(-1).cpu()
+        if bool(scored.isnan().any()):
+            raise FloatingPointError(NAN)
+        chosen = scored[:-1].gather(-1, torch.tensor(ids)[:, None]).sum()
+        scores[row].append(float(chosen + scored[-1, end_tokens].logsumexp(-1)))
     return scores
+
+
+def _continuation(prompt: Prompt, ids: list[int]) -> Prompt:
+    """Tokens that follow a prompt, as text."""
+    device = prompt.positions.device
+    return Prompt(
+        inputs={"input_ids": torch.tensor([ids], device=device)},
+        positions=prompt.positions_after(len(ids)),
+        next_position=prompt.next_position + len(ids),
+        modalities=torch.full((1, len(ids)), int(Modality.TEXT), dtype=torch.int8),
+    )

@@ -125,6 +125,7 @@ class _Gpu:
         # Compiled, and without stubs.
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
+        torch.cuda.init()  # the driver too, which nobody may have used yet
         self.device, self._driver = torch.device("cuda", index), driver
         attribute = driver.CUdevice_attribute
         manages = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED

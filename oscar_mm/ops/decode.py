@@ -55,6 +55,8 @@ from oscar_mm.quant.quantize import unpack_stored
 MAX_QUERY_TOKENS = 16
 _TOKENS_AT_ONCE = 2048
 """Tokens of the past that are in memory at a time, in float32, without a kernel."""
+_FEW = 16_384
+"""Most tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
 _checker = ArgumentChecker("decode")
 
 
@@ -327,6 +329,11 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
     """``decode`` by PyTorch operations, a row at a time; waits for the device."""
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     output = arguments.result()
+    all_pages = items[torch.arange(items.shape[1], device=items.device) < counts[:, 1:2]]
+    few = [
+        _FewPages(pages[number], all_pages[(all_pages[:, 1] >= SECOND) == bool(number)][:, 0], one)
+        for number, one in enumerate(arguments.page_formats)
+    ]
     for row, (in_16_bit, in_pages) in enumerate(counts.tolist()):
         of_row = slice(row, row + 1)
         plain = MergedAttention(queries[of_row].float(), arguments.scaling)
@@ -339,16 +346,40 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
         turned = basis.queries_in(queries[row].reshape(keys.shape[1], -1, queries.shape[3]))
         packed = MergedAttention(turned.view_as(queries[of_row]), arguments.scaling)
         entries = items[row, :in_pages]
-        for number, page_format in enumerate(arguments.page_formats):
+        for number, stored_pages in enumerate(few):
             mine = entries[(entries[:, 1] >= SECOND) == bool(number)]
             for part in mine.split(_TOKENS_AT_ONCE // PAGE_TOKENS) if len(mine) else ():
-                stored = unpack_stored(pages[number][part[:, 0]], page_format)
+                stored = stored_pages[part[:, 0]]
                 used = part[:, 1] % SECOND
                 packed.add(*(_in_use(side, used // START, used % START) for side in stored))
         if in_pages:
             plain.merge(basis.values_out(packed.output()), packed.total)
         output[row] = plain.output()[0]
     return output
+
+
+class _FewPages:
+    """Keys and values of pages, unpacked in one pass for all rows unless they are many.
+
+    Args:
+        pages: (slots, page_bytes) uint8.
+        slots: (n,) slots that are asked for.
+        page_format: of the pages.
+    """
+
+    def __init__(self, pages: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> None:
+        self._pages, self._format = pages, page_format
+        self._slots = slots.unique()
+        few = 0 < len(self._slots) <= _FEW // PAGE_TOKENS
+        self._unpacked = unpack_stored(pages[self._slots], page_format) if few else None
+
+    def __getitem__(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of (n,) slots, each (n, KV heads, 128, d) float32."""
+        if self._unpacked is None:
+            return unpack_stored(self._pages[slots], self._format)
+        places = torch.searchsorted(self._slots, slots.contiguous())
+        keys, values = self._unpacked
+        return keys[places], values[places]
 
 
 def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:

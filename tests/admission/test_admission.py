@@ -42,7 +42,9 @@ def nothing_runs(pipe: Pipeline) -> Iterator[None]:
     def run(*_: object) -> None:
         raise AssertionError("the model ran")
 
-    hooks = [module.register_forward_pre_hook(run) for module in pipe.model.modules()]
+    # But for norms, of whose weights the balancing is made.
+    modules = [module for name, module in pipe.model.named_modules() if "norm" not in name]
+    hooks = [module.register_forward_pre_hook(run) for module in modules]
     try:
         yield
     finally:
@@ -102,19 +104,16 @@ def test_foreseen_of_bundled_models(name: str) -> None:
     assert answer.memory.kv_bytes < 1.01 * pool_bytes(growth.held, sizes)
 
 
-def test_foreseen_of_a_batch(vl: OscarVLPipeline) -> None:
+def test_each_request_of_a_batch_is_foreseen(vl: OscarVLPipeline) -> None:
     requests = [{"images": PICTURES[:n], "prompt": "What?", "max_new_tokens": 9} for n in (2, 3)]
     seen = []
     pipe = like(vl)
     pipe.admission.reserve = lambda growth, prompt, _: seen.append((growth, prompt))
-    results = pipe.batch(requests, max_padding=1)
-    [(growth, prompt)] = seen
-    held = sum(in_use(result.answer.memory) for result in results)
-    # Reports are of each row taken out of the batch, without what it had to spare.
+    results = pipe.batch(requests)
     sizes = pipe.admission._slot_bytes()
-    spare, rest = divmod(int(bytes_over_time(growth.held, sizes)[-1]) - held, sizes[PLAIN])
-    assert 0 <= spare <= 2 * 32 and rest == 0
-    assert prompt.modalities.numel() == 2 * results[1].answer.prompt_tokens
+    for (growth, prompt), result in zip(seen, results, strict=True):
+        assert prompt.tokens == result.answer.prompt_tokens
+        assert is_held(bytes_over_time(growth.held, sizes)[-1], result.answer.memory, pipe)
 
 
 def test_headers_decide_before_pixels_are_decoded(
@@ -220,6 +219,7 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
     free = {"cpu": stored + read}
     monkeypatch.setattr(admission, "free_bytes", lambda device: free[device.type])
     assert pipe(PICTURES, "What?", max_new_tokens=20)
+    pipe.store.trim()
     free["cpu"] -= 1
     with nothing_runs(pipe), pytest.raises(NoRoom, match=r"free memory of cpu .*prefill_chunk"):
         pipe(PICTURES, "What?", max_new_tokens=20)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slot_growth import Growth, bytes_over_time, slot_growth
+from oscar_mm.cache.slot_growth import bytes_over_time, slot_growth
 from oscar_mm.cache.store import PageStore
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 from tests.cache.invariants import STREAM
@@ -64,22 +64,6 @@ def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, paddi
         assert later.added[bits].tolist() == found.tolist()
     ledger.clear()
     assert {bits: int(later.held[bits][-1]) for bits in later.held} == slots(twin)
-
-
-def test_rows_of_a_batch() -> None:
-    policy = KVPolicy.preset("compact")
-    rows = [modalities([(0, 100), (1, 700)]), modalities([(0, 300)])]
-    each = zip(rows, (5, 90), strict=True)
-    together = Growth.together(slot_growth(policy, row, answer) for row, answer in each)
-    ledger = Ledger(PageStore(policy))
-    padded = np.full((2, 800), -1, np.int8)
-    padded[0], padded[1, 500:] = rows
-    ledger.advance(padded)
-    for step in range(90):
-        ledger.advance(np.array([[0 if step < 5 else -1], [0]], np.int8))
-        for bits, used in slots(ledger).items():
-            assert together.held[bits][step + 1] == used
-    assert len(together.held[Bits(2, 2)]) == 91
 
 
 def test_bytes() -> None:

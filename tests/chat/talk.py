@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation.answer import AnswerStream
+from oscar_mm.generation.generation import Generation
 from tests.chat.plain import Layout, Said, Script
 
 
@@ -17,7 +16,7 @@ class Reader:
 
     stream: AnswerStream
     said: Said
-    logits: list[np.ndarray] = field(default_factory=list)
+    generation: Generation | None = None
 
 
 @dataclass

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from oscar_mm import InputError
+from oscar_mm.generation.decode_batch import DecodeRow
+from oscar_mm.generation.engine import Engine
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.sampling import Choices, TokenSampler
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.cache.numbers import check_slots
 from tests.chat.plain import ARGUMENTS, KINDS, Plain, Said, Script
@@ -47,8 +53,8 @@ TOLERANCE = 1e-5
 """Of logits, as a share of the largest of them."""
 SMALL = 1 << 16
 """Bytes of what is no key or value: token ids, positions, one flag for each layer."""
-MARKS = 1 << 10
-"""Bytes that models and processors keep of the last request."""
+MARKS = 1 << 13
+"""Bytes that models, processors and engines keep of the last requests."""
 
 
 class Walk:
@@ -71,15 +77,18 @@ class Walk:
         self.story: list[str] = []
         self.live = LiveBytes()
         self.talks: list[Talk] = []
+        self.logits = weakref.WeakKeyDictionary[DecodeRow, list[np.ndarray]]()
+        self.submitted: Generation | None = None
         self.names = (f"chat_{number}" for number in range(1000))
 
     def run(self, steps: int) -> None:
         """Take so many steps, close everything, and look whether anything is left."""
         try:
             self.begin()
-            for _ in range(steps):
-                self.step()
-                self.check()
+            with self.hearing():
+                for _ in range(steps):
+                    self.step()
+                    self.check()
             self.end()
         except BaseException as error:
             error.add_note("\n".join(["The walk:", *self.story]))
@@ -145,23 +154,24 @@ class Walk:
         reader = talk.reader
         for _ in range(count):
             talk.reader = None
-            with self.budget_allows(), self.heard() as logits:
+            self.submitted = None
+            with self.budget_allows(), self.live:
                 piece = next(reader.stream, None)
                 talk.reader = reader
+            reader.generation, self.submitted = self.submitted or reader.generation, None
             if talk.reader is None:
                 return
-            reader.logits += logits
             if piece is None:
                 talk.reader = None
                 ids = reader.stream.result.token_ids
-                return self.complete(talk, reader.said, ids, reader.logits)
+                return self.complete(talk, reader.said, ids, self.logits[reader.generation])
 
     def leave(self, talk: Talk) -> None:
         """The call that follows ends the stream that is read: what was given out counts."""
         reader, so_far = talk.reader, talk.chat.so_far
         talk.reader = None
         if reader is not None and so_far is not None and so_far.text:
-            self.complete(talk, reader.said, so_far.token_ids, reader.logits)
+            self.complete(talk, reader.said, so_far.token_ids, self.logits[reader.generation])
 
     def forget(self, talk: Talk) -> None:
         """Take out one medium."""
@@ -245,7 +255,11 @@ class Walk:
 
     def fail(self, talk: Talk) -> None:
         """An error within a forward pass: some layers have stored their tokens, others not."""
-        self.leave(talk)
+        for other in self.talks:  # Who decodes in the same pass fails with it.
+            reader = other.reader
+            self.leave(other)
+            if reader is not None:
+                reader.stream.close()
         (said, sampling), number = self.asked(), self.pick.randint(1, 3)
         self.note(f"{talk.name}: pass {number} fails of {described(said)}, {sampling}")
         passes = iter(range(1, 1000))
@@ -284,7 +298,7 @@ class Walk:
             requests[broken]["images"] = ["gone.png"]
         self.note(f"pipe.batch({list(map(described, asked))}), broken: {broken}")
         with self.live:
-            results = self.pipe.batch(requests, batch_size=3, max_padding=1.0)
+            results = self.pipe.batch(requests, batch_size=3)
         for place, (said, result) in enumerate(zip(asked, results, strict=True)):
             if result.error is not None:
                 assert place == broken or "kv_budget" in str(result.error), result.error
@@ -346,20 +360,50 @@ class Walk:
         return question(self.pick, self.plain.family), options(self.pick)
 
     @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Inside, notes by which logits the tokens of each answer are chosen."""
+        latest: dict[TokenSampler, np.ndarray] = {}
+        choose, take, submit = Choices.__call__, DecodeRow.take, Engine.submit
+        init = Choices.__init__
+
+        def with_samplers(choices: Any, samplers: Any, *rest: Any) -> None:
+            init(choices, samplers, *rest)
+            choices.samplers = samplers
+
+        def noted(choices: Any, logits: torch.Tensor) -> Any:
+            for row, sampler in enumerate(choices.samplers):
+                if sampler is not None:
+                    latest[sampler] = logits[row].numpy().copy()
+            return choose(choices, logits)
+
+        def taken(row: DecodeRow, *rest: Any) -> None:
+            self.logits.setdefault(row, []).append(latest[row.sampler])
+            take(row, *rest)
+
+        def submitted(engine: Engine, generation: Generation) -> None:
+            self.submitted = generation
+            submit(engine, generation)
+
+        with (
+            patch.object(Choices, "__init__", with_samplers),
+            patch.object(Choices, "__call__", noted),
+            patch.object(DecodeRow, "take", taken),
+            patch.object(Engine, "submit", submitted),
+        ):
+            yield
+
+    @contextmanager
     def heard(self) -> Iterator[list[np.ndarray]]:
-        """Logits by which tokens are chosen inside."""
+        """Logits by which the tokens of the answer that begins inside are chosen."""
         logits: list[np.ndarray] = []
-        head = self.pipe.model.get_output_embeddings()
-
-        def hear(_: Any, __: Any, output: torch.Tensor) -> None:
-            logits.append(output[0, -1].numpy().copy())
-
-        hook = head.register_forward_hook(hear)
+        self.submitted = None
         try:
             with self.live:
                 yield logits
+            if self.submitted is not None:
+                logits += self.logits.get(self.submitted, [])
         finally:
-            hook.remove()
+            self.submitted = None
 
     @contextmanager
     def budget_allows(self) -> Iterator[list[bool]]:
@@ -394,7 +438,8 @@ class Walk:
         found = []
         for talk in (one, other):
             with self.budget_allows(), self.live, talk.chat.fork() as twin, self.heard() as logits:
-                twin.ask(said.prompt, **said.media, **sampling)
+                twin.ask(said.prompt, **said.media, **sampling, deterministic=True)
+            if logits:
                 found.append(np.stack(logits))
         assert len(found) < 2 or np.array_equal(*found)
 

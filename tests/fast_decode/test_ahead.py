@@ -17,7 +17,7 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
-from oscar_mm.generation import decode_loop
+from oscar_mm.generation import decode_batch
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.sampling import NextTokens, Sampling
 from oscar_mm.policy import PLAIN, Bits
@@ -37,7 +37,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded_as_asked(model: nn.Module, cache: OscarCache, *rest: Any) -> DecodeSteps:
         return DecodeSteps(model, cache, *rest, record=getattr(cache.store, "record", None))
 
-    monkeypatch.setattr(decode_loop, "DecodeSteps", recorded_as_asked)
+    monkeypatch.setattr(decode_batch, "DecodeSteps", recorded_as_asked)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache import layer as layer_module
 from oscar_mm.cache.step import Filling, FixedTables, Step
 from oscar_mm.fast_decode import decode_steps
-from oscar_mm.generation import decode_loop
+from oscar_mm.generation import decode_batch
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.policy import PLAIN, Bits
@@ -46,7 +46,7 @@ def answer(
 ):
     """Token lists of each row, and the cache."""
     monkeypatch.setattr(
-        decode_loop, "DecodeSteps", partial(decode_steps.DecodeSteps, record=record)
+        decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=record)
     )
     cache = OscarCache(policy) if cache is None else cache
     sampling = Sampling(max_new_tokens=tokens)
@@ -207,7 +207,7 @@ def test_fixed_tables_of_slots_have_a_line_for_each_row() -> None:
 def test_a_capture_is_dropped_exactly_when_the_version_changes(oscar, monkeypatch, policy) -> None:
     repeat, found = Repeat(), []
     monkeypatch.setattr(
-        decode_loop, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
+        decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
     )
     cache, sampling = OscarCache(POLICIES[policy]), Sampling(max_new_tokens=90)
     prompt = oscar.prompt(BATCH[:1])

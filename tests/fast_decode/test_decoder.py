@@ -179,9 +179,8 @@ def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]
         changed(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     step = {"input_ids": ids[:, :1], "position_ids": positions[..., :1] + 12, "use_cache": True}
     expected = changed(**step, past_key_values=caches[0]).logits[:, -1]
-    steps = DecodeSteps(
-        changed, caches[1], axes(changed) and (4,), torch.tensor([12]), torch.device("cpu")
-    )
+    steps = DecodeSteps(changed, caches[1], 1, axes(changed) and (4,), torch.device("cpu"))
+    steps.place([12])
     found = steps(ids[0, :1], torch.tensor([False]))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

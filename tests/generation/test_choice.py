@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar_mm.generation.sampling import Choices, Chooser, Sampling
+from oscar_mm.generation.sampling import BROKEN, Choices, Chooser, Sampling, TokenSampler
 from oscar_mm.ranks import Ranks
 
 SEEN = torch.tensor([3, 8, 8])
@@ -14,13 +14,12 @@ SAMPLINGS = (
 )
 
 
-def choosers(device: str = "cpu") -> list[tuple[torch.Tensor, Chooser]]:
-    """Of the rows that are not simply the likeliest."""
-    return [
-        (torch.tensor([row], device=device), Chooser([sampling], [SEEN.to(device)]))
-        for row, sampling in enumerate(SAMPLINGS)
-        if sampling.changes_logits
-    ]
+def samplers() -> list[TokenSampler]:
+    return [TokenSampler(sampling, SEEN) for sampling in SAMPLINGS]
+
+
+def choices(device: str = "cpu") -> Choices:
+    return Choices(samplers(), torch.device(device), Ranks())
 
 
 def logits(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -31,8 +30,12 @@ def logits(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_row_by_its_sampling(dtype: torch.dtype) -> None:
-    choose = Choices(choosers(), Ranks())
-    alone = {int(row): chooser for row, chooser in choosers()}
+    choose = choices()
+    alone = {
+        row: Chooser([sampler], torch.device("cpu"))
+        for row, sampler in enumerate(samplers())
+        if sampler.sampling.changes_logits
+    }
     for seed in range(20):
         given = logits(seed, dtype)
         choice = choose(given)
@@ -45,14 +48,46 @@ def test_every_row_by_its_sampling(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("row", range(3))
-def test_nan_is_told_when_tokens_are_asked_for(row: int) -> None:
+def test_nan_is_told_of_its_row(row: int) -> None:
     """Until then the tokens are such that a step can be fed with them."""
     given = logits(1)
     given[row, 77] = float("nan")
-    choice = Choices(choosers(), Ranks())(given)
+    choice = choices()(given)
     assert all(0 <= token < 600 for token in choice.tokens.tolist())
-    with pytest.raises(FloatingPointError, match="NaN"):
-        choice.listed()
+    listed = choice.listed()
+    assert [index for index, token in enumerate(listed) if token == BROKEN] == [row]
+
+
+def test_rows_that_nobody_looks_at() -> None:
+    """The others' tokens are the same beside them."""
+    few = Choices([None, *samplers(), None], torch.device("cpu"), Ranks())
+    for seed in range(5):
+        given = logits(seed)
+        beside = few(torch.cat([given[:1], given, given[:1]])).listed()
+        assert beside[0] == beside[-1] == int(given[0].argmax())
+    again, beside = choices(), Choices([None, *samplers()], torch.device("cpu"), Ranks())
+    for seed in range(5):
+        given = logits(seed)
+        assert beside(torch.cat([given[:1], given])).listed()[1:] == again(given).listed()
+
+
+def test_a_regrouped_row_goes_on() -> None:
+    """Seeds and penalties go on from where the row was, beside whatever other rows."""
+    tokens: list[list[int]] = []
+    for regroup in (False, True):
+        rows, found = samplers(), []
+        choose = Choices(rows, torch.device("cpu"), Ranks())
+        for seed in range(8):
+            if regroup and seed % 3 == 2:
+                rows.reverse()
+                choose = Choices(rows, torch.device("cpu"), Ranks())
+            given = logits(seed)
+            listed = choose(given if rows[0].sampling.seed else given.flip(0)).listed()
+            for row, token in zip(rows, listed, strict=True):
+                row.note(token)
+            found += listed if rows[0].sampling.seed else listed[::-1]
+        tokens.append(found)
+    assert tokens[0] == tokens[1]
 
 
 def test_all_ranks_take_what_the_first_one_chose() -> None:
@@ -61,26 +96,22 @@ def test_all_ranks_take_what_the_first_one_chose() -> None:
             tensor.copy_(torch.tensor(said))
 
     for said in ([5, 6, 7], [5, -1, 7]):
-        choice = Choices([], Second(2, 1))(logits(2))
+        choice = Choices([], torch.device("cpu"), Second(2, 1))(logits(2))
         assert choice.tokens.tolist() == [5, max(0, said[1]), 7]
-        if min(said) < 0:
-            with pytest.raises(FloatingPointError):
-                choice.listed()
-        else:
-            assert choice.listed() == said
+        assert choice.listed() == said
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_is_waited_for() -> None:
     given = logits(3).cuda()
-    choose = Choices(choosers("cuda"), Ranks())
+    choose = choices("cuda")
     choose(given).listed()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        choices = [choose(given) for _ in range(3)]
+        several = [choose(given) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for choice in choices:
+    for choice in several:
         listed = choice.listed()
         assert listed == choice.tokens.tolist()
         assert listed[1] == int(logits(3)[1].float().argmax())

@@ -8,10 +8,9 @@ import torch
 from benchmarks.random_model import RELEASED, build
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.generation import chunked_modules
-from oscar_mm.generation.decode_loop import decode, read_prompt
+from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.prefill import prefill
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
 from tests.live_bytes import LiveBytes
 from tests.prompts import REQUESTS, Reference, noise
 
@@ -92,8 +91,7 @@ def test_packed_history_is_close(reference) -> None:
 def test_the_hook_is_gone_afterwards(reference) -> None:
     prompt = reference.prompt([REQUESTS["image"]])
     decoder = reference.model.get_decoder()
-    list(decode(reference.model, prompt, OscarCache("bf16"), Sampling(max_new_tokens=2),
-                end_tokens=frozenset(), prefill_chunk=8))  # fmt: skip
+    read_prompt(reference.model, prompt, OscarCache("bf16"), 8)
     assert not decoder._forward_pre_hooks
     broken = dict(prompt.inputs, pixel_values=prompt.inputs["pixel_values"][:-4])
     with pytest.raises((ValueError, RuntimeError, IndexError)):

@@ -101,9 +101,9 @@ def test_rows_of_a_batch_share(name, request) -> None:
         for question, penalty in zip(questions, (1.0, 1.3, 1.0, 1.1), strict=True)
     ]
     requests.append({"prompt": "And without any pictures?", "max_new_tokens": 5})
-    expected = [result.answer for result in plain.batch(requests, max_padding=1.0)]
+    expected = [result.answer for result in plain.batch(requests)]
     with tokens_read(pipe) as read:
-        found = [result.answer for result in pipe.batch(requests, max_padding=1.0)]
+        found = [result.answer for result in pipe.batch(requests)]
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.prompt_tokens for one in found] == [one.prompt_tokens for one in expected]
     # Two beginnings, and then the questions alone.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError
-from oscar_mm.generation.sampling import Chooser, Sampling
+from oscar_mm.generation.sampling import Chooser, Sampling, TokenSampler
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -63,16 +63,21 @@ def test_seed() -> None:
     assert Sampling(temperature=1.0).generator(torch.device("cpu")) is None
 
 
+def chooser(samplings: list[Sampling], seen: list[torch.Tensor]) -> Chooser:
+    rows = [TokenSampler(*row) for row in zip(samplings, seen, strict=True)]
+    return Chooser(rows, torch.device("cpu"))
+
+
 def test_a_row_is_chosen_by_itself() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     prompt = torch.tensor([3, 7])
     assert not Sampling(top_p=0.5, top_k=3, seed=1).changes_logits
-    penalized = Chooser([Sampling(repetition_penalty=1e6)], [prompt])
+    penalized = chooser([Sampling(repetition_penalty=1e6)], [prompt])
     chosen = [int(penalized.choose(row[None])) for row in logits.abs() + 1]
     assert len({*chosen, 3, 7}) == 7, "what was seen comes again"
     sampling = Sampling(temperature=1.0, seed=4)
     assert sampling.changes_logits
-    one, other = (Chooser([sampling], [prompt]) for _ in range(2))
+    one, other = (chooser([sampling], [prompt]) for _ in range(2))
     torch.manual_seed(0)
     first = [int(one.choose(row[None])) for row in logits]
     assert [int(other.choose(row[None])) for row in logits] == first
@@ -88,12 +93,12 @@ def test_rows_that_are_chosen_together_are_chosen_as_alone(rules: dict[str, floa
     logits = 2 * torch.randn(8, 3, 50, generator=generator)
     samplings = [Sampling(seed=seed, **rules) for seed in (5, None, 6)]
     prompts = [torch.randint(50, (n,), generator=generator) for n in (3, 4, 9)]
-    together = Chooser(samplings, prompts)
+    together = chooser(samplings, prompts)
     found = torch.stack([together.choose(step) for step in logits])
     for row in range(3):
         if samplings[row].seed is None and rules.get("temperature"):
             continue
-        alone = Chooser([samplings[row]], [prompts[row]])
+        alone = chooser([samplings[row]], [prompts[row]])
         expected = [int(alone.choose(step[None])) for step in logits[:, row]]
         assert found[:, row].tolist() == expected
     assert len(set(map(tuple, found.tolist()))) > 2
@@ -104,8 +109,8 @@ def test_tokens_come_as_often_as_they_are_likely(seeded: bool) -> None:
     torch.manual_seed(0)
     rows, expected = 4000, torch.tensor([0.0, 0.1, 0.2, 0.7])
     samplings = [Sampling(temperature=1.0, seed=row if seeded else None) for row in range(rows)]
-    chooser = Chooser(samplings, rows * [torch.tensor([0])])
-    found = chooser.choose(expected.log().expand(rows, -1)).bincount(minlength=4) / rows
+    choices = chooser(samplings, rows * [torch.tensor([0])])
+    found = choices.choose(expected.log().expand(rows, -1)).bincount(minlength=4) / rows
     # Four standard deviations of the likeliest.
     assert (found - expected).abs().max() < 4 * (0.7 * 0.3 / rows) ** 0.5
     assert found[0] == 0

@@ -12,7 +12,7 @@ import torch
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.graphs import record_cuda_graph
-from oscar_mm.generation import decode_loop
+from oscar_mm.generation import decode_batch
 from oscar_mm.kernels.address_range import AddressRange, bytes_in_ranges
 from tests.models.test_answers import CARDS
 
@@ -42,7 +42,8 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     answers = {}
     for how in ("eager", "graph"):
         recorder = record if how == "graph" else None
-        monkeypatch.setattr(decode_loop, "DecodeSteps", partial(DecodeSteps, record=recorder))
+        monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=recorder))
+        pipe = pipe.with_policy(policy)
         with caplog.at_level(logging.WARNING, "oscar_mm"):
             answers[how] = [
                 pipe(**media, prompt=question, max_new_tokens=200).text
@@ -54,8 +55,8 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     assert answers["graph"] == answers["eager"]
     assert len(answers["eager"][0]) > 40
     assert not caplog.records
-    # A capture for each answer, and for pools that grew.
-    assert 4 <= len(captures) < 40
+    # One for all answers, and for tables that grew.
+    assert 1 <= len(captures) < 20
 
 
 @pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypat
         captures[way] += 1
         return record_cuda_graph(function, device)
 
-    monkeypatch.setattr(decode_loop, "DecodeSteps", partial(DecodeSteps, record=record))
+    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record))
     for way in ("in place", "moving"):
         if way == "moving":
             monkeypatch.setattr(AddressRange, "reserve", lambda device: None)
@@ -82,7 +83,7 @@ def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypat
                 answers[way].append(
                     chat.ask("Write all codes.", images=CARDS[:9], max_new_tokens=80).text
                 )
-        assert way == "moving" or bytes_in_ranges(CUDA)[0] > 0
+            assert way == "moving" or bytes_in_ranges(CUDA)[0] > 0
         del pipe, chat
         gc.collect()
     assert answers["in place"] == answers["moving"]
@@ -118,16 +119,14 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
         captures.append(function)
         return record_cuda_graph(function, device)
 
-    monkeypatch.setattr(decode_loop, "DecodeSteps", partial(DecodeSteps, record=record))
+    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record))
     for _ in range(4):
-        captures.clear()
         pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=40)
-        assert captures
-        captures.clear()
         gc.collect()
         requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
         held.append(requested + bytes_in_ranges(CUDA)[1])
     assert held[3] - held[1] < 1 << 20, held
+    assert 1 <= len(captures) < 4, "answers share what was captured"
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode import graphs
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.decoder import supports
-from oscar_mm.generation import decode_loop
+from oscar_mm.generation import decode_batch
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
 
@@ -137,8 +137,9 @@ def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None)
 
         return again
 
-    with patch.object(decode_loop, "DecodeSteps", partial(DecodeSteps, record=record)):
-        return {"turns": asked(pipe, cards)["turns"], "replays": len(calls)}
+    with patch.object(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record)):
+        turns = asked(pipe.with_policy(pipe.policy), cards)["turns"]
+        return {"turns": turns, "replays": len(calls)}
 
 
 def heard(pipe: OscarOmniPipeline) -> list[int]:

@@ -2,16 +2,19 @@
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.fast_decode import decode_steps
+from oscar_mm.generation import decode_loop
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.pipelines.batch import left_padded
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import clip, noise, tone
@@ -35,7 +38,6 @@ REQUESTS = {
     "omni": [*VISION[:2], VIDEO, SOUNDS, SOUND],
 }
 TOKENS = 12
-TOGETHER = {"max_padding": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,26 @@ def alone(pipe: Pipeline, requests: list[Request]) -> list[Any]:
     return [pipe(**images | one) for one in requests]
 
 
-def batch_sizes(pipe: Pipeline, sizes: list[int]) -> Any:
-    """Notes how many rows each prompt has."""
+@contextmanager
+def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
+    """Notes the tokens of each pass that reads prompts, and the rows of each decode step."""
+    prompts: list[int] = []
+    rows: list[int] = []
+    prefill, step = decode_loop.prefill, decode_steps.DecodeSteps.__call__
 
-    def note(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if kwargs["input_ids"].shape[1] > 1:
-            sizes.append(len(kwargs["input_ids"]))
+    def noted(model: Any, prompt: Prompt, *rest: Any, **options: Any) -> torch.Tensor:
+        prompts.append(prompt.tokens)
+        return prefill(model, prompt, *rest, **options)
 
-    return pipe.model.register_forward_pre_hook(note, with_kwargs=True)
+    def stepped(steps: Any, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+        rows.append(int((~ended).sum()))
+        return step(steps, tokens, ended)
+
+    with (
+        patch.object(decode_loop, "prefill", noted),
+        patch.object(decode_steps.DecodeSteps, "__call__", stepped),
+    ):
+        yield prompts, rows
 
 
 def prepared(pipe: Pipeline, request: Request) -> Prompt:
@@ -79,27 +93,25 @@ def logits(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
     return output.logits[:, -1]
 
 
-def test_logits_of_a_padded_batch(case) -> None:
+def test_logits_of_prompts_in_line(case) -> None:
     pipe, requests = case
     prompts = [prepared(pipe, request) for request in requests]
-    joined = left_padded(prompts, pipe.family)
-    assert (joined.inputs["attention_mask"] == 0).any()
     single = torch.cat([logits(pipe, prompt) for prompt in prompts])
-    together = logits(pipe, joined)
+    with pipe.lock:
+        caches = [pipe.new_cache() for _ in prompts]
+        together = torch.cat(pipe.engine.read_together(prompts, caches))
     assert (together - single).abs().max() < 1e-4 < single.abs().max()
     assert (single[0] - single[1]).abs().max() > 0.1
 
 
 def test_a_batch_equals_one_by_one(case) -> None:
     pipe, requests = case
-    sizes: list[int] = []
     single = alone(pipe, requests)
-    hook = batch_sizes(pipe, sizes)
-    results = pipe.batch(requests, **TOGETHER)
-    hook.remove()
-    assert sizes == [len(requests)]
+    with passes(pipe) as (prompts, rows):
+        results = pipe.batch(requests)
+    assert len(prompts) == 1 and rows == [len(requests)] * (TOKENS - 1)
     assert len({token for answer in single for token in answer.token_ids}) > 3
-    assert len({answer.prompt_tokens for answer in single}) > 1, "nothing was padded"
+    assert len({answer.prompt_tokens for answer in single}) > 1, "all are of one length"
     for index, (result, answer) in enumerate(zip(results, single, strict=True)):
         assert (result.index, result.error) == (index, None)
         found = result.answer
@@ -118,9 +130,11 @@ def test_rows_that_end_early(case) -> None:
     # One may write no more than two tokens.
     requests[-1]["max_new_tokens"] = 2
     single = alone(pipe, requests)
-    stream = list(pipe.batch_stream(requests, **TOGETHER))
-    assert stream[0].answer.token_ids == []
+    stream = list(pipe.batch_stream(requests))
+    # Others may end in the step that follows it at once.
+    assert [] in [result.answer.token_ids for result in stream[:2]]
     results = sorted(stream, key=lambda result: result.index)
+    assert results[1].answer.token_ids == []
     assert len({len(answer.token_ids) for answer in single}) > 1
     for result, answer in zip(results, single, strict=True):
         assert result.answer.token_ids == answer.token_ids
@@ -141,7 +155,7 @@ def test_each_request_has_its_own_sampling(qwen) -> None:
         TWO | {"max_new_tokens": 1},
     ]
     single = alone(qwen, requests)
-    results = qwen.batch(iter(requests), **TOGETHER)
+    results = qwen.batch(iter(requests))
     assert [one.answer.token_ids for one in results] == [one.token_ids for one in single]
     assert [one.answer.text for one in results] == [one.text for one in single]
     assert results[0].answer.finish_reason == "stop" and stop not in results[0].answer.text
@@ -154,7 +168,7 @@ def test_prompts_in_chunks(qwen3_vl_folder) -> None:
     whole = OscarVLPipeline(qwen3_vl_folder, policy="bf16", device="cpu")
     requests = [one | {"max_new_tokens": 8} for one in VISION]
     expected = [answer.token_ids for answer in alone(whole, requests)]
-    results = pipe.batch(requests, **TOGETHER)
+    results = pipe.batch(requests)
     assert [result.answer.token_ids for result in results] == expected
 
 
@@ -168,7 +182,7 @@ def test_memory_of_packed_rows(qwen3_vl_folder) -> None:
     ]
     requests = [one | {"max_new_tokens": TOKENS} for one in requests]
     single = alone(pipe, requests)
-    for result, answer in zip(pipe.batch(requests, **TOGETHER), single, strict=True):
+    for result, answer in zip(pipe.batch(requests), single, strict=True):
         assert result.answer.token_ids == answer.token_ids
         found, expected = result.answer.memory, answer.memory
         assert found.tokens == expected.tokens and found.bf16_bytes == expected.bf16_bytes
@@ -193,7 +207,7 @@ def test_a_bad_request_fails_alone(qwen, tmp_path: Path) -> None:
         ("What?", "must be a dict, not str"),
     ]
     good = [IMAGE | {"max_new_tokens": 4}, TEXT | {"max_new_tokens": 4}]
-    results = qwen.batch([good[0], *(request for request, _ in bad), good[1]], **TOGETHER)
+    results = qwen.batch([good[0], *(request for request, _ in bad), good[1]])
     assert [result.index for result in results] == list(range(len(bad) + 2))
     for result, (_, message) in zip(results[1:-1], bad, strict=True):
         assert result.answer is None and isinstance(result.error, InputError)
@@ -217,7 +231,6 @@ def test_what_a_family_does_not_read(llava, omni) -> None:
         (None, {}, "NoneType"),
         ([TEXT], {"batch_size": 0}, "batch_size=0"),
         ([TEXT], {"max_tokens": 1.5}, "max_tokens=1.5"),
-        ([TEXT], {"max_padding": 1.5}, "max_padding=1.5"),
     ],
 )
 def test_bounds_are_checked_at_once(qwen, requests: Any, options: Request, message: str) -> None:
@@ -227,26 +240,22 @@ def test_bounds_are_checked_at_once(qwen, requests: Any, options: Request, messa
     assert qwen.batch([]) == []
 
 
-def test_requests_are_packed_by_length(qwen) -> None:
-    short = [{"prompt": f"Why {word}?", "max_new_tokens": 2} for word in ("not", "so", "here")]
-    long = [{"prompt": "What is on the sign? " * 30, "max_new_tokens": 2}] * 3
+def test_how_many_run_at_once(qwen) -> None:
+    short = [{"prompt": f"Why {word}?", "max_new_tokens": 3} for word in ("not", "so", "here")]
+    long = [{"prompt": "What is on the sign? " * 30, "max_new_tokens": 3}] * 3
     mixed = [one for pair in zip(short, long, strict=True) for one in pair]
-    sizes: list[int] = []
-    hook = batch_sizes(qwen, sizes)
-    assert all(result.answer for result in qwen.batch(mixed))
-    assert sizes == [3, 3]
-    sizes.clear()
-    qwen.batch(mixed, batch_size=2)
-    assert sizes == [2, 1, 2, 1]
-    sizes.clear()
+    expected = [result.answer.token_ids for result in qwen.batch(mixed, batch_size=1)]
     prompt_tokens = qwen(None, long[0]["prompt"], max_new_tokens=1).prompt_tokens
-    sizes.clear()
-    qwen.batch(mixed, max_tokens=2 * (prompt_tokens + 2), **TOGETHER)
-    assert sizes == [2, 2, 2]
-    sizes.clear()
-    qwen.batch(mixed, max_tokens=1)
-    assert sizes == [1] * 6
-    hook.remove()
+    for most, bounds in (
+        (6, {}),
+        (2, {"batch_size": 2}),
+        (3, {"max_tokens": 2 * (prompt_tokens + 3)}),
+        (1, {"max_tokens": 1}),
+    ):
+        with passes(qwen) as (_, rows):
+            found = qwen.batch(mixed, **bounds)
+        assert [result.answer.token_ids for result in found] == expected
+        assert max(rows) == most, bounds
 
 
 def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
@@ -270,33 +279,10 @@ def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
             yield {"prompt": "What?", "images": noise(64, 64, index), "max_new_tokens": 2}
 
     results = qwen.batch_stream(requests(), batch_size=1)
-    assert next(results).answer and len(served) == 4
+    assert next(results).answer and len(served) == 2
     assert len(list(results)) == 9
     assert len(alive) == 10
     assert most <= 2
-
-
-def test_what_fails_as_a_whole_is_tried_in_halves(qwen) -> None:
-    requests = [one | {"max_new_tokens": 4} for one in VISION]
-    expected = [answer.token_ids for answer in alone(qwen, requests)]
-    broken = prepared(qwen, BOTH)
-
-    def fail(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"]
-        if len(ids) > 2 and ids.shape[1] > 1:
-            raise torch.OutOfMemoryError("out of memory")
-        if ids.shape[1] >= broken.tokens and any(
-            torch.equal(row[-broken.tokens :], broken.inputs["input_ids"][0]) for row in ids
-        ):
-            raise FloatingPointError("layer 1: keys or values hold NaN or infinity")
-
-    hook = qwen.model.register_forward_pre_hook(fail, with_kwargs=True)
-    results = qwen.batch(requests, **TOGETHER)
-    hook.remove()
-    assert isinstance(results[4].error, FloatingPointError)
-    assert [one.answer and one.answer.token_ids for one in results] == [
-        None if index == 4 else tokens for index, tokens in enumerate(expected)
-    ]
 
 
 def test_a_file_that_no_library_understands_is_its_own_request(qwen, monkeypatch) -> None:
@@ -314,10 +300,8 @@ def test_a_file_that_no_library_understands_is_its_own_request(qwen, monkeypatch
 
 def test_results_come_as_they_are_finished(qwen) -> None:
     requests = [{"prompt": "Why not?", "max_new_tokens": tokens} for tokens in (6, 2, 4)]
-    steps = []
-    hook = qwen.model.register_forward_pre_hook(lambda *_: steps.append(1))
-    when = [(result.index, len(steps)) for result in qwen.batch_stream(requests)]
-    hook.remove()
+    with passes(qwen) as (_, rows):
+        when = [(result.index, len(rows)) for result in qwen.batch_stream(requests)]
     assert [index for index, _ in when] == [1, 2, 0]
     assert when[0][1] < when[1][1] < when[2][1]
     assert np.prod([len(r.answer.token_ids) for r in qwen.batch(requests)]) == 6 * 2 * 4

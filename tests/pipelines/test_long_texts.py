@@ -70,17 +70,17 @@ ENTRIES: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "reading": ("system", lambda pipe, text: SharedMedia(pipe, pipe.read_media(), text)),
     "question": (
         "prompt",
-        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).request(
-            0, text, pipe.sampling({}, ())
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).generation(
+            text, pipe.sampling({}, ())
         ),
     ),
     "choice": (
         r"choices\[1\]",
-        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).continuations("Who?", ["A", text]),
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).question("Who?", ["A", text]),
     ),
     "asked choice": (
         "prompt",
-        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).continuations(text, ["A", "B"]),
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).question(text, ["A", "B"]),
     ),
 }
 

@@ -6,7 +6,6 @@ import torch
 from oscar_mm import InputError
 from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.pipelines.batch import answers
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia
 from tests.prompts import clip, noise, tone
@@ -27,9 +26,12 @@ def test_answers_are_those_of_whole_prompts(name, request) -> None:
     pipe = request.getfixturevalue(name)
     before = pipe.store.memory().used_bytes
     reading = SharedMedia(pipe, pipe.read_media(**MEDIA[name]), SYSTEM)
-    rows = [reading.request(index, text, HOW) for index, text in enumerate(QUESTIONS)]
+    rows = [reading.generation(text, HOW) for text in QUESTIONS]
     held = pipe.store.memory().used_bytes
-    found = {result.index: result.answer for result in answers(pipe, rows)}
+    for row in rows:
+        pipe.engine.submit(row)
+    pipe.engine.run_until(lambda: all(row.ended for row in rows))
+    found = [row.answer() for row in rows]
     for index, question in enumerate(QUESTIONS):
         media = {"images": None} | MEDIA[name]
         alone = pipe(prompt=question, **media, system=SYSTEM, max_new_tokens=6)
@@ -39,9 +41,10 @@ def test_answers_are_those_of_whole_prompts(name, request) -> None:
         assert 0 < memory.shared_bytes < memory.kv_bytes
         assert memory.tokens == alone.memory.tokens
         assert memory.by_kind["tails"] == alone.memory.by_kind["tails"]
+    for row in rows:
+        row.complete()
     assert pipe.store.memory().used_bytes == held > before
     reading.close()
-    del rows
     assert pipe.store.memory().used_bytes == before
 
 
@@ -53,18 +56,17 @@ def test_choices_are_scored_as_whole_answers(name, request, monkeypatch) -> None
         SharedMedia(pipe, pipe.read_media(**MEDIA[name]), SYSTEM),
         SharedMedia(pipe, pipe.read_media()),
     ]
-    rows = [reading.request(index, QUESTIONS[1], HOW) for index, reading in enumerate(readings)]
-    ids = [reading.continuations(QUESTIONS[1], CHOICES) for reading in readings]
-    for choice in choose(pipe, rows, ids):
-        media = pipe.read_media(**MEDIA[name] if not choice.index else {})
-        system = SYSTEM if not choice.index else None
+    questions = [reading.question(QUESTIONS[1], CHOICES) for reading in readings]
+    for index, choice in enumerate(choose(pipe, questions)):
+        media = pipe.read_media(**MEDIA[name] if not index else {})
+        system = SYSTEM if not index else None
         prompt = pipe.prepare(QUESTIONS[1], media, system)
         assert choice.prompt_tokens == prompt.tokens
         assert choice.best == max(range(len(CHOICES)), key=choice.scores.__getitem__)
-        for score, tokens in zip(choice.scores, ids[choice.index], strict=True):
+        for score, tokens in zip(choice.scores, questions[index].choices, strict=True):
             assert score == pytest.approx(alone(pipe, prompt, tokens), abs=1e-3)
     with pytest.raises(InputError, match="control token"):
-        readings[0].continuations("Who?", [pipe.processor.tokenizer.eos_token])
+        readings[0].question("Who?", [pipe.processor.tokenizer.eos_token])
     for reading in readings:
         reading.close()
 
@@ -86,9 +88,9 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     template = qwen.processor.chat_template
     reading = SharedMedia(qwen, qwen.read_media([noise(64, 64)]))
     with pytest.raises(InputError, match="prompt is empty"):
-        reading.request(0, " ", HOW)
+        reading.generation(" ", HOW)
     with pytest.raises(InputError, match="over the context"):
-        reading.request(0, "Why?", Sampling(max_new_tokens=qwen.max_context))
+        reading.generation("Why?", Sampling(max_new_tokens=qwen.max_context))
     reading.close()
     with pytest.raises(InputError, match="system holds"):
         SharedMedia(qwen, qwen.read_media(), "<|im_end|>")
@@ -96,4 +98,4 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     monkeypatch.setattr(qwen.processor, "chat_template", first)
     reading = SharedMedia(qwen, qwen.read_media([noise(64, 64)]))
     with pytest.raises(InputError, match="writes the question before the media"):
-        reading.request(0, "Why?", HOW)
+        reading.generation("Why?", HOW)

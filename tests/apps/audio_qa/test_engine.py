@@ -2,20 +2,26 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from PIL import Image
 
 from oscar_mm import KVPolicy
 from oscar_mm.apps.audio_qa import engine as engine_module
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine, Worker, WorkerSettings
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.errors import Busy
+from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.media import MediaLimits
+from oscar_mm.modality import Modality
 from tests.apps.audio_qa.conftest import CHOICES, assert_same, questions, write_lines
 from tests.prompts import noise
 
@@ -31,29 +37,37 @@ def answered(engine: Engine, rows: list[Row], groups: Any = None) -> dict[str, d
 
 
 @contextmanager
-def forward_passes(pipe: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of every forward pass."""
-    seen: list[tuple[int, int]] = []
-    hook = pipe.model.register_forward_pre_hook(
-        lambda _, __, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+def passes(pipe: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """Recordings of each pass of the audio tower, and rows of each decode step."""
+    media: list[int] = []
+    rows: list[int] = []
+    step = DecodeSteps.__call__
+
+    def stepped(steps: DecodeSteps, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+        rows.append(int((~ended).sum()))
+        return step(steps, tokens, ended)
+
+    tower = pipe.model.get_encoder(
+        modality="audio" if Modality.AUDIO in pipe.family.reads else "image"
     )
-    yield seen
+    hook = tower.register_forward_pre_hook(lambda *_: media.append(1))
+    with patch.object(DecodeSteps, "__call__", stepped):
+        yield media, rows
     hook.remove()
 
 
 def test_a_recording_is_read_once(worker: Worker, recordings: Path) -> None:
     pipe, rows = worker._pipe, rows_of(recordings, questions(3))
-    with forward_passes(pipe) as shared:
+    with passes(pipe) as (shared, in_batches):
         together = answered(Engine(pipe, worker._engine.settings, 4), rows)
-    with forward_passes(pipe) as alone:
+    with passes(pipe) as (alone, one_by_one):
         apart = answered(Engine(pipe, worker._engine.settings, 1), rows, [[row] for row in rows])
     # The same answers, whoever stands beside them.
     assert_same(together, apart)
     assert not any(result["error"] for result in together.values())
-    media = [rows for rows, tokens in shared if tokens > 15 and rows == 1]
-    assert len(media) == 3 and len([rows for rows, tokens in alone if tokens > 15]) > 6
-    assert max(rows for rows, _ in shared) > 2
-    assert len(shared) < len(alone) / 2
+    assert (len(shared), len(alone)) == (3, 9)
+    assert max(in_batches) > 2 and max(one_by_one) == 1
+    assert len(in_batches) < len(one_by_one) / 2
     assert pipe.store.memory().used_bytes == 0
     one = together["2-0"]
     assert one["finish_reason"] in ("stop", "length") and one["choice"] is None
@@ -128,27 +142,72 @@ def test_what_goes_wrong_stays_with_its_row(worker: Worker, recordings: Path) ->
     assert pipe.store.memory().used_bytes == 0
 
 
-def test_a_batch_that_fails_is_tried_row_by_row(worker, recordings, monkeypatch) -> None:
-    rows = rows_of(recordings, questions(2))
+def choice_rows(recordings: Path) -> list[Row]:
+    """Two rows with choices about each of two recordings, and others without."""
+    more = [
+        {"id": f"{place}-3", "question": "Which?", "audio": f"{place}.wav", "choices": CHOICES}
+        for place in range(2)
+    ]
+    return rows_of(recordings, [*questions(2), *more])
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_choices_that_fail_together_are_tried_one_by_one(
+    worker, recordings, monkeypatch, most: int
+) -> None:
+    rows = choice_rows(recordings)
     expected = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
+    right = engine_module.choose
 
-    def failing(name: str, limit: int) -> None:
-        right = getattr(engine_module, name)
+    def choose(pipe: Any, asked: list[Any]) -> Any:
+        if len(asked) > most:
+            raise RuntimeError("too many\nrows")
+        return right(pipe, asked)
 
-        def fail(pipe: Any, batch: list, *more: Any) -> Any:
-            if len(batch) > limit:
-                raise RuntimeError("too many\nrows")
-            return right(pipe, batch, *more)
-
-        monkeypatch.setattr(engine_module, name, fail)
-
-    failing("answers", 1)
-    failing("choose", 0)
+    monkeypatch.setattr(engine_module, "choose", choose)
     found = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
-    for row_id in ("0-2", "1-2"):
+    for row_id in ("0-2", "0-3", "1-2", "1-3") if not most else ():
         assert found.pop(row_id)["error"] == "RuntimeError: too many rows"
         expected.pop(row_id)
     assert_same(found, expected)
+
+
+def test_more_rows_about_a_recording_than_run_at_once(worker: Worker, recordings: Path) -> None:
+    rows = rows_of(
+        recordings,
+        [{"id": f"{i}", "question": f"Who is {i}?", "audio": "0.wav"} for i in range(5)],
+    )
+    expected = answered(Engine(worker._pipe, worker._engine.settings, 8), rows)
+    # All that run end at the same step, before the rest begins.
+    for most in (1, 2):
+        with passes(worker._pipe) as (media, _):
+            found = answered(Engine(worker._pipe, worker._engine.settings, most), rows)
+        assert_same(found, expected)
+        assert len(media) == 1
+    assert not any(result["error"] for result in expected.values())
+    assert worker._pipe.store.memory().used_bytes == 0
+
+
+def test_choices_without_room_for_two(worker, recordings, monkeypatch) -> None:
+    rows = [row for row in choice_rows(recordings) if row.choices]
+    expected = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
+
+    class Room:
+        pass
+
+    rooms: list[weakref.ref[Room]] = []
+
+    def reserve(*_: Any) -> Room:
+        if any(room() is not None for room in rooms):
+            raise Busy("there is room for one")
+        room = Room()
+        rooms.append(weakref.ref(room))
+        return room
+
+    monkeypatch.setattr(type(worker._pipe.admission), "reserve", reserve)
+    found = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
+    assert_same(found, expected)
+    assert len(rows) == 4 and not any(result["error"] for result in found.values())
 
 
 def test_budget(worker: Worker, recordings: Path) -> None:
@@ -201,8 +260,9 @@ def test_models_that_are_balanced_by_the_prompt(policy, llava_next_folder, recor
     rows = rows_of(recordings, records)
     how = AnswerSettings(KVPolicy.preset(policy), max_new_tokens=4)
     worker = Worker(WorkerSettings(str(llava_next_folder), how, 8, device="cpu"))
-    with forward_passes(worker._pipe) as seen:
+    with passes(worker._pipe) as (_, rows_of_steps):
         found = answered(worker._engine, rows)
     assert not any(one["error"] for one in found.values())
-    # Their pages cannot be read together, but for those of one picture.
-    assert max(rows for rows, _ in seen) == (2 if policy == "compact" else 6)
+    assert max(rows_of_steps) > 2
+    apart = answered(Engine(worker._pipe, how, 1), rows, [[row] for row in rows])
+    assert_same(found, apart)

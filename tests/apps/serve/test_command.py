@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key
+from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key, prefix_bytes
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError
 from tests.apps.serve.conftest import user
@@ -35,6 +35,7 @@ from tests.processes import Forked, command
         (["--max-new-tokens", "-5"], "--max-new-tokens -5: must be at least 1"),
         (["--max-context", "0"], "'--max-context'"),
         (["--kv-budget", "much"], "--kv-budget='much'"),
+        (["--prefix-cache", "much"], "--prefix-cache='much'"),
         (["--grace", "-1"], "--grace -1: must be seconds"),
         (["--grace", "nan"], "--grace nan: must be seconds"),
         (["--api-key", "secret"], "No such option"),
@@ -45,6 +46,14 @@ def test_refused(options: list[str], expected: str, capsys) -> None:
     assert run(["serve", "--model", "no-such-folder", *options]) == 2
     said = capsys.readouterr().err
     assert said.startswith("oscar-mm: error: ") and said.count("\n") == 1 and expected in said
+
+
+def test_size_of_the_prefix_cache() -> None:
+    """By default a share of the budget."""
+    assert prefix_bytes(None, None) == 10**9
+    assert prefix_bytes(None, 8 * 10**9) == 2 * 10**9
+    assert prefix_bytes("3GB", 8 * 10**9) == 3 * 10**9
+    assert prefix_bytes("off", None) is prefix_bytes("0", 10**9) is None
 
 
 def test_where_it_cannot_listen(capsys) -> None:

@@ -3,12 +3,14 @@
 import threading
 import time
 import urllib.request
+from collections import deque
 from typing import Any
 
 import openai
 import pytest
 
-from oscar_mm import OscarVLPipeline
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.generation.reasoning import Reasoning
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
 from tests.thinking import ids_of, saying
 
@@ -223,11 +225,74 @@ def test_metrics(address, client) -> None:
     assert rise('oscar_mm_tokens_total{kind="completion"}') == 6
     assert rise('oscar_mm_tokens_total{kind="prompt"}') > 30
     assert rise("oscar_mm_first_token_seconds_count") == 1
+    assert 1 <= rise("oscar_mm_inter_token_seconds_count") <= 5
     for modality in ("audio", "image", "text"):
         assert after[f'oscar_mm_kv_bytes{{modality="{modality}"}}'] > 0
     held = sum(value for name, value in after.items() if name.startswith("oscar_mm_kv_bytes"))
     assert held <= after["oscar_mm_kv_pool_bytes"]
     assert after["oscar_mm_waiting"] == after["oscar_mm_running"] == 0
+    assert after["oscar_mm_decoding"] == after["oscar_mm_prompts_waiting"] == 0
+
+
+def test_metrics_of_answers_that_run(omni) -> None:
+    with served(omni, max_new_tokens=2000) as where:
+        client = openai.OpenAI(base_url=f"{where}/v1", api_key="none", max_retries=0)
+        with ask(client, user("Why?"), stream=True, max_tokens=2000) as stream:
+            for count, _ in enumerate(stream):
+                if count == 5:
+                    break
+            found = metrics(where, None)
+        assert found["oscar_mm_running"] == found["oscar_mm_decoding"] == 1
+        assert found['oscar_mm_tokens_total{kind="completion"}'] >= 3
+        assert found["oscar_mm_inter_token_seconds_count"] >= 3
+
+
+def test_the_first_token_counts_the_queue(omni) -> None:
+    with served(omni, running=1, max_new_tokens=2000) as where:
+        client = openai.OpenAI(base_url=f"{where}/v1", api_key="none", max_retries=0)
+        with ask(client, user("Why?"), stream=True, max_tokens=2000) as stream:
+            next(iter(stream))
+            later = threading.Thread(target=ask, args=(client, user("Who?")))
+            later.start()
+            time.sleep(0.7)
+        later.join(20)
+        found = metrics(where, None)
+    assert found["oscar_mm_first_token_seconds_count"] == 2
+    assert found['oscar_mm_first_token_seconds_bucket{le="0.5"}'] == 1
+
+
+def test_metrics_do_not_wait_for_a_long_prompt(omni) -> None:
+    """The memory is that of the last time."""
+    with served(omni) as where:
+        client = openai.OpenAI(base_url=f"{where}/v1", api_key="none", max_retries=0)
+        ask(client, SHOWN)
+        before = metrics(where, None)
+        with omni.lock:
+            start = time.monotonic()
+            during = metrics(where, None)
+            assert time.monotonic() - start < 5
+        pages = {name: value for name, value in before.items() if "_kv_" in name}
+        assert pages and pages.items() <= during.items()
+
+
+def test_metrics_of_known_beginnings(qwen3_omni_folder) -> None:
+    pipe = OscarOmniPipeline(qwen3_omni_folder, device="cpu", prefix_cache="100MB")
+    with served(pipe) as where:
+        client = openai.OpenAI(base_url=f"{where}/v1", api_key="none", max_retries=0)
+        for question in ("What is it?", "Who is it?"):
+            ask(client, user(*(image(png(seed)) for seed in range(4)), text(question)))
+        found = metrics(where, None)
+    assert (found["oscar_mm_prefix_hits_total"], found["oscar_mm_prefix_misses_total"]) == (1, 1)
+    assert found["oscar_mm_prefix_tokens_saved_total"] >= 20
+
+
+def test_pieces_that_wait_are_joined() -> None:
+    from oscar_mm.apps.serve.service import joined
+
+    waiting = deque([Reasoning("It"), Reasoning(" is"), "A", " dog", "."])
+    found = list(joined(waiting))
+    assert found == ["It is", "A dog."] and not waiting
+    assert [type(piece) for piece in found] == [Reasoning, str]
 
 
 def test_reasoning_is_apart_from_the_content(qwen3_vl_thinking_folder) -> None:

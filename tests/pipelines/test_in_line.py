@@ -1,8 +1,7 @@
-"""Rows padded on the left, and what they show side by side."""
+"""Prompts in line: one row of several prompts, and what they show one after the other."""
 
 import torch
 
-from oscar_mm.pipelines.batch import left_padded
 from tests.prompts import clip, noise, tone
 
 
@@ -13,33 +12,31 @@ def prompts(pipe, *shown):
     ]
 
 
-def test_a_single_row_stays_as_it_is(qwen) -> None:
+def test_a_single_prompt_stays_as_it_is(qwen) -> None:
     [alone] = prompts(qwen, {"images": noise(64, 64)})
-    joined = left_padded([alone], qwen.family)
-    assert "attention_mask" not in joined.inputs
+    joined = qwen.family.in_line([alone])
     assert joined.inputs.keys() == alone.inputs.keys()
     for name, tensor in alone.inputs.items():
         assert torch.equal(joined.inputs[name], tensor)
-    assert torch.equal(joined.positions, alone.positions)
+    assert torch.equal(joined.positions, alone.positions) and joined.media == alone.media
 
 
-def test_rows(qwen) -> None:
+def test_prompts(qwen) -> None:
     rows = prompts(
         qwen, {"images": noise(64, 64)}, {}, {"videos": clip(4), "images": noise(64, 96)}
     )
-    joined = left_padded(rows, qwen.family)
-    assert joined.positions.shape == (4, 3, joined.tokens)
-    assert joined.next_position.tolist() == [int(row.next_position) for row in rows]
-    mask = joined.inputs["attention_mask"]
-    for index, row in enumerate(rows):
-        before = joined.tokens - row.tokens
-        assert mask[index].tolist() == [0] * before + [1] * row.tokens
-        assert torch.equal(joined.inputs["input_ids"][index, before:], row.inputs["input_ids"][0])
-        assert torch.equal(joined.positions[:, index, before:], row.positions[:, 0])
-        assert joined.modalities[index].tolist() == [-1] * before + row.modalities[0].tolist()
-    padding = joined.inputs["input_ids"][mask == 0]
-    config = qwen.model.config
-    assert not set(padding.tolist()) & {config.image_token_id, config.video_token_id}
+    joined = qwen.family.in_line(rows)
+    assert joined.positions.shape == (4, 1, joined.tokens)
+    assert "attention_mask" not in joined.inputs
+    stop = 0
+    for row in rows:
+        own = slice(stop, stop := stop + row.tokens)
+        assert torch.equal(joined.inputs["input_ids"][:, own], row.inputs["input_ids"])
+        assert torch.equal(joined.positions[:, :, own], row.positions)
+        assert torch.equal(joined.modalities[:, own], row.modalities)
+        shown = [x for x in joined.media if own.start <= x.start < own.stop]
+        assert [x.shifted(-own.start) for x in shown] == list(row.media)
+    assert stop == joined.tokens
     # Pictures of the rows one after the other.
     grids = [row.inputs["image_grid_thw"] for row in (rows[0], rows[2])]
     assert torch.equal(joined.inputs["image_grid_thw"], torch.cat(grids))
@@ -49,14 +46,14 @@ def test_pictures_of_unequal_tiles(llava) -> None:
     rows = prompts(llava, {"images": noise(56, 56)}, {"images": [noise(40, 200), noise(110, 112)]})
     tiles = [row.inputs["pixel_values"].shape[1] for row in rows]
     assert tiles[0] != tiles[1]
-    joined = left_padded(rows, llava.family).inputs
+    joined = llava.family.in_line(rows).inputs
     assert joined["pixel_values"].shape[:2] == (3, max(tiles))
     assert joined["image_sizes"].tolist() == [[56, 56], [40, 200], [110, 112]]
 
 
 def test_sounds_of_unequal_length(omni) -> None:
     rows = prompts(omni, {"audio": [tone(0.5), tone(1.5)]}, {}, {"audio": tone(3.0)})
-    joined = left_padded(rows, omni.family).inputs
+    joined = omni.family.in_line(rows).inputs
     frames = joined["feature_attention_mask"].sum(-1)
     assert joined["input_features"].shape[0] == 3 and frames[2] > frames[1] > frames[0]
     assert joined["input_features"].shape[2] == joined["feature_attention_mask"].shape[1]

@@ -1,0 +1,306 @@
+"""Answers that decode together in the engine of a pipeline, beside the bare decode loop.
+
+python -m benchmarks.engine [--models qwen3-vl-8b,...] [--batches 1,16,...] [--ways compact-graph]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.cache_variants import VARIANTS, Oscar
+from benchmarks.decoder import Decoder
+from benchmarks.profiling import allocated, free_bytes, release
+from benchmarks.record import Row, now, show
+from benchmarks.sweep import (
+    STEPS,
+    WARM_UP,
+    DecodeLoop,
+    Rows,
+    add_variants,
+    attempt,
+    numbers,
+    options_of,
+    step_ms,
+    sweep,
+)
+from benchmarks.throughput import until_it_fits
+from oscar_mm import OscarCache
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prompt import Prompt, beginning
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import Media
+from oscar_mm.pipelines.pipeline import Pipeline
+from tests.tiny import TEXT
+
+MODELS = ("qwen3-vl-8b",)
+CONTEXTS, TINY_CONTEXTS = (32768,), (400,)
+BATCHES = (1, 16, 64, 172)
+WAYS = {
+    name: variant
+    for name, variant in VARIANTS.items()
+    if isinstance(variant, Oscar) and variant.graph
+}
+BOUND_CONTEXT, SHARE, READING = 32768, 0.9, 0.5
+"""Context of the bounds; least share of the bare loop's tokens per second, and least share of them
+while a prompt is read."""
+_QUESTION = "What is it?"
+_MOST_TOKENS = 4096
+"""Of an answer: more than are chosen while anything is measured."""
+NOTES = [
+    "Random weights of the released shapes; caches are filled with random keys and values of text "
+    "and images. A number of rows without room is followed by the largest that has some.",
+    "loop ms: a step of the bare loop of benchmarks.throughput on these caches, ms: a step of the "
+    f"engine, which has read a short question on each. Medians of {STEPS} steps after {WARM_UP}. "
+    "host: what is left of that time where the host does not wait for tokens.",
+    "The engine's steps give each answer its token, and the tokenizer of some hundred tokens makes "
+    "text of it; nobody takes the pieces.",
+    "reading: tokens per second of the same rows while the engine reads another prompt, of as many "
+    "tokens of text as the context; their share of those without. s: seconds that the prompt takes "
+    "then, and alone afterwards.",
+]
+
+
+def measure_engine(
+    decoder: Decoder, variant: Oscar, context: int, bandwidth: float, rows: int
+) -> Row:
+    """Fill caches, time the bare loop and then the engine on them, and free everything.
+
+    Args:
+        decoder: its pipeline has the engine.
+        variant: says the policy.
+        context: tokens of each row before the first step.
+        bandwidth: bytes per second, for the floor of a step.
+        rows: answers.
+
+    Returns:
+        a row of the record, as ``sweep.measure_cell`` gives one.
+    """
+    row: Row = {"model": decoder.name, "way": variant.policy, "batch": rows, "context": context}
+    decoder.model.set_attn_implementation({"text_config": variant.attention})
+    with torch.inference_mode():
+        row |= attempt(lambda: _figures(decoder, variant, context, bandwidth, rows))
+    release(decoder.device)
+    return row | {"date": now()}
+
+
+def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, rows: int) -> Row:
+    start = perf_counter()
+    pipe = decoder.pipe.with_policy(variant.policy)
+    cache = pipe.new_cache()
+    slots = variant.slots(context, 3 * (WARM_UP + STEPS))
+    variant.store_prompt(cache, decoder, rows, context, slots, more=1)
+    filled = perf_counter()
+    loop_ms, loop_host_ms = step_ms(
+        DecodeLoop(variant.decoded(cache, decoder), decoder.device, rows).step
+    )
+    allocated(decoder.device)  # waits, and begins a new peak
+    release(decoder.device)  # frees the graph
+    kv_bytes = cache.memory().kv_bytes
+    split = perf_counter()
+    answers = [_answer(pipe, one, _MOST_TOKENS) for one in _rows_apart(cache)]
+    engine = pipe.engine
+    joining = perf_counter()
+    engine.run_until(lambda: all(answer.tokens or answer.ended for answer in answers))
+    joined = perf_counter()
+    _check(answers)
+    ms, host_ms = step_ms(partial(_step, answers))
+    _check(answers)
+    tokens_per_s = 1e3 * rows / ms
+    figures = {
+        "kv_bytes": kv_bytes,
+        "copy_bytes_per_second": bandwidth,
+        "floor_ms": 1e3 * (decoder.weights(rows) + kv_bytes) / bandwidth,
+        "fill_s": filled - start,
+        "split_s": joining - split,
+        "join_s": joined - joining,
+        "loop_ms": loop_ms,
+        "loop_host_ms": loop_host_ms,
+        "ms": ms,
+        "host_ms": host_ms,
+        "tokens_per_s": tokens_per_s,
+        "share": loop_ms / ms,
+    }
+    reading = _reading(pipe, answers, _text(pipe, context))
+    if "tokens_per_s" in reading:
+        reading["share"] = reading["tokens_per_s"] / tokens_per_s
+    for answer in answers:
+        answer.cancel()
+        answer.cache.close()
+    if "error" not in reading:
+        reading["alone_s"] = _reading_s(pipe, _text(pipe, context))
+    return figures | {"reading": reading, "peak": allocated(decoder.device).get("peak")}
+
+
+def _rows_apart(cache: OscarCache) -> list[OscarCache]:
+    """Each row of a cache as a cache of its own; the cache is closed."""
+    apart = []
+    for row in range(cache.batch_size):
+        apart.append(cache.fork())
+        apart[-1].batch_select_indices(torch.tensor([row]))
+    cache.close()
+    return apart
+
+
+def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Generation:
+    """An answer in the engine's queue, to a question that goes on from a cache."""
+    family, past = pipe.family, cache.get_seq_length()
+    question = family.messages(_QUESTION, None, Media())
+    prompt = family.continuation(question, Media(), past, torch.tensor([past]))
+    sampling = Sampling(max_new_tokens=most, temperature=0)
+    answer = Generation(pipe.engine, prompt, cache, sampling, perf_counter())
+    pipe.engine.submit(answer)
+    return answer
+
+
+def _text(pipe: Pipeline, tokens: int) -> Prompt:
+    """A prompt of so many tokens of text."""
+    times = 1 + tokens // pipe.family.tokenize(TEXT).shape[1]
+    return beginning(pipe.prepare(TEXT * times, Media(), None), tokens)
+
+
+def _check(answers: Sequence[Generation]) -> None:
+    """Raise what has ended an answer, or where not all run at once."""
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
+    running = answers[0].engine.running
+    if running != len(answers):
+        raise RuntimeError(f"of {len(answers)} answers {running} run at once")
+
+
+def _step(answers: Sequence[Generation]) -> None:
+    """One more token of each answer, and of what the engine begins before."""
+    first = answers[0]
+    count = len(first.tokens)
+    first.engine.run_until(lambda: len(first.tokens) > count or first.ended)
+
+
+def _reading(pipe: Pipeline, answers: Sequence[Generation], prompt: Prompt) -> dict[str, Any]:
+    """Figures of running answers while the engine reads a prompt; "error" says why it does not."""
+    reader = Generation(
+        pipe.engine, prompt, pipe.new_cache(), Sampling(max_new_tokens=1), perf_counter()
+    )
+    before, start = sum(len(answer.tokens) for answer in answers), perf_counter()
+    pipe.engine.submit(reader)
+    _step(answers)
+    seconds = perf_counter() - start
+    tokens = sum(len(answer.tokens) for answer in answers) - before
+    waits, error = not reader.ended, reader.error
+    reader.cancel()
+    reader.cache.close()
+    if waits or error is not None:
+        return {"error": "there is no room for the prompt" if waits else repr(error)}
+    _check(answers)
+    return {
+        "prompt_tokens": prompt.tokens,
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+    }
+
+
+def _reading_s(pipe: Pipeline, prompt: Prompt) -> float:
+    """Seconds in which the engine reads a prompt where nothing else runs."""
+    cache, start = pipe.new_cache(), perf_counter()
+    with pipe.lock:
+        pipe.engine.read(prompt, cache).argmax().item()
+        seconds = perf_counter() - start
+        cache.close()
+    return seconds
+
+
+def rows_of(
+    decoder: Decoder,
+    bandwidth: float,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    variants: Sequence[str],
+) -> Iterator[Row]:
+    """A row for each context, cache variant and batch that fits, and for those that do not."""
+    for context in contexts:
+        for name in variants:
+            variant = WAYS[name]
+            measure = partial(measure_engine, decoder, variant, context, bandwidth)
+            most = max(batches)
+            if decoder.device.type == "cuda":
+                row_bytes = variant.row_bytes(decoder, context, 3 * (WARM_UP + STEPS))
+                most = max(1, free_bytes(decoder.device) // row_bytes - 1)
+            for batch in sorted({min(batch, most) for batch in batches}):
+                yield from until_it_fits(batch, measure)
+
+
+def bounds(rows: Rows) -> list[dict[str, Any]]:
+    """Shares of rows at the context of the bounds: the value, and whether it meets its bound."""
+    checks = []
+    for row in rows:
+        if "error" in row or row["context"] != BOUND_CONTEXT:
+            continue
+        place = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,} tokens"
+        figures = [("tokens per second / bare loop", row["share"], SHARE)]
+        if "share" in row["reading"]:
+            figures.append(
+                ("tokens per second while a prompt is read", row["reading"]["share"], READING)
+            )
+        checks += [
+            {"place": place, "figure": name, "found": found, "least": least, "met": found >= least}
+            for name, found, least in figures
+        ]
+    return checks
+
+
+def report(rows: Rows) -> None:
+    """Print a table and verdicts."""
+    columns = ("model", "way", "batch", "context", "loop ms", "host", "ms", "host", "tokens/s")
+    reading = ("of loop", "reading", "of it", "s", "alone s")
+    complete = [row for row in rows if "error" not in row]
+    show("The engine", (*columns, *reading), map(_figures_of, complete))
+    for row in complete:
+        if "error" in row["reading"]:
+            print(f"{row['model']}, {row['way']}, {row['batch']}: {row['reading']['error']}")
+    for bound in bounds(rows):
+        verdict = "met" if bound["met"] else "NOT met"
+        print(
+            f"{bound['place']}: {bound['figure']} {bound['found']:.2f}, at least "
+            f"{bound['least']}: {verdict}"
+        )
+
+
+def _figures_of(row: Row) -> tuple[str, ...]:
+    reading = row["reading"]
+    figures = [
+        *(f"{row[name]:.2f}" for name in ("loop_ms", "loop_host_ms", "ms", "host_ms")),
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['share']:.3f}",
+    ]
+    if "error" in reading:
+        figures += ["-"] * 4
+    else:
+        figures += [f"{reading['tokens_per_s']:.1f}", f"{reading['share']:.3f}"]
+        figures += [f"{reading[name]:.2f}" for name in ("seconds", "alone_s")]
+    return row["model"], row["way"], str(row["batch"]), f"{row['context']:,}", *figures
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and record; returns what ``sweep`` returns."""
+    parser = options_of("engine", __doc__, CONTEXTS)
+    parser.set_defaults(models=MODELS)
+    parser.add_argument("--batches", type=numbers, default=BATCHES, help="answers, with commas")
+    add_variants(parser, ("compact-graph", "standard-graph"), tuple(WAYS))
+    options = parser.parse_args(arguments)
+    contexts = TINY_CONTEXTS if options.tiny and options.contexts == CONTEXTS else options.contexts
+
+    def cells(decoder: Decoder, bandwidth: float) -> Iterator[Row]:
+        return rows_of(decoder, bandwidth, contexts, options.batches, options.ways)
+
+    cell = ("model", "way", "context", "batch")
+    return sweep("engine", arguments, options, NOTES, cells, report, cell)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""BatchView: rows of several caches as the batch of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.rows import Row
+from oscar_mm.cache.step import Step
+from oscar_mm.cache.store import PageStore
+from oscar_mm.errors import InputError
+
+
+class BatchView(OscarCache):
+    """Several caches of one row each, as one cache of several rows.
+
+    The rows stay those of the caches: a step on the view adds a token to each of them, and a step
+    that does not reach all layers leaves all of them incomplete. The view owns no slots. Its rows
+    may be of unequal length, without padding, as long as attention is causal and unbounded.
+
+    Args:
+        store: of all the caches.
+        alike: whether all caches have one balancing (``balanced_alike``): where it comes from the
+            prompt, each has its own.
+    """
+
+    def __init__(self, store: PageStore, *, alike: bool) -> None:
+        super().__init__(store.policy, store=store)
+        self.ledger = Ledger(store, owns_slots=False)
+        self._alike = alike
+        self._caches: list[OscarCache | None] = []
+        # Of so many rows the balancing of each, by layer, at addresses that stay.
+        self._sigmas_of_rows: dict[int, list[torch.Tensor]] = {}
+
+    def seat(self, caches: Sequence[OscarCache | None]) -> None:
+        """Make these caches the rows; None for a row that is computed and not looked at.
+
+        Args:
+            caches: of one row each, or empty where all are balanced alike; ``can_take`` accepts
+                each.
+        """
+        self._caches = list(caches)
+        self.ledger.changes += 1
+        self.ledger.sequences[:] = [_row_of(cache) for cache in caches]
+        source = next((cache for cache in caches if cache is not None and cache.layers), None)
+        if source is not None and not self.layers:
+            self.layers += [layer.fork(self) for layer in source.layers]
+            self.replayed(Step())
+        if not self._alike:
+            self._balance_rows()
+
+    def can_take(self, cache: OscarCache) -> bool:
+        """Whether a cache may be a row: of this store, with attention in all layers."""
+        return cache.store is self.store and not cache.linear_layers
+
+    def _balance_rows(self) -> None:
+        count = len(self._caches)
+        if count not in self._sigmas_of_rows:
+            self._sigmas_of_rows[count] = [
+                torch.ones(count, *layer.sigma.shape[-2:], device=layer.device)
+                for layer in self.layers
+                if layer.sigma is not None
+            ]
+        of_rows = iter(self._sigmas_of_rows[count])
+        for index, layer in enumerate(self.layers):
+            if layer.sigma is None:
+                continue
+            layer.sigma = next(of_rows)
+            for sigma, cache in zip(layer.sigma, self._caches, strict=True):
+                if cache is not None:
+                    sigma.copy_(cache.layers[index].sigma)
+
+    def read_in_line(self, modalities: Sequence[np.ndarray]) -> None:
+        """Have the next forward pass bring new tokens of each row, one row after the other as a
+        batch of one.
+
+        Args:
+            modalities: of each row the (tokens,) ids.
+        """
+        step = self.ledger.advance(modalities)
+        self.store.reserve()
+        self._begun(step)
+
+    def settle(self) -> None:
+        """After a prompt: give caches that were empty their layers."""
+        for cache in self._caches:
+            if cache is not None and not cache.layers:
+                cache.layers += [layer.fork(cache) for layer in self.layers]
+
+    def vacate(self, place: int) -> None:
+        """Put a row of which nothing is looked at any more in the place of a row that has ended; a
+        step that was launched ahead stays good."""
+        self._caches[place] = None
+        self.ledger.sequences[place] = Row()
+
+    def begin(self, modalities: np.ndarray) -> Step:
+        """Begin the next forward pass of the rows, see ``OscarCache.begin``."""
+        return self._begun(super().begin(modalities))
+
+    def _begun(self, step: Step) -> Step:
+        self.step = step
+        for cache in self._caches:
+            if cache is not None:
+                cache.ledger.changes += 1
+                cache.step = step
+        return step
+
+    def note_stored(self, layer: OscarLayer, tokens: int) -> None:
+        """Leave the check to ``take_bad``: what cannot be stored is one row's, not all rows'."""
+        if layer.device.type == "cpu" or tokens > 1:
+            self.unchecked = True
+
+    def take_bad(self) -> bool:
+        """Whether some row brought keys or values that cannot be stored since the last call."""
+        if not self.unchecked:
+            return False
+        self.unchecked = False
+        found = False
+        for layer in self.packed_layers:
+            if bool(layer.bad):
+                layer.bad.zero_()
+                found = True
+        return found
+
+    def fork(self) -> OscarCache:
+        """Not supported: fork the caches."""
+        raise InputError("a BatchView is not forked: fork the caches that are its rows")
+
+
+def _row_of(cache: OscarCache | None) -> Row:
+    if cache is None:
+        return Row()
+    if not cache.ledger.sequences:
+        cache.ledger.sequences.append(Row())
+    return cache.ledger.sequences[0]
+
+
+def balanced_alike(one: OscarCache, other: OscarCache) -> bool:
+    """Whether the layers of two caches have the same balancing; one without layers has any."""
+    both = zip(one.layers, other.layers, strict=False)
+    return all(_equal(mine.sigma, theirs.sigma) for mine, theirs in both)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)

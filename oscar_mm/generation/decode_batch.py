@@ -1,0 +1,144 @@
+"""DecodeBatch: rows that decode together, one more token of each at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.generation.sampling import BROKEN, NAN, Choices, NextTokens, Sampling, TokenSampler
+from oscar_mm.ranks import Ranks
+
+_CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
+"""Numbers of rows of which a step is captured; above the last one its multiples."""
+
+
+class DecodeRow:
+    """One answer while its tokens are chosen.
+
+    Args:
+        sampling: how they are chosen.
+        seen: (tokens,) ids that the row has read, without padding.
+        position: RoPE position of the answer's first token.
+        end_tokens: ids that end the row.
+
+    Attributes:
+        tokens: that were chosen, without the one that ends the row.
+        ended: whether no more are chosen; the last token is not stored then.
+        error: why the row ended; None if nothing went wrong.
+    """
+
+    def __init__(
+        self, sampling: Sampling, seen: torch.Tensor, position: int, end_tokens: frozenset[int]
+    ) -> None:
+        self.sampler = TokenSampler(sampling, seen)
+        self.end_tokens = end_tokens
+        self.tokens: list[int] = []
+        self.ended = False
+        self.error: BaseException | None = None
+        self._first, self._most = position, sampling.max_new_tokens
+
+    @property
+    def position(self) -> int:
+        """RoPE position of the last token, which the model has not read yet."""
+        return self._first + len(self.tokens) - 1
+
+    @property
+    def last_comes(self) -> bool:
+        """Whether the next token is the last of ``max_new_tokens``."""
+        return len(self.tokens) + 1 >= self._most
+
+    def take(self, token: int) -> None:
+        """Take the token that was chosen next; ``BROKEN`` ends the row with an error."""
+        if token == BROKEN:
+            self.fail(FloatingPointError(NAN))
+        elif token in self.end_tokens:
+            self.ended = True
+        else:
+            ends = self.last_comes
+            self.tokens.append(token)
+            self.sampler.note(token)
+            self.ended |= ends
+
+    def fail(self, error: BaseException) -> None:
+        """End the row with an error."""
+        self.error, self.ended = error, True
+
+
+class DecodeBatch:
+    """Rows of a cache that decode together.
+
+    Args:
+        model: a model of transformers that generates, with attention "oscar" in its decoder.
+        cache: of the rows.
+        axes: leading axes of position ids, as of ``DecodeSteps``.
+        device: of the model's inputs.
+
+    Attributes:
+        rows: as they are seated; None for a row that nobody looks at.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: OscarCache,
+        axes: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._model, self._cache, self._axes, self._device = model, cache, axes, device
+        self._ranks = Ranks.of(model)
+        self.rows: list[DecodeRow | None] = []
+        self._by_size: dict[int, DecodeSteps] = {}
+        self._choices = Choices([], device, self._ranks)
+        self._chosen: NextTokens | None = None
+
+    def size_for(self, rows: int) -> int:
+        """Rows of the batch that so many answers take: more, where that spares a capture."""
+        known = next(iter(self._by_size.values()), None) or self._steps(1)
+        if not known.records:
+            return rows
+        fitting = [size for size in _CAPTURED if size >= rows]
+        return fitting[0] if fitting else -(-rows // _CAPTURED[-1]) * _CAPTURED[-1]
+
+    def seat(self, rows: Sequence[DecodeRow | None]) -> None:
+        """Decode these rows from now on, which are the rows of the cache in this order."""
+        self.rows = list(rows)
+        samplers = [None if row is None else row.sampler for row in rows]
+        self._choices, self._chosen = Choices(samplers, self._device, self._ranks), None
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Give each row the first token, from (batch, vocabulary) logits of what it has read."""
+        self._give(self._choices(logits))
+
+    def step(self) -> None:
+        """Read the last token of each row, and give each the next one."""
+        steps, chosen = self._steps(len(self.rows)), self._chosen
+        ended = torch.tensor([row is None or row.ended for row in self.rows])
+        if chosen is None:
+            live = [None if row is None or row.ended else row for row in self.rows]
+            last = [0 if row is None else row.tokens[-1] for row in live]
+            tokens = torch.tensor(last, device=self._device)
+            steps.place([0 if row is None else row.position for row in live])
+        else:
+            tokens = chosen.tokens
+        chosen = self._choices(steps(tokens, ended))
+        # The device goes on, where it can, while the host waits for the tokens.
+        last_comes = torch.tensor([row is None or row.last_comes for row in self.rows])
+        steps.ahead(chosen.tokens, ended | last_comes)
+        self._give(chosen)
+        self._chosen = chosen
+
+    def _give(self, chosen: NextTokens) -> None:
+        for row, token in zip(self.rows, chosen.listed(), strict=True):
+            if row is not None and not row.ended:
+                row.take(token)
+
+    def _steps(self, rows: int) -> DecodeSteps:
+        if rows not in self._by_size:
+            self._by_size[rows] = DecodeSteps(
+                self._model, self._cache, rows, self._axes, self._device
+            )
+        return self._by_size[rows]

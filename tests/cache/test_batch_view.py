@@ -1,0 +1,166 @@
+"""BatchView: rows of several caches go on in one pass as each would alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from oscar_mm import InputError, OscarCache
+from oscar_mm.cache.batch_view import BatchView, balanced_alike
+from oscar_mm.cache.store import PageStore
+from tests.checkpoints import build_decoder
+
+LENGTHS = (300, 40, 0, 137)
+NEW = (5, 3, 7, 1)
+POLICIES = ("bf16", "compact", "standard")
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = build_decoder("qwen3")
+    made.set_attn_implementation("oscar")
+    return made
+
+
+def ids(count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 300, (1, count), generator=generator)
+
+
+@torch.inference_mode()
+def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
+    past = cache.get_seq_length()
+    place = torch.arange(past, past + tokens.shape[1])[None]
+    return model(input_ids=tokens, position_ids=place, past_key_values=cache).logits[0, -1]
+
+
+@torch.inference_mode()
+def read_in_line(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> torch.Tensor:
+    """Logits of the last token of each row."""
+    view.read_in_line([np.zeros(row.shape[1], np.int8) for row in tokens])
+    places = [torch.arange(past, past + x.shape[1]) for past, x in zip(pasts, tokens, strict=True)]
+    output = model(
+        input_ids=torch.cat(tokens, dim=1),
+        position_ids=torch.cat(places)[None],
+        past_key_values=view,
+    )
+    view.settle()
+    return output.logits[0, np.cumsum([x.shape[1] for x in tokens]) - 1]
+
+
+def caches_of(model, store: PageStore, lengths=LENGTHS) -> list[OscarCache]:
+    caches = [OscarCache(store.policy, store=store) for _ in lengths]
+    for cache, length in zip(caches, lengths, strict=True):
+        if length:
+            read(model, cache, ids(length, length))
+    return caches
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
+    store = PageStore(policy)
+    caches = caches_of(model, store)
+    alone = [cache.fork() for cache in caches]
+    view = BatchView(store, alike=True)
+    view.seat(caches)
+    new = [ids(count, 1000 + row) for row, count in enumerate(NEW)]
+    found = read_in_line(model, view, new, LENGTHS)
+    for row, fork in enumerate(alone):
+        expected = read(model, fork, new[row])
+        torch.testing.assert_close(found[row], expected, atol=2e-4, rtol=2e-4)
+    lengths = [past + count for past, count in zip(LENGTHS, NEW, strict=True)]
+    assert [cache.get_seq_length() for cache in caches] == lengths
+    # Steps of a token each, with a row that nobody looks at and another order.
+    order = [3, 0, 2, 1]
+    view.seat([caches[row] for row in order] + [None])
+    for step in range(40):
+        tokens = torch.cat([ids(1, 77 * step + row) for row in range(5)])
+        places = torch.tensor([[lengths[row] + step] for row in order] + [[0]])
+        view.expect(torch.tensor([[0]] * 4 + [[-1]]))
+        with torch.inference_mode():
+            arguments = {"input_ids": tokens, "position_ids": places}
+            logits = model(**arguments, past_key_values=view).logits[:, -1]
+        for place, row in enumerate(order):
+            expected = read(model, alone[row], tokens[place : place + 1])
+            torch.testing.assert_close(logits[place], expected, atol=5e-4, rtol=5e-4)
+    assert not view.take_bad()
+    for cache, fork in zip(caches, alone, strict=True):
+        cache.check_complete()
+        assert cache.memory().tokens == fork.memory().tokens
+        assert cache.get_seq_length() == fork.get_seq_length()
+    for cache in (*caches, *alone):
+        cache.close()
+    del view
+    assert store.memory().used_bytes == 0
+
+
+def test_a_step_that_stops_leaves_all_rows_incomplete(model) -> None:
+    store = PageStore("standard")
+    caches = caches_of(model, store, (50, 60, 70))
+    view = BatchView(store, alike=True)
+    view.seat(caches[:2])
+    view.begin(np.zeros((2, 1), np.int8))
+    for cache in caches[:2]:
+        with pytest.raises(RuntimeError, match="did not reach layer 0"):
+            cache.fork()
+    read(model, caches[2], ids(4, 1))
+    for cache in caches:
+        cache.close()
+    assert store.memory().used_bytes == 0
+
+
+@pytest.mark.parametrize("gone", ["closed", "dropped"])
+def test_a_row_that_leaves_takes_its_slots_along(model, gone: str) -> None:
+    store = PageStore("standard")
+    caches = caches_of(model, store, (200, 90))
+    other = caches_of(model, PageStore("standard"), (90,))[0]
+    view = BatchView(store, alike=True)
+    view.seat(caches)
+    view.vacate(0)
+    if gone == "closed":
+        caches[0].close()
+    caches[0] = None
+    for step in range(30):
+        view.expect(torch.tensor([[-1], [0]]))
+        tokens, place = ids(1, step), torch.tensor([[0], [90 + step]])
+        with torch.inference_mode():
+            found = model(
+                input_ids=tokens.expand(2, 1), position_ids=place, past_key_values=view
+            ).logits[1, -1]
+        torch.testing.assert_close(found, read(model, other, tokens), atol=5e-4, rtol=5e-4)
+    assert store.memory().used_bytes == other.store.memory().used_bytes
+
+
+def test_what_is_no_row(model) -> None:
+    store = PageStore("compact")
+    view = BatchView(store, alike=True)
+    assert view.can_take(OscarCache("compact", store=store))
+    assert not view.can_take(OscarCache("compact"))
+    with pytest.raises(InputError, match="fork the caches"):
+        view.fork()
+
+
+@pytest.mark.parametrize("policy", ["compact", "standard"])
+def test_rows_that_are_balanced_by_their_prompts(policy: str) -> None:
+    plain = build_decoder("llama")
+    plain.set_attn_implementation("oscar")
+    store = PageStore(policy)
+    caches = caches_of(plain, store, (300, 137, 200))
+    alone = [cache.fork() for cache in caches]
+    assert balanced_alike(caches[0], alone[0]) and not balanced_alike(caches[0], caches[1])
+    view = BatchView(store, alike=False)
+    lengths = [cache.get_seq_length() for cache in caches]
+    for step in range(60):
+        if step % 20 == 0:  # Other rows, other places, another number of rows.
+            order = [[0, 1, 2], [2, 0], [1, 0, 2]][step // 20]
+            view.seat([caches[row] for row in order])
+        tokens = torch.cat([ids(1, 77 * step + row) for row in order])
+        places = torch.tensor([[lengths[row]] for row in order])
+        view.expect(torch.zeros(len(order), 1, dtype=torch.int8))
+        with torch.inference_mode():
+            logits = plain(input_ids=tokens, position_ids=places, past_key_values=view).logits[
+                :, -1
+            ]
+        for place, row in enumerate(order):
+            expected = read(plain, alone[row], tokens[place : place + 1])
+            torch.testing.assert_close(logits[place], expected, atol=5e-4, rtol=5e-4)
+            lengths[row] += 1

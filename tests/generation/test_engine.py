@@ -1,0 +1,684 @@
+"""Engine: answers that run together are those that run alone, and nothing of one is another's."""
+
+import gc
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oscar_mm import OscarVLPipeline
+from oscar_mm.errors import Busy
+from oscar_mm.fast_decode import decode_steps
+from oscar_mm.generation import decode_batch, decode_loop
+from oscar_mm.generation.generation import Generation
+from oscar_mm.pipelines.pipeline import Pipeline
+from tests.fast_decode.test_decode_steps import Repeat
+from tests.generation.pipelines import pipelines
+from tests.pipelines.conftest import NEVER
+from tests.prompts import noise
+
+SHORT = ["What is on the sign?", "Why?", "Which month was the wettest?", "How much is it?"]
+BAD = "Zq9 what?"
+"""A prompt with tokens that no other one has."""
+TOKENS = 12
+
+
+def loaded(folder: Path, policy: str = "bf16", **options: Any) -> OscarVLPipeline:
+    pipe = OscarVLPipeline(folder, policy=policy, device="cpu", **options)
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def plain(qwen3_vl_folder: Path) -> OscarVLPipeline:
+    """Nobody changes it."""
+    return loaded(qwen3_vl_folder)
+
+
+def made(pipe: Pipeline, prompt: str, images: Any = None, **options: Any) -> Generation:
+    """An answer that has not begun."""
+    sampling = pipe.sampling({"max_new_tokens": TOKENS, "temperature": 0} | options, ())
+    shown = {} if images is None else {"images": images}
+    read = pipe.read_request(prompt, shown, None, sampling.max_new_tokens)
+    return pipe.generation(read, sampling, time.perf_counter())
+
+
+def run(pipe: Pipeline, answers: Sequence[Generation], most: int = 5000) -> None:
+    """Go on until all have ended; fails where that takes more than so many steps."""
+    left = itertools.count(most, -1)
+
+    def done() -> bool:
+        assert next(left), "the engine turns without an end"
+        return all(answer.ended for answer in answers)
+
+    pipe.engine.run_until(done)
+
+
+def together(pipe: Pipeline, answers: Sequence[Generation]) -> list[list[int]]:
+    for answer in answers:
+        pipe.engine.submit(answer)
+    run(pipe, answers)
+    return [answer.complete().token_ids for answer in answers]
+
+
+def alone(pipe: Pipeline, prompts: Sequence[str] = SHORT, **options: Any) -> list[list[int]]:
+    return [together(pipe, [made(pipe, prompt, **options)])[0] for prompt in prompts]
+
+
+@contextmanager
+def embedding(pipe: Pipeline, meets: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Calls ``meets`` with the ids of each pass that reads tokens of ``BAD`` and no others do."""
+    tokenizer = pipe.processor.tokenizer
+    [bad] = {tokenizer("Zq9")["input_ids"][-1]}
+
+    def hook(_: Any, args: tuple) -> None:
+        if bool((args[0] == bad).any()):
+            meets(args[0])
+
+    handle = pipe.model.get_input_embeddings().register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def empty(pipe: Pipeline) -> bool:
+    """Whether no answer has left anything behind."""
+    gc.collect()
+    with pipe.lock:
+        pipe.store.collect()
+        used = pipe.store.memory().used_bytes
+    taken = 0 if pipe.budget is None else pipe.budget.taken_bytes
+    return not (used or taken or pipe.engine.running or pipe.engine.waiting)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+@pytest.mark.parametrize("family", ["llava", "qwen", "moe", "omni"])
+def test_answers_together_are_those_alone(folders, family: str, policy: str) -> None:
+    pipe = pipelines({family: folders[family]}, policy)[family]
+    pipe.model.generation_config.eos_token_id = NEVER
+    long = "Compare the two pictures, and say what is written on the sign at the corner. " * 8
+    requests = [
+        {"prompt": long, "images": [noise(200, 220, 1), noise(90, 120, 2)]},
+        {"prompt": SHORT[0]},
+        {"prompt": long, "images": noise(160, 90, 3), "max_new_tokens": 3},
+        {"prompt": SHORT[2] * 40, "max_new_tokens": 40},
+    ]
+    expected = [together(pipe, [made(pipe, **one)])[0] for one in requests]
+    assert len({token for ids in expected for token in ids}) > 8
+    assert together(pipe, [made(pipe, **one) for one in requests]) == expected
+    # One after the other, where those before have come some steps.
+    answers = [made(pipe, **one) for one in (requests[3], *requests[:3])]
+    for answer in answers:
+        pipe.engine.submit(answer)
+        steps = iter(range(6))
+        pipe.engine.run_until(lambda steps=steps: next(steps, None) is None)
+    run(pipe, answers)
+    found = [answer.complete().token_ids for answer in answers]
+    assert found == [expected[3], *expected[:3]]
+    del answers, answer
+    assert empty(pipe)
+
+
+def test_an_error_while_prompts_are_read_is_that_prompts(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "compact")
+    expected = alone(pipe)
+
+    def fail(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("a tower took too much")
+
+    answers = [made(pipe, prompt) for prompt in (*SHORT[:2], BAD, *SHORT[2:])]
+    bad = answers.pop(2)
+    for answer in (*answers[:2], bad, *answers[2:]):
+        pipe.engine.submit(answer)
+    with embedding(pipe, fail):
+        run(pipe, [*answers, bad])
+    with pytest.raises(torch.OutOfMemoryError, match="a tower"):
+        bad.complete()
+    assert [answer.complete().token_ids for answer in answers] == expected
+    del answers, answer, bad
+    assert empty(pipe)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
+    pipe = loaded(qwen3_vl_folder, policy)
+    expected = alone(pipe)
+    with torch.no_grad():
+        place = pipe.processor.tokenizer("Zq9")["input_ids"][-1]
+        pipe.model.get_input_embeddings().weight[place] = torch.nan
+    answers = [made(pipe, prompt) for prompt in (BAD, *SHORT)]
+    for answer in answers:
+        pipe.engine.submit(answer)
+    run(pipe, answers)
+    with pytest.raises(FloatingPointError):
+        answers[0].complete()
+    assert [answer.complete().token_ids for answer in answers[1:]] == expected
+
+
+def test_a_later_turn_that_is_read_beside_a_bad_prompt(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "compact")
+
+    def second(chat: Any) -> Any:
+        return iter(chat.stream(SHORT[1], max_new_tokens=TOKENS))
+
+    chats = [pipe.chat() for _ in range(2)]
+    for chat in chats:
+        chat.ask(SHORT[0] * 30, images=noise(120, 200), max_new_tokens=4)
+    expected = "".join(second(chats[0]))
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("broken")
+
+    bad, stream = made(pipe, BAD), second(chats[1])
+    pipe.engine.submit(bad)
+    with embedding(pipe, fail):
+        assert "".join(stream) == expected
+    assert isinstance(bad.error, RuntimeError)
+    assert chats[1].turns == chats[0].turns
+
+
+def test_a_tokenizers_error_is_that_answers(plain, monkeypatch) -> None:
+    expected = alone(plain)
+    answers = [made(plain, prompt) for prompt in SHORT]
+
+    def push(token: int) -> str:
+        raise ValueError(f"no text for {token}")
+
+    monkeypatch.setattr(answers[1].written, "push", push)
+    for answer in answers:
+        plain.engine.submit(answer)
+    run(plain, answers)
+    with pytest.raises(ValueError, match="no text"):
+        answers.pop(1).complete()
+    found = [answer.complete().token_ids for answer in answers]
+    assert found == [expected[0], *expected[2:]]
+
+
+def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
+    qwen3_vl_folder, monkeypatch
+) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    expected = alone(pipe, [BAD])
+    first, second = made(pipe, SHORT[0], max_new_tokens=200), made(pipe, BAD)
+    pipe.engine.submit(first)
+    steps = iter(range(4))
+    pipe.engine.run_until(lambda: next(steps, None) is None)
+    right, fails = decode_steps.DecodeSteps.__call__, [False]
+
+    def call(*args: Any) -> torch.Tensor:
+        if fails[0]:
+            fails[0] = False
+            raise RuntimeError("out of memory")
+        return right(*args)
+
+    def meets(_: torch.Tensor) -> None:
+        fails[0], pipe.engine._step_seconds = not first.ended, 0.0
+
+    monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
+    pipe.engine.submit(second)
+    with embedding(pipe, meets):
+        run(pipe, [first, second])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first.complete()
+    assert [second.complete().token_ids] == expected
+
+
+def needed(pipe: Pipeline, answer: Generation) -> int:
+    growth = pipe.admission.growth(answer.prompt, answer.sampling.max_new_tokens)
+    return pipe.admission.growth_bytes(growth)
+
+
+def test_one_waits_for_another_that_ends_at_its_first_token(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    answers = [made(pipe, SHORT[0], max_new_tokens=1) for _ in range(3)]
+    # Their pages are free before anybody asks for their text.
+    assert pipe.budget is not None
+    pipe.budget.limit = int(1.5 * needed(pipe, answers[0]))
+    found = together(pipe, answers)
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1
+    del answers
+    assert empty(pipe)
+
+
+def test_many_wait_for_one(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    expected = alone(pipe, [SHORT[i % 4] * 3 for i in range(8)])
+    pipe.budget.limit = int(1.6 * needed(pipe, made(pipe, SHORT[2] * 3)))
+
+    def work(index: int) -> list[int]:
+        return pipe(None, SHORT[index % 4] * 3, max_new_tokens=TOKENS).token_ids
+
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(work, range(8))) == expected
+    requests = [{"prompt": SHORT[i % 4] * 3, "max_new_tokens": 1 + i % 2} for i in range(12)]
+    assert [result.error for result in pipe.batch(requests)] == [None] * 12
+    assert empty(pipe)
+
+
+def test_answers_with_balancing_of_their_own(folders, monkeypatch) -> None:
+    pipe = loaded(folders["llava"], "compact")
+    requests = [
+        {"prompt": SHORT[0] * 30, "images": noise(300, 200)},
+        {"prompt": SHORT[1] * 80},
+    ]
+    expected = [together(pipe, [made(pipe, **one)])[0] for one in requests]
+    # Both begin before the first step.
+    monkeypatch.setattr(pipe.engine, "_step_seconds", 1e9)
+    answers = [made(pipe, **one) for one in requests]
+    right, balanced = decode_steps.DecodeSteps.__call__, []
+
+    def call(steps: Any, *args: Any) -> torch.Tensor:
+        of_rows = steps.cache.layers[0].sigma
+        for row, answer in enumerate(x for x in answers if not x.ended):
+            balanced.append((row, torch.equal(answer.cache.layers[0].sigma, of_rows[row])))
+        return right(steps, *args)
+
+    monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
+    assert together(pipe, answers) == expected
+    assert {row for row, _ in balanced} == {0, 1} and all(alike for _, alike in balanced)
+
+
+def test_what_overtakes_is_read_as_it_would_be_alone(qwen3_vl_folder, monkeypatch) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    small, large = made(pipe, SHORT[0]), made(pipe, SHORT[1], max_new_tokens=400)
+    exact = made(pipe, SHORT[2], deterministic=True)
+    pipe.budget.limit = max(needed(pipe, small) + needed(pipe, exact), needed(pipe, large))
+    right, in_line = decode_loop.prefill, []
+
+    def prefill(model: Any, prompt: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        in_line.append(prompt.tokens)
+        return right(model, prompt, *rest, **options)
+
+    monkeypatch.setattr(decode_loop, "prefill", prefill)
+    order = []
+    for answer in (small, large, exact):
+        pipe.engine.submit(answer)
+    for answer in (small, large, exact):
+        taken = answer.take
+        monkeypatch.setattr(
+            answer, "take", lambda token, x=answer, y=taken: (order.append(x), y(token))
+        )
+    run(pipe, [small, large, exact])
+    assert not any(answer.error for answer in (small, large, exact))
+    assert in_line == [] and order.index(exact) < order.index(large)
+
+
+def test_an_answer_that_is_left_while_it_gets_its_room(qwen3_vl_folder, monkeypatch) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    answer, after = made(pipe, SHORT[0]), made(pipe, SHORT[1])
+    right = type(pipe.admission).reserve
+
+    def reserve(*args: Any) -> Any:
+        room = right(*args)
+        answer.cancel()
+        return room
+
+    monkeypatch.setattr(type(pipe.admission), "reserve", reserve)
+    pipe.engine.submit(answer)
+    pipe.engine.submit(after)
+    run(pipe, [after])
+    assert answer.room is None and answer.tokens == []
+    assert pipe.budget.taken_bytes == pipe.budget.used_bytes
+
+
+def test_a_finalizer_in_the_middle_of_the_queue(plain) -> None:
+    class Left:
+        """Somebody else's answer is collected while this one is looked at."""
+
+        looked = 0
+
+        @property
+        def ended(self) -> bool:
+            self.looked += 1
+            if self.looked < 3:
+                plain.engine.drop_ended()
+            return self.looked > 1
+
+    for _ in range(3):
+        plain.engine.submit(Left())  # pyright: ignore[reportArgumentType]
+    plain.engine.drop_ended()
+    plain.engine.drop_ended()
+    assert plain.engine.waiting == 0
+
+
+@pytest.mark.parametrize("where", ["queue", "prompt", "step"])
+def test_an_interrupt_is_that_threads(qwen3_vl_folder, monkeypatch, where: str) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 22, spill=False)
+    expected = alone(pipe, SHORT[:2])
+    answers = [made(pipe, prompt) for prompt in SHORT[:2]]
+    calls = itertools.count()
+    name, owner, first = {
+        "queue": ("reserve", type(pipe.admission), 1),
+        "prompt": ("forward", pipe.model.get_decoder().layers[1], 0),
+        "step": ("__call__", decode_steps.DecodeSteps, 1),
+    }[where]
+    right = getattr(owner, name)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(calls) == first:
+            raise KeyboardInterrupt
+        return right(*args, **options)
+
+    for answer in answers:
+        pipe.engine.submit(answer)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        run(pipe, answers)
+    # What had not begun goes on; nobody else is told that they pressed Ctrl-C.
+    run(pipe, answers)
+    for answer, ids in zip(answers, expected, strict=True):
+        if answer.error is None:
+            assert answer.complete().token_ids == ids
+        else:
+            with pytest.raises(RuntimeError, match="interrupted"):
+                answer.complete()
+    assert together(pipe, [made(pipe, prompt) for prompt in SHORT[:2]]) == expected
+    del answers, answer
+    assert empty(pipe)
+
+
+def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> None:
+    repeat = Repeat()
+    monkeypatch.setattr(
+        decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
+    )
+    pipe = loaded(qwen3_vl_folder)
+    before = together(pipe, [made(pipe, prompt) for prompt in SHORT])
+    mlp = pipe.model.get_decoder().layers[1].mlp
+
+    def fresh() -> list[list[int]]:
+        """Of a pipeline that has never decoded anything."""
+        return alone(OscarVLPipeline(pipe.model, processor=pipe.processor, policy="bf16"))
+
+    hook = mlp.register_forward_hook(lambda _, __, output: -output)
+    hooked = together(pipe, [made(pipe, prompt) for prompt in SHORT])
+    assert hooked == fresh() != before
+    hook.remove()
+    assert together(pipe, [made(pipe, prompt) for prompt in SHORT]) == before
+    weight = mlp.down_proj.weight
+    mlp.down_proj.weight = torch.nn.Parameter(-weight.data)
+    assert together(pipe, [made(pipe, prompt) for prompt in SHORT]) == hooked
+    with torch.no_grad():
+        mlp.down_proj.weight.neg_()
+    assert together(pipe, [made(pipe, prompt) for prompt in SHORT]) == before
+    assert repeat.replays > 0
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+def test_recorded_steps_of_answers_that_come_and_go(
+    qwen3_vl_folder, monkeypatch, policy: str
+) -> None:
+    eager = loaded(qwen3_vl_folder, policy)
+    repeat = Repeat()
+    monkeypatch.setattr(
+        decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
+    )
+    pipe = loaded(qwen3_vl_folder, policy)
+    draw = random.Random(policy)
+    requests = [
+        {
+            "prompt": draw.choice(SHORT) * draw.randint(1, 12),
+            "max_new_tokens": draw.choice((1, 2, 5, 20, 60)),
+            "images": noise(60, 90, index) if index % 3 == 0 else None,
+        }
+        for index in range(24)
+    ]
+    expected = [together(eager, [made(eager, **one)])[0] for one in requests]
+    # A text that stops an answer where its step was launched ahead.
+    texts = eager.processor.tokenizer.decode(expected[4])
+    if len(expected[4]) > 10:
+        requests[4]["stop"] = texts[8:10]
+        expected[4] = together(eager, [made(eager, **requests[4])])[0]
+    answers = [made(pipe, **one) for one in requests]
+    left = set(draw.sample(range(24), 5)) - {4}
+    for index, answer in enumerate(answers):
+        pipe.engine.submit(answer)
+        steps = iter(range(draw.randint(0, 5)))
+        pipe.engine.run_until(lambda steps=steps: next(steps, None) is None)
+        if index - 2 in left:
+            answers[index - 2].cancel()
+        if index % 7 == 6:
+            with pipe.lock:
+                pipe.store.trim()
+    run(pipe, answers)
+    for index, (answer, ids) in enumerate(zip(answers, expected, strict=True)):
+        found = answer.complete().token_ids
+        assert found == (ids[: len(found)] if index in left else ids)
+    assert repeat.captures and repeat.replays > 40
+    del answers, answer
+    assert empty(pipe)
+
+
+def test_a_deterministic_answer_is_bit_for_bit_the_same(qwen3_vl_folder, monkeypatch) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard")
+    right = decode_steps.DecodeSteps.__call__
+    logits: dict[int, list[torch.Tensor]] = {}
+
+    def call(steps: Any, *args: Any) -> torch.Tensor:
+        found = right(steps, *args)
+        logits.setdefault(id(steps.cache), []).append(found.clone())
+        return found
+
+    monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
+    options = {"deterministic": True, "temperature": 1.0, "seed": 3}
+    single = made(pipe, SHORT[0] * 5, **options)
+    [ids] = together(pipe, [single])
+    beside = made(pipe, SHORT[0] * 5, **options)
+    others = [made(pipe, prompt, temperature=1.0, max_new_tokens=9) for prompt in SHORT * 2]
+    found = together(pipe, [*others[:3], beside, *others[3:]])
+    assert found[3] == ids
+    pairs = list(zip(logits[id(single.cache)], logits[id(beside.cache)], strict=True))
+    assert len(pairs) == TOKENS - 1 and all(torch.equal(*pair) for pair in pairs)
+
+
+def test_seeds_beside_the_same_answers(plain) -> None:
+    def answered() -> list[list[int]]:
+        options = [{"temperature": 1.0, "seed": seed} for seed in range(3)] + [{}]
+        return together(plain, [made(plain, x, **y) for x, y in zip(SHORT, options, strict=True)])
+
+    first = answered()
+    torch.rand(5)
+    assert answered() == first
+    # Random numbers are an answer's own, whoever leaves.
+    options = {"temperature": 1.0, "seed": 1}
+    [beside, _] = together(plain, [made(plain, SHORT[1], **options), made(plain, SHORT[0])])
+    assert beside == first[1]
+
+
+def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch) -> None:
+    pipe = loaded(qwen3_vl_folder, "compact")
+    expected = alone(pipe, SHORT[:2], max_new_tokens=60)
+    long = "What is written on the sign at the corner of the street? " * 60
+    [read] = alone(pipe, [long])
+    first = [made(pipe, prompt, max_new_tokens=60) for prompt in SHORT[:2]]
+    for answer in first:
+        pipe.engine.submit(answer)
+    steps = iter(range(4))
+    pipe.engine.run_until(lambda: next(steps, None) is None)
+    before, during = len(first[0].tokens), []
+    layers = pipe.model.get_decoder().layers
+
+    def layer_begins(*_: Any) -> None:
+        pipe.engine._step_seconds = 0.0
+        during.append(len(first[0].tokens))
+
+    hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
+    answer = made(pipe, long)
+    pipe.engine.submit(answer)
+    pipe.engine.run_until(lambda: bool(answer.tokens))
+    for hook in hooks:
+        hook.remove()
+    assert before < max(during)
+    run(pipe, [*first, answer])
+    assert [one.complete().token_ids for one in first] == expected
+    assert answer.complete().token_ids == read
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_prompts_in_chunks_are_read_as_alone(qwen3_vl_folder, policy: str) -> None:
+    pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=24)
+    prompts = [SHORT[0] * 20, *SHORT, SHORT[3] * 30]
+    passes = []
+    layer = pipe.model.get_decoder().layers[0]
+    hook = layer.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+    expected = alone(pipe, prompts)
+    assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
+    assert max(passes) <= 24, "activations of more than a chunk"
+    hook.remove()
+
+
+def test_many_threads(qwen3_vl_folder) -> None:
+    # Pages of these prompts are none, so that reading a kept beginning again is exact.
+    pipe = loaded(qwen3_vl_folder, "standard", prefix_cache=1 << 20, kv_budget=1 << 24)
+    twin = loaded(qwen3_vl_folder, "standard")
+
+    def work(pipe: OscarVLPipeline, index: int) -> Any:
+        draw, kind = random.Random(index), index % 4
+        prompt, most = SHORT[index % 4] * draw.randint(1, 4), draw.randint(1, 14)
+        if kind == 0:
+            return pipe(None, prompt, max_new_tokens=most).token_ids
+        if kind == 1:
+            with pipe.chat() as chat:
+                both = [chat.ask(one, max_new_tokens=most) for one in (prompt, SHORT[0])]
+                return [answer.token_ids for answer in both]
+        if kind == 2:
+            return "".join(pipe.stream(None, prompt, max_new_tokens=most))
+        results = pipe.batch({"prompt": x, "max_new_tokens": most} for x in (prompt, SHORT[1]))
+        return [result.answer and result.answer.token_ids for result in results]
+
+    expected = [work(twin, index) for index in range(32)]
+    with ThreadPoolExecutor(32) as threads:
+        found = list(threads.map(partial(work, pipe), range(32)))
+    assert found == expected
+    assert pipe.engine.running == pipe.engine.waiting == 0
+
+
+def test_a_fifth_leaves_at_random(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24)
+    expected = ["".join(pipe.stream(None, SHORT[i % 4], max_new_tokens=20)) for i in range(4)]
+
+    def work(index: int) -> tuple[str, bool]:
+        draw = random.Random(index)
+        stream = pipe.stream(None, SHORT[index % 4], max_new_tokens=20)
+        leaves = draw.randint(0, 18) if draw.random() < 0.4 else None
+        text = ""
+        for count, piece in enumerate(stream):
+            if count == leaves:
+                break
+            text += piece
+        if draw.random() < 0.5:
+            stream.close()
+        return text, leaves is None
+
+    with ThreadPoolExecutor(16) as threads:
+        for index, (text, whole) in enumerate(threads.map(work, range(64))):
+            assert text == expected[index % 4] if whole else expected[index % 4].startswith(text)
+    assert empty(pipe)
+
+
+def test_a_stream_that_is_left_frees_its_slots_at_once(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 22)
+    kept, left = (iter(pipe.stream(None, x, max_new_tokens=50)) for x in SHORT[:2])
+    next(kept)
+    alone = pipe.store.memory().used_bytes
+    next(left)
+    assert pipe.store.memory().used_bytes > 1.5 * alone
+    gc.disable()
+    try:
+        del left
+        assert pipe.store.memory().used_bytes < 1.4 * alone
+        kept.close()
+        del kept
+        assert empty(pipe)
+    finally:
+        gc.enable()
+
+
+def test_calls_inside_of_a_stream_under_the_lock(plain) -> None:
+    expected = alone(plain)
+    with ThreadPoolExecutor(2) as threads, plain.lock:
+        others = [threads.submit(lambda x=x: together(plain, [made(plain, x)])) for x in SHORT[2:]]
+        for count, _ in enumerate(plain.stream(None, SHORT[0], max_new_tokens=6)):
+            if count == 2:
+                found = plain(None, SHORT[1], max_new_tokens=TOKENS).token_ids
+                assert found == expected[1]
+    assert [other.result(60)[0] for other in others] == expected[2:]
+
+
+def test_pipelines_of_one_lock(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard")
+    pair = [pipe, pipe.with_policy("bf16")]
+    expected = [alone(one) for one in pair]
+    with ThreadPoolExecutor(8) as threads:
+        jobs = [
+            threads.submit(lambda x=one, y=prompt: together(x, [made(x, y)]))
+            for one in pair
+            for prompt in SHORT
+        ]
+        found = [job.result(120)[0] for job in jobs]
+    assert found == [*expected[0], *expected[1]]
+
+
+def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
+    """A lock that the thread of the steps takes again at once would keep others out."""
+    pipe = loaded(qwen3_vl_folder)
+    steps, over = [0], threading.Event()
+    running = made(pipe, SHORT[0], max_new_tokens=3000)
+
+    def lead() -> None:
+        pipe.engine.submit(running)
+        pipe.engine.run_until(lambda: running.ended or over.is_set())
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    try:
+        while len(running.tokens) < 20:
+            assert thread.is_alive()
+        waits = []
+        for _ in range(20):
+            before = len(running.tokens)
+            with pipe.lock:
+                waits.append(len(running.tokens) - before)
+        assert steps and not running.ended
+        assert sorted(waits)[-3] <= 8, waits
+    finally:
+        over.set()
+        thread.join()
+        running.cancel()
+
+
+def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    large = made(pipe, SHORT[1], max_new_tokens=500)
+    pipe.budget.limit = int(1.05 * needed(pipe, large))
+    small = [made(pipe, SHORT[0], max_new_tokens=30) for _ in range(30)]
+    pipe.engine.submit(small[0])
+    pipe.engine.submit(large)
+    for answer in small[1:]:
+        pipe.engine.submit(answer)
+    run(pipe, [large])
+    assert large.error is None
+    assert sum(answer.ended for answer in small) <= 10
+    run(pipe, small)
+    assert not any(answer.error for answer in small)
+    too_large = made(pipe, SHORT[1], max_new_tokens=500)
+    with pytest.raises(Busy):
+        pipe.budget.limit //= 2
+        together(pipe, [too_large])
+    del small, large, answer, too_large
+    assert empty(pipe)
