@@ -38,7 +38,7 @@ def audio_qa_command(
     group_by: Annotated[
         str, typer.Option(metavar="FIELD", help="Field that groups the summary.")
     ] = "group",
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Most rows at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most rows at once.")] = 32,
     kv_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help='Bound on the KV memory, such as "8GB".')
     ] = None,

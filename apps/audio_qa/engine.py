@@ -107,7 +107,7 @@ class Engine:
         peak_bytes: largest pools of pages and blocks so far, free slots included.
     """
 
-    def __init__(self, pipe: Pipeline, settings: AnswerSettings, batch_size: int = 8) -> None:
+    def __init__(self, pipe: Pipeline, settings: AnswerSettings, batch_size: int = 32) -> None:
         self.pipe, self.settings, self.batch_size = pipe, settings, batch_size
         self.audio_seconds, self.peak_bytes = 0.0, 0
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
@@ -279,7 +279,7 @@ class WorkerSettings:
 
     model: str
     settings: AnswerSettings
-    batch_size: int = 8
+    batch_size: int = 32
     kv_budget: int | str | None = None
     device: str | None = None
     allow_remote: bool = False

@@ -36,7 +36,7 @@ def audio_qa(
     max_new_tokens: int = 64,
     list_choices: bool = False,
     group_by: str = "group",
-    batch_size: int = 8,
+    batch_size: int = 32,
     kv_budget: int | str | None = None,
     overwrite: bool = False,
     retry_failed: bool = False,

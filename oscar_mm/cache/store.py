@@ -380,7 +380,8 @@ class PageStore:
         time: a server gives up caches all the time."""
         start = time.perf_counter()
         report = self.memory()
-        if report.free_bytes > report.used_bytes // 4 and start >= self._next_trim:
+        is_time = start >= self._next_trim or not report.used_bytes  # Nothing is moved then.
+        if report.free_bytes > report.used_bytes // 4 and is_time:
             self.trim()
             took = time.perf_counter() - start
             self._next_trim = start + took / _TRIMMING
