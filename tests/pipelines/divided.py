@@ -63,7 +63,6 @@ def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str
     # What torchrun says to its processes; tests/benchmarks/test_several_gpus.py calls torchrun.
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    printed = ""
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -75,10 +74,15 @@ def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str
             )
             for rank in range(2)
         ]
-        for process in processes:
-            code, out, errors = process.end()
-            assert code == 0, errors.decode()[-3000:]
-            printed += out.decode()
+        # Of both, before one is judged: where one fails, the other only says that it is gone.
+        ended = [process.end() for process in processes]
+    failed = [
+        f"rank {rank} ended with {code}:\n{errors.decode()[-3000:]}"
+        for rank, (code, _, errors) in enumerate(ended)
+        if code
+    ]
+    assert not failed, "\n".join(failed)
+    printed = "".join(out.decode() for _, out, _ in ended)
     found = [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(2)]
     return found, printed
 
