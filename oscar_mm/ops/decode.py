@@ -423,7 +423,24 @@ def _decode(arguments: DecodeArguments) -> torch.Tensor:
     queries, formats = arguments.queries, arguments.page_formats
     columns = queries.shape[1] // arguments.keys.shape[1] * queries.shape[2]
     how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
-    return (decode_kernel(formats, *how) or decode_by_torch)(arguments)
+    kernel = decode_kernel(formats, *how) or (_loops(formats) if queries.is_cpu else None)
+    return (kernel or decode_by_torch)(arguments)
+
+
+def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:
+    """What is compiled for CPUs; None, with the reason once in the log, for PyTorch operations."""
+    if switched_off():
+        return None
+    try:
+        # Not before it is used: it brings a compiler.
+        from oscar_mm.ops.decode_cpu import decode_on_cpu, reads
+    except (ImportError, RuntimeError) as error:
+        tell_once("decode", f"numba cannot be used: {error}")
+        return None
+    if all(map(reads, formats)):
+        return decode_on_cpu
+    tell_once("decode", OUT_OF_ORDER)
+    return None
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,10 @@
-"""decode by PyTorch operations, on tables made by hand, against float64 over the unpacked past."""
+"""decode by compiled loops and by PyTorch operations, against float64 over the unpacked past."""
 
 import pytest
 import torch
 
 from oscar_mm import KVPolicy
+from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.decode import DecodeArguments, decode, decode_by_torch
 from oscar_mm.ops.decode_tables import SECOND, START
 from oscar_mm.ops.library import numbers_of
@@ -46,10 +47,16 @@ def past_of(
     return keys, values
 
 
+@pytest.fixture(params=["on", "off"])
+def kernels(request, monkeypatch) -> None:
+    monkeypatch.setenv("OSCAR_MM_KERNELS", request.param)
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
+@pytest.mark.usefixtures("kernels")
 def test_equals_plain_attention(
     rows: tuple[int, ...], name: str, bits: tuple[tuple[int, int], ...], head_dim: int
 ) -> None:
@@ -74,6 +81,26 @@ def test_equals_plain_attention(
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [(3, 2), (4, 4)])
+def test_loops_take_16_bit(bits: tuple[int, int], dtype: torch.dtype) -> None:
+    page_format = PageFormat.of(POLICIES["stream"], Bits(*bits), 2, 128)
+    states, *tables = random_past([page_format], True, dtype, CPU, 1)
+    arguments = DecodeArguments(*states, *tables, 0.1, numbers_of(page_format), True)
+    found, expected = decode(*arguments), decode_by_torch(arguments)
+    assert found.dtype == dtype
+    assert relative_error(found.float(), expected.float()) < 0.005
+
+
+def test_loops_do_not_lose_nan() -> None:
+    page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)
+    states, *tables = random_past([page_format], True, torch.float32, CPU, 1)
+    states[0][0, 0, 0, 3] = torch.nan
+    found = decode(*states, *tables, 0.1, numbers_of(page_format), True)
+    assert found[0, 0, 0].isnan().all() and found[1:].isfinite().all()
+
+
+@pytest.mark.usefixtures("kernels")
 def test_without_pages() -> None:
     """All in 16 bit: no formats, no pools."""
     formats = [PageFormat.of(POLICIES["compact"], Bits(2, 2), 2, 64)]
