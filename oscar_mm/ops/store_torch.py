@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.ops.library import Written, WrittenList, recipe_of, sigma_of
-from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe, quantize_tokens
 
@@ -156,25 +155,13 @@ def _fill(arguments: StoreArguments, jobs: torch.Tensor) -> None:
     taken = sources[at, within], rows[at]
     keys = tokens_of(arguments.keys, recent, 0, *taken)
     values = tokens_of(arguments.values, recent, 1, *taken)
-    # Jobs of one page are put together: their bytes may share what is read and written at once.
-    targets, page = slots[at].unique(return_inverse=True)
-    places = tiles[at] * TILE + within
-    there = pages[targets]
-    centers = page_format.read(there, "center")[page] if page_format.center else None
+    mine = slots[at]
+    centers = page_format.read(pages, "center", mine) if page_format.center else None
     sigma = sigma_of(arguments.sigma, rows[at])
     arrays, finite = quantize_tokens(keys, values, centers, recipe, sigma)
     arguments.not_finite.bitwise_or_((~finite).int())
-    written = torch.zeros_like(there)
     for name, array in arrays.items():
-        shape = (len(targets), page_format.kv_heads, PAGE_TOKENS, array.shape[2])
-        whole = array.new_zeros(shape)
-        whole[page, :, places] = array
-        page_format.write(written, name, whole)
-    filled = torch.zeros(len(targets), PAGE_TOKENS + 1, dtype=torch.bool, device=pages.device)
-    filled[page, places] = True
-    # The byte of no token, -1, takes the last column, which is False.
-    mine = filled[:, page_format.token_bytes(pages.device).long()]
-    pages[targets] = torch.where(mine, written, there)
+        page_format.write_tokens(pages, mine, tiles[at] * TILE + within, name, array)
 
 
 def tokens_of(

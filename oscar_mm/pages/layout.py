@@ -39,6 +39,7 @@ values, as the attention layer made them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -257,10 +258,44 @@ class PageFormat:
             stored = self.orders[plane].stored(part)
             self._view(pages, plane).copy_(pack_bits(stored, bits))
 
-    def read(self, pages: torch.Tensor, name: str) -> torch.Tensor:
-        """One array of every page, as ``write`` takes it: codes uint8, others float32."""
+    def write_tokens(
+        self,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+        name: str,
+        values: torch.Tensor,
+    ) -> None:
+        """Write what an array of stream pages has of some tokens; other bytes stay as they are.
+
+        Args:
+            pages: (pool slots, page_bytes) uint8.
+            slots, places: (n,) int64: page of a token, and its place in it; no two are the same.
+            name: of the field; of codes "key_codes" or "value_codes".
+            values: codes (n, KV heads, d), scales and zeros (n, KV heads, groups). Any dtype.
+        """
+        heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
+        is_codes = self.fields[name].kind == "codes"
+        planes = self._planes(name) if is_codes else [(name, 0, 8)]
+        for plane, first, bits in planes:
+            elements, order = (
+                table.to(pages.device)[places][:, None] for table in _token_elements(self, plane)
+            )
+            ordered = values.gather(2, order.expand(-1, self.kv_heads, -1))
+            if is_codes:
+                codes = ordered.to(torch.uint8) >> first & (1 << bits) - 1
+                ordered, elements = pack_bits(codes, bits), elements[..., :: 8 // bits] * bits // 8
+            view = self._view(pages, plane)
+            view[slots[:, None, None], heads, elements] = ordered.to(view.dtype)
+
+    def read(
+        self, pages: torch.Tensor, name: str, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One array of every page, or of those in (n,) ``slots``, as ``write`` takes it: codes
+        uint8, others float32."""
         if self.fields[name].kind != "codes":
-            return self.orders[name].natural(self._view(pages, name).float())
+            view = self._view(pages, name)
+            return self.orders[name].natural((view if slots is None else view[slots]).float())
         codes: torch.Tensor | None = None
         for plane, first, bits in self._planes(name):
             stored = unpack_bits(self._view(pages, plane), bits)
@@ -295,6 +330,17 @@ def all_finite(values: torch.Tensor) -> bool:
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=256)
+def _token_elements(page_format: PageFormat, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the elements of each token of a stream page's array are stored, and which they are:
+    (128, d or groups) int64 each. Codes of a byte follow each other."""
+    order = page_format.orders[name]
+    natural = order.stored(torch.arange(math.prod(order.shape)).view(order.shape))
+    token, element = natural // order.shape[1], natural % order.shape[1]
+    stored = token.argsort(stable=True)
+    return stored.view(order.shape), element[stored].view(order.shape)
 
 
 @lru_cache(maxsize=64)
