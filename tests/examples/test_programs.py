@@ -3,8 +3,11 @@
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import oscar_mm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MEDIA = EXAMPLES / "media"
@@ -65,3 +68,34 @@ def test_several_gpus(monkeypatch, capsys) -> None:
 def test_generate(monkeypatch, capsys) -> None:
     run("generate.py", [], monkeypatch)
     assert capsys.readouterr().out == "7KQ2\n"
+
+
+def test_first_run(monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("first_run.py", [], monkeypatch)
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for line in ("picture 7? YH38 (right)", "picture 57? 45 (right)", "clip 5? 19408 (right)"):
+        assert line in printed
+    assert "loading pocket-omni" in printed
+    *_, table = printed.partition("KV cache of")
+    rows = [line.split() for line in table.splitlines() if line.strip()]
+    assert [row[:2] for row in rows[-3:]] == [
+        *(["20", "pictures"], ["100", "pictures"], ["10", "recordings"])
+    ]
+    assert all(row[6].endswith("x") and float(row[7]) > 0 for row in rows[-3:])
+
+
+def test_first_run_fails_where_an_answer_is_wrong(monkeypatch, capsys) -> None:
+    memory = SimpleNamespace(bf16_bytes=2_000, kv_bytes=1_000, ratio=2.0)
+
+    def guess(**_: object) -> SimpleNamespace:
+        return SimpleNamespace(text="45", memory=memory)
+
+    for name in ("OscarVLPipeline", "OscarOmniPipeline"):
+        monkeypatch.setattr(oscar_mm, name, lambda *_, **__: guess)
+    with pytest.raises(SystemExit) as ended:
+        run("first_run.py", [], monkeypatch)
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "7? 45 (WRONG: it is YH38)" in printed and "57? 45 (right)" in printed
