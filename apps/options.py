@@ -30,7 +30,11 @@ Media = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option(metavar="NAME", help=f"Cache format: {', '.join(KVPolicy.preset_names())}."),
+    typer.Option(
+        metavar="NAME",
+        help=f"Cache format: {', '.join(KVPolicy.preset_names())}; with changes such as "
+        "compact:window=128.",
+    ),
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
 AnswerLength = Annotated[

@@ -1,5 +1,8 @@
 """Errors that address the user and need no traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """The user gave something that cannot be used.
@@ -25,3 +28,10 @@ class NoRoom(InputError):
 
 class Busy(InputError):
     """Other requests occupy the memory that a request needs; it fits once they end."""
+
+
+def suggestion(name: str, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown name: "; did you mean X?", or "" if none is close."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""

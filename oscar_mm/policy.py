@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, suggestion
 from oscar_mm.modality import Modality
 
 
@@ -59,6 +59,8 @@ _ALLOWED: dict[str, tuple] = {
     "token_scaling": TOKEN_SCALINGS,
     "center": (True, False),
 }
+_WORDS = {"none": None, "true": True, "false": False}
+"""Values of fields that a text spells in words."""
 _ALLOWED_BITS = (2, 3, 4)
 _MOST_WIDTHS = 2
 _MAX_RECENT = 4096
@@ -188,16 +190,22 @@ class KVPolicy:
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
         """A named policy, with fields changed on request: ``preset("compact", window=128)``.
 
+        The name may hold the changes itself, as on the command line: "compact:window=128,bits=3/2".
         Modalities that a mapping of ``bits`` does not name keep the preset's bits.
 
         Raises:
             InputError: an unknown preset or field, or a value that is not allowed.
         """
+        if isinstance(name, str) and ":" in name:
+            name, _, text = name.partition(":")
+            changes = _parsed_changes(text) | changes
         if not isinstance(name, str) or name not in _PRESETS:
-            raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}")
-        unknown = set(changes) - {field.name for field in fields(cls)}
-        if unknown:
-            raise InputError(f"KVPolicy has no field {', '.join(sorted(unknown))}")
+            close = suggestion(str(name), _PRESETS)
+            raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}{close}")
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(changes) - set(names)):
+            close = suggestion(unknown[0], names)
+            raise InputError(f"KVPolicy has no field {', '.join(unknown)}{close}")
         base, bits = cls(**_PRESETS[name]), changes.get("bits")
         if isinstance(bits, Mapping):
             changes["bits"] = base.bits._asdict() | dict(bits)
@@ -227,6 +235,28 @@ class KVPolicy:
         raise InputError(
             f"policy must be a KVPolicy or a preset's name, not {type(policy).__name__}"
         )
+
+
+def _parsed_changes(text: str) -> dict[str, Any]:
+    """Fields and values of "window=128,bits=3/2"."""
+    changes = {}
+    for change in text.split(","):
+        field, equals, value = (part.strip() for part in change.partition("="))
+        if not (field and equals and value):
+            raise InputError(
+                f"policy change {change!r}: must be FIELD=VALUE, as in compact:window=128,bits=3/2"
+            )
+        changes[field] = _parsed_value(value)
+    return changes
+
+
+def _parsed_value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    numbers = text.split("/")
+    if all(number.isascii() and number.isdecimal() for number in numbers):
+        return int(text) if len(numbers) == 1 else tuple(map(int, numbers))
+    return text
 
 
 def _checked_bits(bits: Any) -> ModalityBits:

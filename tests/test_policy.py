@@ -251,6 +251,27 @@ def test_preset_with_changes() -> None:
         KVPolicy.preset("oscar", sinks=-2)
 
 
+def test_a_name_may_hold_changes() -> None:
+    assert KVPolicy.of("compact:window=128") == KVPolicy.preset("compact", window=128)
+    changed = KVPolicy.preset("standard: bits=3/2, balance=none,rotate=false, sinks=0")
+    expected = {"bits": (3, 2), "balance": None, "rotate": False, "sinks": 0}
+    assert changed == KVPolicy.preset("standard", **expected)
+    assert KVPolicy.preset("compact:window=128", window=64).window == 64
+    for text, message in {
+        "compact:": "must be FIELD=VALUE",
+        "compact:window": "policy change 'window': must be FIELD=VALUE",
+        "compact:window=128,": "must be FIELD=VALUE",
+        "compact:windows=128": "no field windows; did you mean window?",
+        "compact:window=-1": "window='-1'",
+        "compact:window=many": "window='many'",
+        "compact:bits=3/2/1": "bits of text",
+        "compact:fit=lq": "fit='lq': must be one of 'minmax', 'lsq'",
+        "compct:window=128": "unknown policy 'compct'.*; did you mean compact",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            KVPolicy.of(text)
+
+
 def test_of() -> None:
     policy = KVPolicy(window=7)
     assert KVPolicy.of(policy) is policy

@@ -71,6 +71,7 @@ def serve(
         typer.Option(metavar="S", help="Seconds that answers have to end in on SIGTERM or Ctrl-C."),
     ] = 10.0,
     placement: options.PlacementOptions,
+    allow_remote: options.AllowRemote = False,
 ) -> None:
     """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
 
@@ -114,6 +115,7 @@ def serve(
         policy=policy,
         **asdict(placement),
         max_context=max_context,
+        allow_remote=allow_remote,
         kv_budget=budget,
         prefix_cache=prefixes,
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -30,7 +30,7 @@ from pydantic_core import PydanticCustomError
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.source import NamedBytes
+from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 
 MAX_STRUCTURE = 250_000
 """Most brackets and commas of a request: they cost time in decoding, long texts do not."""
@@ -241,12 +241,14 @@ class Request:
         yield from self.question
 
 
-def read_request(data: bytes, limits: MediaLimits) -> Request:
+def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Request:
     """Parse the JSON of a request and decode its media.
 
     Args:
         data: the body, of bounded length.
         limits: ``max_file_bytes`` bounds each medium.
+        remote_bytes: bound on the bytes of all images that are fetched from http(s) addresses; 0
+            refuses addresses.
 
     Raises:
         FieldError: a field is wrong; the message names it and what would be right.
@@ -263,8 +265,9 @@ def read_request(data: bytes, limits: MediaLimits) -> Request:
         raise _field_error(error) from None
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
+    decoder = _ImageDecoder(limits, remote_bytes)
     messages = [
-        _decode_message(message, place, limits) for place, message in enumerate(body.messages)
+        _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
     ]
     system = messages.pop(0) if messages[0].role == "system" else None
     past, question = _split_turns(messages)
@@ -311,7 +314,7 @@ def _split_turns(messages: list[DecodedMessage]) -> tuple[list[Turn], tuple[Deco
     return past, tuple(question)
 
 
-def _decode_message(message: Message, place: int, limits: MediaLimits) -> DecodedMessage:
+def _decode_message(message: Message, place: int, decoder: _ImageDecoder) -> DecodedMessage:
     texts: list[str] = []
     images: list[NamedBytes] = []
     audio: list[NamedBytes] = []
@@ -322,19 +325,42 @@ def _decode_message(message: Message, place: int, limits: MediaLimits) -> Decode
         if part.type == "text" and part.text is not None:
             texts.append(part.text)
         elif part.type == "image_url" and part.image_url is not None:
-            images.append(_decode_image(part.image_url.url, name, limits))
+            images.append(decoder.decode(part.image_url.url, name))
         elif part.type == "input_audio" and part.input_audio is not None:
-            audio.append(_decode_base64(part.input_audio.data, name, limits))
+            audio.append(_decode_base64(part.input_audio.data, name, decoder.limits))
     role = "system" if message.role == "developer" else message.role
     return DecodedMessage(role, place, "\n".join(texts), tuple(images), tuple(audio))
 
 
-def _decode_image(url: str, name: str, limits: MediaLimits) -> NamedBytes:
-    # The server must not fetch an address or open a path that a stranger names.
-    head, comma, data = url.partition(",")
-    if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
-        raise FieldError("image_url.url must be a data URI, data:image/png;base64,...", name)
-    return _decode_base64(data, name, limits)
+class _ImageDecoder:
+    """Decodes the images of a request, and fetches them where the server allows it."""
+
+    def __init__(self, limits: MediaLimits, remote_bytes: int) -> None:
+        self.limits, self.allow_remote = limits, remote_bytes > 0
+        self._remote_bytes = remote_bytes
+
+    def decode(self, url: str, name: str) -> NamedBytes:
+        if self.allow_remote and url[:5].lower() != "data:" and is_address(url):
+            return self._fetch(url, name)
+        # The server must not fetch an address or open a path that a stranger names.
+        head, comma, data = url.partition(",")
+        if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
+            or_address = " or an http(s) address" if self.allow_remote else ""
+            message = f"image_url.url must be a data URI, data:image/png;base64,...{or_address}"
+            raise FieldError(message, name)
+        return _decode_base64(data, name, self.limits)
+
+    def _fetch(self, url: str, name: str) -> NamedBytes:
+        if self._remote_bytes <= 0:
+            raise FieldError("the images at the addresses before have all bytes of a request", name)
+        most = min(self._remote_bytes, self.limits.max_file_bytes)
+        limits = replace(self.limits, max_file_bytes=most)
+        try:
+            data = read_bytes(url, allow_remote=True, limits=limits, label=name)
+        except InputError as error:
+            raise FieldError(str(error).removeprefix(f"{name}: "), name) from error
+        self._remote_bytes -= len(data)
+        return NamedBytes(data, name)
 
 
 def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:

@@ -246,7 +246,8 @@ class Service:
 
     def _parse(self, body: bytes) -> Request:
         pipe, most = self.conversations.pipe, self.limits.max_new_tokens
-        request = read_request(body, pipe.limits)
+        remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
+        request = read_request(body, pipe.limits, remote_bytes)
         for message in request.messages():
             pipe.check_text(f"messages[{message.place}].content", message.text, may_be_empty=True)
         if request.sampling.setdefault("max_new_tokens", most) > most:
