@@ -15,6 +15,7 @@ from oscar_mm.apps import options, terminal
 from oscar_mm.apps.audio_qa.rows import Row, normal_form, read_rows
 from oscar_mm.errors import InputError
 from oscar_mm.files import read_text, writing
+from oscar_mm.models.source import check_source
 
 if TYPE_CHECKING:
     from oscar_mm.compare.paged import Paged
@@ -159,6 +160,7 @@ def accuracy(
         texts = {str(path): read_text(path) for path in text or []}
         if model is None:
             raise InputError(options.TEXT_NEEDS_MODEL)
+        check_source(model)
         selected_methods = _select_methods(methods or [])
         sizes = (tokens or _TOKENS, passages or _PASSAGES, max_new_tokens)
         about = _compare_texts(texts, model, selected_methods, sizes, device, dtype)

@@ -67,6 +67,7 @@ def chat(
         if system is not None:
             raise InputError("--system is for a new chat: a saved one has its own")
     answer_options = sampling.checked()
+    named = model is not None
     model = options.model_or_bundled(model, hears=audio_in_video)
     terminal.quiet_transformers()
     from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
@@ -84,7 +85,9 @@ def chat(
     answer_options.setdefault("max_new_tokens", pipe.longest_answer(_ANSWER_TOKENS))
     talk = _TerminalChat(pipe, pipe.load_chat(load) if load else pipe.chat(system), answer_options)
     if sys.stdin.isatty():
-        print(f"{pipe.family.name}, {policy}: ask, or /help", file=sys.stderr)
+        if named:
+            _note(terminal.described_model(model, pipe))
+        _note(f"cache: {policy}. Ask, or /help")
     for line in _lines():
         if not talk.take(line):
             break
@@ -121,7 +124,7 @@ class _TerminalChat:
             "/segments": lambda _: self._segments(),
             "/forget": self._forget,
             "/undo": lambda _: self._undo(),
-            "/memory": lambda _: print(self.chat.memory),
+            "/memory": lambda _: print(terminal.memory_text(self.chat.memory)),
             "/save": self._save,
             "/load": self._load,
             "/help": lambda _: print(_HELP),

@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from oscar_mm.media.source import KIND
-from oscar_mm.models import BUNDLED
+from oscar_mm.models import BUNDLED, described
+from oscar_mm.models.source import check_source
 from oscar_mm.policy import KVPolicy
 
 Model = Annotated[
@@ -108,10 +109,11 @@ class SamplingOptions:
         Raises:
             InputError: a value is not allowed.
         """
-        from oscar_mm.generation.sampling import Sampling  # brings torch
-
         options = {name: value for name, value in asdict(self).items() if value is not None}
-        Sampling(**options)
+        if options:
+            from oscar_mm.generation.sampling import Sampling  # brings torch
+
+            Sampling(**options)
         return options
 
 
@@ -171,10 +173,13 @@ def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
     Args:
         model: what the user has named, or None.
         hears: whether the model must take sound.
+
+    Raises:
+        InputError: the model cannot be had, told before torch is imported.
     """
     if model is not None:
+        check_source(model)
         return model
     name = "pocket-omni" if hears else "pocket-vl"
-    description = f"{name}, a tiny demo model that {BUNDLED[name]}"
-    print(f"oscar-mm: no --model given, so this is {description}", file=sys.stderr)
+    print(f"oscar-mm: no --model given, so this is {described(name)}", file=sys.stderr)
     return name

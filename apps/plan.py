@@ -10,6 +10,7 @@ import typer
 from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
+from oscar_mm.models.released import released_model
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import format_bytes, parse_bytes
 
@@ -47,14 +48,17 @@ def plan(
 ) -> None:
     """Tell tokens, KV bytes in 16 bit and packed, and how many such sessions fit a GPU.
 
-    The model's configuration and processor are enough; its weights are not read. A language model
-    needs only its configuration, and takes --text-tokens alone.
+    The model's configuration and processor are enough; its weights are not read. The shapes of
+    released models (qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b, llava-v1.6-vicuna-7b,
+    -13b, -mistral-7b, -34b) are known without a download. A language model needs only its
+    configuration, and takes --text-tokens alone.
     """
     KVPolicy.preset(policy)
     gpus = _gpus(gpu)
     sizes = {"image_size": _pixels("--image-size", image_size)}
     sizes["video_size"] = _pixels("--video-size", video_size)
-    model = options.model_or_bundled(model, hears=audio_minutes > 0)
+    if model is None or released_model(model) is None:
+        model = options.model_or_bundled(model, hears=audio_minutes > 0)
     terminal.quiet_transformers()
     from oscar_mm.pipelines.plan import Session
     from oscar_mm.pipelines.plan import plan as plan_session
@@ -109,6 +113,8 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
     for name, counts in fits.items():
         sessions.add_row(name, *(f"{count:,}" for count in counts))
     console = Console(highlight=False, markup=False)
+    if estimate.policy.packs:
+        console.print(terminal.headline(estimate.kv_bytes, estimate.bf16_bytes))
     console.print(by_modality)
     weights = format_bytes(estimate.shape.weight_bytes)
     millions = estimate.shape.parameters / 1e6

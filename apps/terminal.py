@@ -9,10 +9,43 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.models import BUNDLED, described
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from oscar_mm.cache.memory import MemoryReport
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+
+_GAIN = 1.05
+"""Ratio from which a cache is called smaller than 16 bit."""
+
+
+def described_model(model: str, pipe: Pipeline) -> str:
+    """What runs, in a line: the model's name, its size and what it reads."""
+    if model in BUNDLED:
+        return described(model)
+    count = pipe.family.outer_model.num_parameters()
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+    reads = ", ".join(["text", *sorted(modality.label for modality in pipe.family.reads)])
+    return f"{model}, {pipe.family.name}, {size} parameters; it reads {reads}"
+
+
+def headline(kv_bytes: int, bf16_bytes: int) -> str:
+    """The bytes of a cache in a line, what it saves first."""
+    held, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
+    if bf16_bytes < _GAIN * kv_bytes:
+        return f"{held} held, {plain} in 16 bit: longer conversations take less than 16 bit"
+    return f"{bf16_bytes / kv_bytes:.1f}x smaller than 16 bit: {held} instead of {plain}"
+
+
+def memory_text(report: MemoryReport) -> str:
+    """A report for the terminal: what is saved, then the table."""
+    if not any(report.by_kind.get(kind) for kind in ("codes", "scales")):
+        return str(report)
+    return f"{headline(report.kv_bytes, report.bf16_bytes)}\n{report}"
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:

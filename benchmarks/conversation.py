@@ -90,7 +90,7 @@ class Bench:
         self.chunked = kind(model, processor=self.processor, **more)
         self.numbers = np.random.default_rng(0)
         self.facts = {
-            "source": released.source,
+            "source": ", ".join(filter(None, (released.source, released.part))),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "weights": sum(weight.nbytes for weight in model.parameters()),
             "build_s": perf_counter() - start,

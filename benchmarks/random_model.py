@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from oscar_mm.models.released import RELEASED as SHAPES
+from oscar_mm.models.released import ReleasedModel
 from tests.tiny import llama_tokenizer, qwen_tokenizer
 from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
 from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
@@ -35,24 +37,8 @@ from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
 from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
 
 
-@dataclass(frozen=True)
-class Released:
-    """Shapes of a released model.
-
-    Attributes:
-        source: hub id of the checkpoint that has these in config.json and preprocessor_config.json.
-        family: ``config.model_type``.
-        text: fields of text_config that give shapes and RoPE.
-        vision, audio: fields of vision_config and audio_config.
-        pixels: least and most pixels of an image.
-    """
-
-    source: str
-    family: str
-    text: dict[str, Any]
-    vision: dict[str, Any]
-    audio: dict[str, Any] = field(default_factory=dict)
-    pixels: tuple[int, int] = (65536, 16777216)
+class Released(ReleasedModel):
+    """Shapes of a released model, which a benchmark may change."""
 
     def with_positions(self, least: int) -> Released:
         """The same with room for at least so many tokens; RoPE needs no weights for them."""
@@ -97,121 +83,15 @@ class Released:
         )
 
 
-def _rope(theta: float, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
-
-
-_MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
-_LLAMA = {
-    "vocab_size": 32064,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-_CLIP = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "image_size": 336,
-    "patch_size": 14,
-    "projection_dim": 768,
-}
-_MOE = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_QWEN_VISION = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-
 RELEASED = {
-    "llava-1.6-vicuna-7b": Released(
-        source="llava-hf/llava-v1.6-vicuna-7b-hf",
-        family="llava_next",
-        text=_LLAMA
-        | {"model_type": "llama", "intermediate_size": 11008, "num_key_value_heads": 32}
-        | {"max_position_embeddings": 4096}
-        | _rope(10000.0),
-        vision=_CLIP,
-    ),
-    "llava-1.6-mistral-7b": Released(
-        source="llava-hf/llava-v1.6-mistral-7b-hf",
-        family="llava_next",
-        text=_LLAMA
-        | {"model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8}
-        | {"max_position_embeddings": 32768, "sliding_window": None}
-        | _rope(1e6),
-        vision=_CLIP,
-    ),
-    "qwen3-vl-8b": Released(
-        source="Qwen/Qwen3-VL-8B-Instruct",
-        family="qwen3_vl",
-        text={
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 262144,
-            "tie_word_embeddings": False,
-        }
-        | _rope(5e6, **_MROPE),
-        vision=_QWEN_VISION | {"out_hidden_size": 4096},
-    ),
-    "qwen3-vl-30b-a3b": Released(
-        source="Qwen/Qwen3-VL-30B-A3B-Instruct",
-        family="qwen3_vl_moe",
-        text=_MOE
-        | {"vocab_size": 151936, "intermediate_size": 6144, "max_position_embeddings": 262144}
-        | _rope(5e6, **_MROPE),
-        vision=_QWEN_VISION | {"out_hidden_size": 2048},
-    ),
-    "qwen3-omni-30b-a3b": Released(
-        source="Qwen/Qwen3-Omni-30B-A3B-Instruct, the thinker",
-        family="qwen3_omni_moe",
-        text=_MOE
-        | {"vocab_size": 152064, "intermediate_size": 768, "max_position_embeddings": 65536}
-        | _rope(1e6, **_MROPE),
-        vision=_QWEN_VISION | {"out_hidden_size": 2048},
-        audio={
-            "num_mel_bins": 128,
-            "encoder_layers": 32,
-            "encoder_attention_heads": 20,
-            "encoder_ffn_dim": 5120,
-            "d_model": 1280,
-            "output_dim": 2048,
-            "downsample_hidden_size": 480,
-            "max_source_positions": 1500,
-            "n_window": 50,
-            "n_window_infer": 800,
-            "conv_chunksize": 500,
-        },
-        pixels=(3136, 12845056),
-    ),
+    name: Released(**vars(SHAPES[shape]))
+    for name, shape in {
+        "llava-1.6-vicuna-7b": "llava-v1.6-vicuna-7b",
+        "llava-1.6-mistral-7b": "llava-v1.6-mistral-7b",
+        "qwen3-vl-8b": "qwen3-vl-8b",
+        "qwen3-vl-30b-a3b": "qwen3-vl-30b-a3b",
+        "qwen3-omni-30b-a3b": "qwen3-omni-30b-a3b",
+    }.items()
 }
 
 

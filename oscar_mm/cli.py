@@ -1,9 +1,11 @@
 """The `oscar-mm` command line: registers the commands of apps/ and prints errors as one line."""
 
+import atexit
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -88,7 +90,19 @@ def _complain(message: str) -> None:
 
 def main() -> None:
     """Entry point of the `oscar-mm` script."""
-    sys.exit(run())
+    code = EXIT_FAILURE
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a closed pipe, a closed stream
+                stream.flush()
+        os._exit(code)
+
+    # Python takes a second to free the objects of torch and transformers one by one. Exit functions
+    # run in reverse order, so those of the libraries, which register later, run before this one.
+    atexit.register(leave)
+    code = run()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,6 @@ class Busy(InputError):
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown name: "; did you mean X?", or "" if none is close."""
-    by_lower = {choice.lower(): choice for choice in choices}
+    by_lower = {choice.lower(): choice for choice in choices if choice != name}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]}?" if close else ""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Family
-from oscar_mm.models import BUNDLED, bundled
+from oscar_mm.models.source import remedy, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.placement import Placement, on_meta
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
@@ -159,42 +159,8 @@ def config_of(source: str, options: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
-        known = "" if Path(source).is_dir() else f"; {_naming()}"
+        known = "" if Path(source).is_dir() else f"; {remedy(source)}"
         raise InputError(f"model {source}: {first_line(error)}{known}") from error
-
-
-def source_of(model: Any) -> str:
-    """Hub id or folder, as far as that can be told without the hub.
-
-    Raises:
-        InputError: neither, and no name of a bundled model.
-    """
-    if not isinstance(model, str | Path):
-        raise InputError(
-            "model must be a bundled model's name, a hub id, a folder or a loaded model, not "
-            f"{type(model).__name__}"
-        )
-    if not str(model).strip():
-        raise InputError(f"model is empty: {_naming()}")
-    if (folder := bundled(model)) is not None:
-        return str(folder)
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"model {model}: the folder has no config.json, so it is no checkpoint")
-    if path.is_file():
-        raise InputError(f"model {model}: is a file; give the folder of a checkpoint")
-    # A hub id is "owner/name", and begins with a letter or digit.
-    is_path = isinstance(model, Path) or path.is_absolute() or len(path.parts) != 2
-    if not path.is_dir() and (is_path or str(model).startswith((".", "~"))):
-        raise InputError(f"model {model}: no such folder; {_naming()}")
-    return str(model)
-
-
-def _naming() -> str:
-    return (
-        "give the folder of a checkpoint, a hub id such as Qwen/Qwen3-VL-8B-Instruct or one of the "
-        f"bundled models {', '.join(BUNDLED)}"
-    )
 
 
 def _check_model_kwargs(model_kwargs: Any) -> None:

@@ -14,7 +14,9 @@ from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import PictureSize, sampled, silence
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
+from oscar_mm.models.released import released_model
 from oscar_mm.pipelines.loading import outline
+from oscar_mm.pipelines.released import outline_released
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
 from oscar_mm.policy import DEFAULT, KVPolicy
 
@@ -158,7 +160,8 @@ def plan(
     """Plan a conversation from configuration and processor of a model alone.
 
     Args:
-        model: name of a bundled model, hub id or folder; of a causal language model too.
+        model: name of a bundled model, hub id or folder; of a causal language model too. Released
+            models (``oscar_mm.models.released``) are known by name, without the hub.
         session: media and texts of the conversation.
         policy: how keys and values would be stored.
         limits: bounds on media, as of the pipeline.
@@ -169,15 +172,17 @@ def plan(
     """
     chosen = KVPolicy.of(policy)
     media = session.media(limits, video_fps)
-    if is_text_model(model):
+    released = released_model(model)
+    if released is None and is_text_model(model):
         if len(media):
             raise InputError(f"{model} is a language model: it reads no images, audio or videos")
         network = outline_text_model(model)
         name, parameters = network.config.model_type, network.num_parameters()
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
     else:
-        family = outline(model)
-        name, network, tokens = family.name, family.model, count_tokens(family, media)
+        family = outline(model) if released is None else outline_released(released)
+        network, tokens = family.model, count_tokens(family, media)
+        name = ", ".join(filter(None, (family.name, released and released.part)))
         parameters = family.outer_model.num_parameters()
     tokens["text"] += session.text_tokens
     return Plan(

@@ -58,8 +58,34 @@ def test_answer_on_stdout_and_memory_on_stderr(model, picture, capsys) -> None:
     assert run(request(picture, model, "--max-new-tokens", "5")) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("\n")
-    assert "image" in captured.err
+    assert "image" in captured.err and "parameters" not in captured.err
     assert "prefill" in captured.err.splitlines()[-1]
+
+
+def test_a_terminal_says_what_runs(model, picture, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    short = ("--max-new-tokens", "2")
+    for name, said in {
+        model: f"{model}, Qwen3-VL, 0M parameters; it reads text, image, video\n",
+        "pocket-vl": "pocket-vl, 5M parameters, a bundled demo model that reads printed codes",
+    }.items():
+        assert run(request(picture, name, *short)) == 0
+        assert said in capsys.readouterr().err
+        assert run(request(picture, name, *short, "--json")) == 0
+        assert "parameters" not in capsys.readouterr().err
+
+
+def test_an_answer_is_the_end() -> None:
+    """Exit functions run, and the interpreter does not take itself apart."""
+    program = (
+        "import atexit; from oscar_mm import cli\n"
+        "class Slow:\n    __del__ = lambda self: print('taken apart')\n"
+        "slow = Slow()\n"
+        "cli.run = lambda: atexit.register(print, 'last words') and 3\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "last words\n"), done.stderr
 
 
 def test_json_is_all_there_is(model, picture, capsys) -> None:
@@ -201,8 +227,8 @@ def test_bundled_models_by_default(picture, tmp_path, capsys) -> None:
         assert run(["ask", media, *asked]) == 0
         captured = capsys.readouterr()
         assert json.loads(captured.out)["token_ids"]
-        said = f"no --model given, so this is {name}, a tiny demo model that {BUNDLED[name]}"
-        assert captured.err == f"oscar-mm: {said}\n"
+        said = f"no --model given, so this is {name}, 5M parameters, a bundled demo model that "
+        assert captured.err == f"oscar-mm: {said}{BUNDLED[name]}\n"
         assert run(["ask", media, *asked, "--model", name]) == 0
         assert capsys.readouterr().err == ""
     assert run(["ask", str(sound), *asked, "--model", "pocket-llava"]) == 2
@@ -253,7 +279,8 @@ def test_an_answer_cannot_command_a_terminal(
     stream = SimpleNamespace(
         with_reasoning=lambda: iter(["a\x1b[2J", "b\tc"]),
         result=SimpleNamespace(
-            timings=SimpleNamespace(prefill_s=1.0, decode_s=1.0, tokens_per_s=1.0), memory=""
+            timings=SimpleNamespace(prefill_s=1.0, decode_s=1.0, tokens_per_s=1.0),
+            memory=SimpleNamespace(by_kind={}),
         ),
     )
     pipeline = SimpleNamespace(stream=lambda *_, **__: stream, model=None)

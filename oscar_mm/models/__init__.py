@@ -23,3 +23,10 @@ def bundled(model: str | Path) -> Path | None:
     if isinstance(model, str) and model in BUNDLED:
         return Path(__file__).parent / model
     return None
+
+
+def described(name: str) -> str:
+    """A bundled model in a line: "pocket-vl, 5M parameters, a bundled demo model that ..."."""
+    weights = Path(__file__).parent / name / "model.safetensors"
+    millions = weights.stat().st_size / 2e6
+    return f"{name}, {millions:.0f}M parameters, a bundled demo model that {BUNDLED[name]}"

@@ -126,7 +126,7 @@ def test_a_bundled_model_by_default(picture, monkeypatch, capsys) -> None:
     assert run(["chat", "--device", "cpu", "--max-new-tokens", "2"]) == 0
     captured = capsys.readouterr()
     notice, error = captured.err.splitlines()
-    assert notice.startswith("oscar-mm: no --model given, so this is pocket-vl, a tiny demo model")
+    assert notice.startswith("oscar-mm: no --model given, so this is pocket-vl, 5M parameters,")
     assert error == "error: Qwen3-VL reads image, video, no audio; Qwen3-Omni and pocket-omni do"
     assert captured.out.count("\n") == 1
 

@@ -32,6 +32,7 @@ def test_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["all"][-1] == f"{made.bf16_bytes / made.kv_bytes:.2f}x"
     assert all(f"{name}, {size} GB" in printed.out for name, size in GPUS.items())
     assert printed.err == ""
+    assert printed.out.startswith(f"{made.bf16_bytes / made.kv_bytes:.1f}x smaller than 16 bit: ")
 
 
 def test_json_and_one_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +60,8 @@ def test_too_long_for_the_model_is_said(folder: Path, capsys: pytest.CaptureFixt
         (["--gpu", "Voodoo"], "--gpu 'Voodoo': give RTX 4090"),
         (["--policy", "int1"], "int1"),
         (["--model", "no/such/folder/here"], "no such folder"),
+        (["--model", "Qwen/Qwen3-VL-9B"], "did you mean Qwen/Qwen3-VL-8B"),
+        (["--model", "llava-v1.6-34b", "--audio-minutes", "1"], "LLaVA-NeXT does not read audio"),
         (["--audio-minutes", "nan"], "'--audio-minutes'"),
     ],
 )
@@ -68,3 +71,10 @@ def test_bad_input_is_one_line(
     assert run(["plan", *arguments]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and printed.out == ""
+
+
+def test_a_released_model_without_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "Qwen3-VL-8B", "--images", "40", "--gpu", "H200"]
+    assert run(["plan", *arguments, "--policy", "compact:window=128"]) == 0
+    printed = capsys.readouterr()
+    assert "Qwen3-VL, 8,767 million parameters: 17.53 GB" in printed.out and printed.err == ""

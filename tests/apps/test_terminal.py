@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from oscar_mm.apps.terminal import prefill_bar, print_pieces, rows_bar
+from oscar_mm.apps.terminal import headline, prefill_bar, print_pieces, rows_bar
 from oscar_mm.generation.reasoning import Reasoning
 from tests.checkpoints import build_decoder
 
@@ -52,3 +52,11 @@ def test_rows_audio_and_memory(terminal: bool, monkeypatch, capsys) -> None:
     assert captured.out == ""
     for part in ("3/8", "15.0 h audio/h", "KV 2.50 MB"):
         assert (part in captured.err) is terminal
+
+
+def test_what_is_saved_comes_first() -> None:
+    assert headline(2_200_000, 12_700_000) == (
+        "5.8x smaller than 16 bit: 2.20 MB instead of 12.70 MB"
+    )
+    short = headline(1000, 990)
+    assert short.startswith("1.00 KB held, 990 B in 16 bit") and "x smaller" not in short

@@ -92,6 +92,41 @@ def test_bytes_are_those_that_the_pipeline_holds(qwen3_vl_folder: Path) -> None:
     assert made.shape.parameters == pipe.model.num_parameters()
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "heads_of_all_layers"),
+    [
+        ("qwen3-vl-2b", 2.13, 28 * 8),
+        ("qwen3-vl-4b", 4.44, 36 * 8),
+        ("Qwen/Qwen3-VL-8B-Instruct", 8.77, 36 * 8),
+        ("qwen3-vl-32b", 33.4, 64 * 8),
+        ("qwen3-vl-30b-a3b", 31.1, 48 * 4),
+        ("qwen3-omni-30b-a3b", 31.7, 48 * 4),
+        ("llava-v1.6-vicuna-7b", 7.06, 32 * 32),
+        ("llava-v1.6-mistral-7b", 7.57, 32 * 8),
+        ("llava-v1.6-vicuna-13b", 13.35, 40 * 40),
+        ("llava-hf/llava-v1.6-34b-hf", 34.75, 60 * 8),
+    ],
+)
+def test_released_models_by_name(name: str, billions: float, heads_of_all_layers: int) -> None:
+    made = plan(name, Session(images=2, image_size=(1280, 960), text_tokens=100), "bf16")
+    assert made.shape.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert made.kv_bytes / made.total == 2 * 2 * 128 * heads_of_all_layers
+    assert made.tokens["image"] == 2 * (2340 if "llava" in name else 1200)
+    assert 100 < made.tokens["text"] < 120
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "qwen3-omni-30b-a3b"])
+def test_released_models_read_videos(name: str) -> None:
+    """Qwen3-VL bounds the pixels of a video, and writes a time of some 8 tokens before a frame."""
+    made = plan(name, Session(video_s=60, video_size=(640, 480), text_tokens=0))
+    frames, of_frame = 60, 20 * 15
+    if name == "qwen3-vl-8b":
+        assert 0.9 * 12288 < made.tokens["video"] <= 12288
+        assert 8 * frames < made.tokens["text"] < 10 * frames
+    else:
+        assert made.tokens["video"] == frames * of_frame and made.tokens["text"] < 20
+
+
 @pytest.fixture(scope="module")
 def omni_without_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configuration and processor of Qwen3-Omni-30B-A3B, and nothing else."""

@@ -1,0 +1,107 @@
+"""Names of models: what they stand for, and what is said of one that cannot be had."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from oscar_mm.errors import InputError
+from oscar_mm.models.released import RELEASED, released_model
+from oscar_mm.models.source import check_source
+
+ROOT = Path(__file__).parents[2]
+HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]
+
+
+class ConnectTimeout(HTTP_ERROR):
+    """The hub's client has one of this name."""
+
+
+def answer(kind: type[Exception]) -> Exception:
+    error = kind.__new__(kind, "no")
+    error.args, error.response = ("no",), type("Response", (), {"status_code": 503})  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (HTTP_ERROR, "the hub cannot be reached (HTTPError)"),
+        (ConnectTimeout, "cannot be reached (ConnectTimeout) in 1.5 s; HF_HUB_ETAG_TIMEOUT=10"),
+        (errors.HfHubHTTPError, "the hub answered 503"),
+        (errors.RepositoryNotFoundError, "not on the hub or private"),
+        (errors.GatedRepoError, "asks for permission"),
+        (errors.RemoteEntryNotFoundError, "has no config.json on the hub"),
+        (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE"),
+    ],
+)
+def test_what_the_hub_answers(kind, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise answer(kind)
+
+    monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    with pytest.raises(InputError) as refused:
+        check_source("Qwen/Qwen3-VL-8B-Instruc")
+    message = str(refused.value)
+    assert message.startswith("model Qwen/Qwen3-VL-8B-Instruc: ") and said in message
+    assert message.endswith("; did you mean Qwen/Qwen3-VL-8B-Instruct?")
+
+
+def test_what_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
+    (tmp_path / "config.json").touch()
+    for name in ("pocket-vl", str(tmp_path), "oscar-mm-tests/of-no-model"):
+        check_source(name)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", pytest.fail)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
+    check_source("oscar-mm-tests/in-the-cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("pocket-v", "; did you mean pocket-vl?"),
+        ("Pocket-Omni", "; did you mean pocket-omni?"),
+        ("qwen3-vl-8b", "; did you mean Qwen/Qwen3-VL-8B-Instruct?"),
+        ("zebra", "pocket-omni"),
+        ("a b/c d", "pocket-omni"),
+    ],
+)
+def test_what_may_have_been_meant(name: str, meant: str) -> None:
+    with pytest.raises(InputError) as refused:
+        check_source(name)
+    assert str(refused.value).endswith(meant)
+
+
+def test_a_command_tells_it_without_torch() -> None:
+    program = (
+        "import sys; from oscar_mm.cli import run\n"
+        "code = run(['ask', 'examples/media/receipt.jpg', '-p', 'What?', '-m', 'owner/no-model'])\n"
+        "print(code, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "2 []\n"
+    assert done.stderr.count("\n") == 1 and "model owner/no-model: not on this" in done.stderr
+
+
+def test_released_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(RELEASED) == {
+        *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b", "qwen3-vl-30b-a3b"),
+        *("qwen3-omni-30b-a3b", "llava-v1.6-vicuna-7b", "llava-v1.6-mistral-7b"),
+        *("llava-v1.6-vicuna-13b", "llava-v1.6-34b"),
+    }
+    for short, model in RELEASED.items():
+        assert released_model(short) is released_model(model.source) is model
+    thinking = released_model("Qwen/Qwen3-VL-8B-Thinking")
+    assert thinking is released_model("Qwen3-VL-8B") is RELEASED["qwen3-vl-8b"]
+    assert released_model("qwen3-vl-7b") is released_model(Path("qwen3-vl-8b")) is None
+    monkeypatch.chdir(tmp_path)
+    Path("qwen3-vl-8b").mkdir()
+    assert released_model("qwen3-vl-8b") is None
