@@ -5,7 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oscar_mm.apps import options, terminal
+from oscar_mm.apps.line_input import held_typing, paths_of, typed_lines
 from oscar_mm.apps.terminal import print_pieces, printable, warnings_as_lines
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _HELP = """\
-/image PATH  /video PATH  /audio PATH   show it with the next message
+/image PATH  /video PATH  /audio PATH   show it with the next message; also several, or *.png
 /drop       take back what is waiting to be shown
 /segments   what the chat holds, with numbers
 /forget N   free the memory of segment N, an image, video or recording
@@ -88,26 +89,9 @@ def chat(
         if named:
             _note(terminal.described_model(model, pipe))
         _note(f"cache: {policy}. Ask, or /help")
-    for line in _lines():
+    for line in typed_lines([*talk.commands, "/quit"]):
         if not talk.take(line):
             break
-
-
-def _lines() -> Iterator[str]:
-    """Yield lines of the input until its end; on a terminal Ctrl-C empties the line."""
-    if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin)
-        return
-    with suppress(ImportError):
-        import readline  # noqa: F401 - history and editing of the line
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
 
 
 class _TerminalChat:
@@ -137,7 +121,7 @@ class _TerminalChat:
             return False
         try:
             if name in self.commands:
-                self.commands[name](_unquote(argument))
+                self.commands[name](argument.strip())
             elif name.startswith("/"):
                 raise InputError(f"{printable(name)}: no such command; /help lists them")
             elif name:
@@ -157,7 +141,7 @@ class _TerminalChat:
     def _ask(self, prompt: str) -> None:
         media = {kind: paths or None for kind, paths in self.pending.items()}
         before = len(self.chat.turns)
-        with _end_on_ctrl_c() as interruption:
+        with held_typing(), _end_on_ctrl_c() as interruption:
             with terminal.prefill_bar(self.pipe.model), warnings_as_lines():
                 stream = self.chat.stream(prompt, **media, **self.sampling)
                 pieces = stream.with_reasoning()
@@ -174,17 +158,21 @@ class _TerminalChat:
         if interruption.requested:
             _note("stopped; what you read counts as the answer" if counts else _UNCHANGED)
 
-    def _show(self, kind: str, modality: Modality, path: str) -> None:
-        if not path:
+    def _show(self, kind: str, modality: Modality, line: str) -> None:
+        if not line:
             raise InputError(f"/{modality.label} needs the PATH of a file")
         _check_reads(self.pipe, modality)
-        remote = is_address(path) and self.pipe.allow_remote and modality is not Modality.VIDEO
-        if not remote:
-            path = os.path.expanduser(path)
-            existing_file(path, path)
-            if modality is Modality.IMAGE:
-                load_image(path, fit=eighth)  # An unreadable image is an error now.
-        self.pending[kind].append(path)
+        self.pending[kind] += [self._checked(path, modality) for path in paths_of(line)]
+
+    def _checked(self, path: str, modality: Modality) -> str:
+        """Return a path or an address that can be shown."""
+        if is_address(path) and self.pipe.allow_remote and modality is not Modality.VIDEO:
+            return path
+        path = os.path.expanduser(path)
+        existing_file(path, path)
+        if modality is Modality.IMAGE:
+            load_image(path, fit=eighth)  # An unreadable image is an error now.
+        return path
 
     def _drop(self) -> None:
         for paths in self.pending.values():
@@ -207,19 +195,16 @@ class _TerminalChat:
         self.chat.undo()
         _note(f"taken back: {printable(last[0].prompt)}")
 
-    def _save(self, path: str) -> None:
-        if not path:
-            raise InputError("/save needs the PATH of a file")
-        target = Path(path).expanduser()
+    def _save(self, line: str) -> None:
+        target = _only_path("/save", line, "a file")
         if target.exists() and target.suffix != _SUFFIX:
             raise InputError(f"{target}: is there already; only a {_SUFFIX} file is replaced")
         self.chat.save(target)
         _note(f"saved as {target}, {target.stat().st_size:,} bytes")
 
-    def _load(self, path: str) -> None:
-        if not path:
-            raise InputError("/load needs the PATH of a saved chat")
-        loaded = self.pipe.load_chat(existing_file(str(Path(path).expanduser()), path))
+    def _load(self, line: str) -> None:
+        path = _only_path("/load", line, "a saved chat")
+        loaded = self.pipe.load_chat(existing_file(path, str(path)))
         self.chat.close()
         self.chat = loaded
         for turn in loaded.turns:
@@ -249,18 +234,18 @@ def _end_on_ctrl_c() -> Iterator[_Interruption]:
         signal.signal(signal.SIGINT, before)
 
 
+def _only_path(command: str, line: str, of: str) -> Path:
+    paths = paths_of(line)
+    if len(paths) != 1:
+        raise InputError(f"{command} needs the PATH of {of}, one; quote a name with spaces")
+    return Path(paths[0]).expanduser()
+
+
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
     if modality not in pipe.family.reads:
         labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))
         hint = "; Qwen3-Omni and pocket-omni do" if modality is Modality.AUDIO else ""
         raise InputError(f"{pipe.family.name} reads {labels}, no {modality.label}{hint}")
-
-
-def _unquote(text: str) -> str:
-    """Strip the spaces and quotes around a pasted path."""
-    text = text.strip()
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
 
 
 def _note(text: str) -> None:

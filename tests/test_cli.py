@@ -228,7 +228,7 @@ def test_bundled_models_by_default(picture, tmp_path, capsys) -> None:
         captured = capsys.readouterr()
         assert json.loads(captured.out)["token_ids"]
         said = f"no --model given, so this is {name}, 5M parameters, a bundled demo model that "
-        assert captured.err == f"oscar-mm: {said}{BUNDLED[name]}\n"
+        assert captured.err == f"oscar-mm: {said}{BUNDLED[name]}; it knows nothing else\n"
         assert run(["ask", media, *asked, "--model", name]) == 0
         assert capsys.readouterr().err == ""
     assert run(["ask", str(sound), *asked, "--model", "pocket-llava"]) == 2

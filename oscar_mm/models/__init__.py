@@ -29,4 +29,5 @@ def described(name: str) -> str:
     """A bundled model in a line: "pocket-vl, 5M parameters, a bundled demo model that ..."."""
     weights = Path(__file__).parent / name / "model.safetensors"
     millions = weights.stat().st_size / 2e6
-    return f"{name}, {millions:.0f}M parameters, a bundled demo model that {BUNDLED[name]}"
+    skills = f"{BUNDLED[name]}; it knows nothing else"
+    return f"{name}, {millions:.0f}M parameters, a bundled demo model that {skills}"

@@ -33,7 +33,8 @@ def picture(tmp_path: Path) -> Path:
 
 def test_answers_are_those_of_the_library(qwen3_vl_folder, picture, monkeypatch, capsys) -> None:
     shown = f"/image {picture}"
-    talk(qwen3_vl_folder, [shown, "What?", "", shown, shown, "And these?", "Why?"], monkeypatch)
+    several = f'/image "{picture}" {picture.parent}/*.png'
+    talk(qwen3_vl_folder, [shown, "What?", "", several, "And these?", "Why?"], monkeypatch)
     with OscarVLPipeline(qwen3_vl_folder, device="cpu").chat() as chat:
         answers = [
             chat.ask("What?", images=[picture], max_new_tokens=5),
@@ -82,6 +83,9 @@ def test_errors_are_shown_and_the_chat_goes_on(
         "/save": "/save needs the PATH",
         f"/save {notes}": "is there already; only a .safetensors file is replaced",
         "/load": "/load needs the PATH",
+        "/load a b": "/load needs the PATH of a saved chat, one",
+        f"/image {notes.parent}/*.png gone.png": "gone.png: no such file",
+        "/image *.webp": "*.webp: no such file",
         "/load gone": "gone: no such file",
         f"/load {notes}": "is not a safetensors file",
         "/what": "/what: no such command; /help lists them",
