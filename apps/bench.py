@@ -326,9 +326,9 @@ def _print_table(
         else:
             table.add_row(row["method"], *(column.cell(row) for column in columns))
     console = Console(highlight=False, markup=False)
-    console.print(table)
-    console.print(caption)
     if not packed:
         console.print("Nothing was stored in fewer bits: no prompt fills a page of 128 tokens.")
+    console.print(table)
+    console.print(caption)
     for reason, names in missing.items():
         console.print(f"not compared, {reason}: {'; '.join(names)}")

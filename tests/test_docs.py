@@ -64,8 +64,18 @@ def test_command_lines_use_options_that_exist(line: str) -> None:
 
 
 def test_the_table_of_presets_has_their_bits() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+) \|$", PAGES[0].read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "policies.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+) \|$", page, re.MULTILINE)
     presets = {name: float(bits) for name, bits in rows if name in KVPolicy.preset_names()}
     assert set(presets) == set(KVPolicy.preset_names())
     for name, bits in presets.items():
         assert page_bits(KVPolicy.preset(name)) == pytest.approx(bits, abs=0.006)
+
+
+def test_all_examples_are_listed() -> None:
+    listed = set(re.findall(r"^\| `(\w+\.py)` \|", PAGES[0].read_text(), re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_nothing_is_installed_by_a_name_that_is_not_ours() -> None:
+    assert not re.search(r"pip install (-\S+ )*['\"]?oscar-mm", ALL_TEXT)

@@ -119,7 +119,7 @@ def _connect(address: str) -> tuple[Any, bool]:
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
-            f"--ray needs the package {error.name}: pip install 'oscar-mm[batch]'"
+            f"--ray needs the package {error.name}: pip install '.[batch]' in a clone"
         ) from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray also raises its errors.
     if ray.is_initialized():

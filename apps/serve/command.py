@@ -100,7 +100,7 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"serve needs the package {error.name}: pip install 'oscar-mm[serve]'"
+            f"serve needs the package {error.name}: pip install '.[serve]' in a clone"
         ) from None
     sockets = bind(host, port)
     model = options.model_or_bundled(model, hears=True)

@@ -40,7 +40,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            "plots need matplotlib: pip install 'oscar-mm[plots]', or leave --out away for the "
+            "plots need matplotlib: pip install '.[plots]' in a clone, or leave --out away for the "
             "tables alone"
         ) from None
 

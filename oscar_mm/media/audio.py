@@ -116,7 +116,7 @@ def _require_packages(label: str) -> None:
         import soxr  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"{label}: audio needs the package {error.name}; pip install 'oscar-mm[audio]'"
+            f"{label}: audio needs the package {error.name}; pip install '.[audio]' in a clone"
         ) from error
 
 

@@ -53,7 +53,7 @@ def test_a_bundled_model_by_default(pictures, tmp_path, capsys) -> None:
         captured = capsys.readouterr()
         assert "By layer" in captured.out
         assert captured.err.startswith(
-            f"oscar-mm: no --model given, so this is {name}, a tiny demo"
+            f"oscar-mm: no --model given, so this is {name}, 5M parameters"
         )
 
 
@@ -109,5 +109,5 @@ def test_plots_are_missed_before_the_model_loads(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
     assert run(["inspect", pictures[0], "-m", "no/model", "--out", str(out)]) == 2
-    assert "pip install 'oscar-mm[plots]'" in capsys.readouterr().err
+    assert "pip install '.[plots]'" in capsys.readouterr().err
     assert not out.exists()
