@@ -1,7 +1,7 @@
 """Errors that address the user and need no traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class InputError(ValueError):
@@ -30,8 +30,16 @@ class Busy(InputError):
     """Other requests occupy the memory that a request needs; it fits once they end."""
 
 
-def suggestion(name: str, choices: Iterable[str]) -> str:
-    """The end of a message about an unknown name: "; did you mean X?", or "" if none is close."""
-    by_lower = {choice.lower(): choice for choice in choices if choice != name}
+def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:
+    """The end of a message about an unknown name: "; did you mean X?", or "" if none is close.
+
+    Args:
+        name: what the user gave.
+        choices: known names, or a mapping of names to what is suggested for each.
+    """
+    suggested = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
+    by_lower = {known.lower(): given for known, given in suggested.items()}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+    # A right name may be here too: of a model that is not on this machine.
+    is_meant = close and by_lower[close[0]] != name
+    return f"; did you mean {by_lower[close[0]]}?" if is_meant else ""

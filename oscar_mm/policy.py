@@ -200,7 +200,7 @@ class KVPolicy:
             name, _, text = name.partition(":")
             changes = _parsed_changes(text) | changes
         if not isinstance(name, str) or name not in _PRESETS:
-            close = suggestion(str(name), _PRESETS)
+            close = suggestion(str(name), cls.preset_names())
             raise InputError(f"unknown policy {name!r}: choose one of {', '.join(_PRESETS)}{close}")
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(changes) - set(names)):

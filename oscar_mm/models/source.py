@@ -6,7 +6,7 @@ from typing import Any
 
 from oscar_mm.errors import InputError, suggestion
 from oscar_mm.models import BUNDLED, bundled
-from oscar_mm.models.released import RELEASED, released_model
+from oscar_mm.models.released import RELEASED
 
 _TIMEOUT_S = 1.5
 _TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
@@ -90,11 +90,10 @@ def check_source(model: str | Path) -> None:
 
 def remedy(name: str = "") -> str:
     """What to give as a model, and what ``name`` may have been meant to be."""
-    released = released_model(name)
-    meant = "" if released is None or released.source == name else released.source
-    sources = (model.source for model in RELEASED.values())
-    close = f"; did you mean {meant}?" if meant else suggestion(name, [*BUNDLED, *sources])
+    meant = {known: known for known in BUNDLED}
+    for short, model in RELEASED.items():
+        meant |= {short: model.source, model.source: model.source}
     return (
         "give the folder of a checkpoint, a hub id such as Qwen/Qwen3-VL-8B-Instruct or one of the "
-        f"bundled models {', '.join(BUNDLED)}{close}"
+        f"bundled models {', '.join(BUNDLED)}{suggestion(name, meant)}"
     )

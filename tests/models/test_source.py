@@ -68,6 +68,8 @@ def test_what_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("pocket-v", "; did you mean pocket-vl?"),
         ("Pocket-Omni", "; did you mean pocket-omni?"),
         ("qwen3-vl-8b", "; did you mean Qwen/Qwen3-VL-8B-Instruct?"),
+        ("qwen3-vl-7b", "; did you mean Qwen/Qwen3-VL-8B-Instruct?"),
+        ("llava-1.6-vicuna-7b", "; did you mean llava-hf/llava-v1.6-vicuna-7b-hf?"),
         ("zebra", "pocket-omni"),
         ("a b/c d", "pocket-omni"),
     ],
