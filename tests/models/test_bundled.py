@@ -91,7 +91,8 @@ def test_wrong_names(name: str, tmp_path: Path, monkeypatch, no_network) -> None
         OscarVLPipeline(name)
     message = str(caught.value)
     assert message.startswith(f"model {name}: no such folder; give the folder of a checkpoint")
-    assert "a hub id such as Qwen/" in message and message.endswith(", ".join(BUNDLED))
+    assert "a hub id such as Qwen/" in message
+    assert message.endswith(f"{', '.join(BUNDLED)}; did you mean pocket-vl?")
 
 
 def test_the_other_pipelines_model(no_network) -> None:
