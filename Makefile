@@ -46,10 +46,12 @@ $(BIN)/pip:
 	  exit 2; }
 	@"$(PYTHON)" -m venv $(VENV)
 
+# pip shows its progress over installed packages too since 25.1.
 # A stamp is written last, so that a broken install is repeated, and so is an install after
 # pyproject.toml has changed.
 $(RUN_STAMP): pyproject.toml | $(BIN)/pip
-	@echo "installing into $(VENV) (several minutes, about 6 GB)"
+	@echo "installing into $(VENV) (several minutes, about 6.5 GB)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[audio,test]"
 	@touch $@
 

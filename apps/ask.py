@@ -64,7 +64,7 @@ def ask(
     for name, picture in zip(given["images"], pictures, strict=True):
         load_image(picture, label=name, fit=eighth)
     answer_options = sampling.checked()
-    named = model is not None
+    is_default = model is None
     model = options.model_or_bundled(model, hears=bool(sounds) or audio_in_video)
     terminal.quiet_transformers()
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
@@ -82,8 +82,8 @@ def ask(
         **asdict(placement),
         max_context=max_context,
     )
-    if named and not as_json and sys.stderr.isatty():
-        print(terminal.described_model(model, pipe), file=sys.stderr)
+    if not is_default and not as_json and sys.stderr.isatty():
+        print(terminal.model_description(model, pipe), file=sys.stderr)
     with terminal.prefill_bar(pipe.model):
         with warnings_as_lines():
             stream = pipe.stream(prompt=prompt, system=system, **media_options, **answer_options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oscar_mm.apps import options, terminal
-from oscar_mm.apps.line_input import held_typing, paths_of, typed_lines
+from oscar_mm.apps.line_input import no_echo, paths_of, typed_lines
 from oscar_mm.apps.terminal import print_pieces, printable, warnings_as_lines
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
@@ -68,7 +68,7 @@ def chat(
         if system is not None:
             raise InputError("--system is for a new chat: a saved one has its own")
     answer_options = sampling.checked()
-    named = model is not None
+    is_default = model is None
     model = options.model_or_bundled(model, hears=audio_in_video)
     terminal.quiet_transformers()
     from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
@@ -86,8 +86,8 @@ def chat(
     answer_options.setdefault("max_new_tokens", pipe.longest_answer(_ANSWER_TOKENS))
     talk = _TerminalChat(pipe, pipe.load_chat(load) if load else pipe.chat(system), answer_options)
     if sys.stdin.isatty():
-        if named:
-            _note(terminal.described_model(model, pipe))
+        if not is_default:
+            _note(terminal.model_description(model, pipe))
         _note(f"cache: {policy}. Ask, or /help")
     for line in typed_lines([*talk.commands, "/quit"]):
         if not talk.take(line):
@@ -141,7 +141,7 @@ class _TerminalChat:
     def _ask(self, prompt: str) -> None:
         media = {kind: paths or None for kind, paths in self.pending.items()}
         before = len(self.chat.turns)
-        with held_typing(), _end_on_ctrl_c() as interruption:
+        with no_echo(), _end_on_ctrl_c() as interruption:
             with terminal.prefill_bar(self.pipe.model), warnings_as_lines():
                 stream = self.chat.stream(prompt, **media, **self.sampling)
                 pieces = stream.with_reasoning()

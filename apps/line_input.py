@@ -80,7 +80,7 @@ def paths_of(text: str) -> list[str]:
 
 
 @contextmanager
-def held_typing() -> Iterator[None]:
+def no_echo() -> Iterator[None]:
     """Keep what is typed inside off the screen; the next line that is read begins with it."""
     if not sys.stdin.isatty():
         yield

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from oscar_mm.media.source import KIND
-from oscar_mm.models import BUNDLED, described
+from oscar_mm.models import BUNDLED, description
 from oscar_mm.models.source import check_source
 from oscar_mm.policy import KVPolicy
 
@@ -181,5 +181,5 @@ def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
         check_source(model)
         return model
     name = "pocket-omni" if hears else "pocket-vl"
-    print(f"oscar-mm: no --model given, so this is {described(name)}", file=sys.stderr)
+    print(f"oscar-mm: no --model given, so this is {description(name)}", file=sys.stderr)
     return name

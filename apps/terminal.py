@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.models import BUNDLED, described
+from oscar_mm.models import BUNDLED, description
 from oscar_mm.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ _GAIN = 1.05
 """Ratio from which a cache is called smaller than 16 bit."""
 
 
-def described_model(model: str, pipe: Pipeline) -> str:
+def model_description(model: str, pipe: Pipeline) -> str:
     """What runs, in a line: the model's name, its size and what it reads."""
     if model in BUNDLED:
-        return described(model)
+        return description(model)
     count = pipe.family.outer_model.num_parameters()
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     reads = ", ".join(["text", *sorted(modality.label for modality in pipe.family.reads)])

@@ -25,7 +25,7 @@ def bundled(model: str | Path) -> Path | None:
     return None
 
 
-def described(name: str) -> str:
+def description(name: str) -> str:
     """A bundled model in a line: "pocket-vl, 5M parameters, a bundled demo model that ..."."""
     weights = Path(__file__).parent / name / "model.safetensors"
     millions = weights.stat().st_size / 2e6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oscar_mm.apps.line_input import completions, held_typing, paths_of, typed_lines
+from oscar_mm.apps.line_input import completions, no_echo, paths_of, typed_lines
 
 COMMANDS = ["/image", "/load", "/save"]
 
@@ -69,7 +69,7 @@ def test_what_is_typed_while_an_answer_runs_comes_after_it(monkeypatch) -> None:
     master, slave = os.openpty()
     with open(slave) as terminal, open(master, "r+b", buffering=0) as keyboard:
         monkeypatch.setattr(sys, "stdin", terminal)
-        with held_typing():
+        with no_echo():
             keyboard.write(b"And then?\n")
             os.set_blocking(master, False)
             assert keyboard.read(100) is None, "nothing is echoed"
@@ -84,5 +84,5 @@ def test_a_pipe_is_read_as_it_is(monkeypatch) -> None:
     os.close(write)
     with open(read) as lines:
         monkeypatch.setattr(sys, "stdin", lines)
-        with held_typing():
+        with no_echo():
             assert list(typed_lines(COMMANDS)) == ["/image a.png", "", "What?"]
