@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -107,3 +109,15 @@ def address(omni) -> Iterator[str]:
 def client(address) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as made:
         yield made
+
+
+@pytest.fixture
+def picture_address(tmp_path, monkeypatch) -> Iterator[str]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "a.png").write_bytes(png())
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/a.png"
+    server.shutdown()
+    server.server_close()

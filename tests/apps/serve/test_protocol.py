@@ -1,10 +1,6 @@
 """What a request says: which are accepted, and how refusals name what is wrong."""
 
 import json
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -133,18 +129,6 @@ def test_messages_that_are_refused(messages: list, field: str, expected: str) ->
 def test_nothing_is_fetched(url: str) -> None:
     error = refusal(showing({"type": "image_url", "image_url": {"url": url}}))
     assert "must be a data URI" in str(error) and error.field == "messages[0].content[0]"
-
-
-@pytest.fixture
-def picture_address(tmp_path, monkeypatch) -> Iterator[str]:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "a.png").write_bytes(png())
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/a.png"
-    server.shutdown()
-    server.server_close()
 
 
 def test_addresses_are_fetched_where_that_is_allowed(picture_address) -> None:

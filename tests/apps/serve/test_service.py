@@ -426,3 +426,16 @@ def test_a_second_signal_ends_the_grace_time(omni, monkeypatch, capfd) -> None:
     assert time.monotonic() - start < 5
     client.close()
     assert capfd.readouterr().err == ""
+
+
+def test_an_image_at_an_address_is_that_image(omni, picture_address, monkeypatch) -> None:
+    shown = {"type": "image_url", "image_url": {"url": picture_address}}
+    with served(omni) as address:
+        client = client_of(address)
+        inline = ask(client, user(image(png()), text("What?")))
+        with pytest.raises(openai.BadRequestError, match="must be a data URI"):
+            ask(client, user(shown, text("What?")))
+        monkeypatch.setattr(omni.media_reader, "allow_remote", True)
+        fetched = ask(client, user(shown, text("What?")))
+    assert fetched.choices[0].message.content == inline.choices[0].message.content
+    assert fetched.usage.prompt_tokens == inline.usage.prompt_tokens
