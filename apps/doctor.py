@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,10 +33,11 @@ ERROR_BOUND = {2: 0.66, 3: 0.3, 4: 0.14, 16: 0.003}
 # Bits per value beside the codes: scales and zeros (32 bits a group of 32) and norms (16 a key).
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
+BY_LOOPS = "loops that numba compiles, over packed pages"
 BY_KERNEL = "CUDA kernels over packed pages"
 NO_KERNELS = (
-    "none run here; on an NVIDIA GPU of capability 8.0 or more, those of pages (append, decode, "
-    "pack, unpack) and of decode steps (linear, mixture, rope) are compared with PyTorch "
+    "no CUDA kernels run here; on an NVIDIA GPU of capability 8.0 or more, those of pages (append, "
+    "decode, pack, unpack) and of decode steps (linear, mixture, rope) are compared with PyTorch "
     "operations and timed"
 )
 SHAPE = (1, 4, 512, 128)
@@ -116,7 +118,7 @@ def _devices() -> list[dict[str, Any]]:
             "model": platform.processor() or platform.machine(),
             "total_bytes": memory.total,
             "free_bytes": memory.available,
-            "attention": BY_TORCH,
+            "attention": BY_LOOPS if find_spec("numba") and not switched_off() else BY_TORCH,
         }
     ]
     for index in range(torch.cuda.device_count()):
@@ -280,7 +282,7 @@ def _format_report(report: dict[str, Any]) -> str:
         else:
             state = "present"
         lines.append(f"  {extra:<13} {state}")
-    if all(device["attention"] == BY_TORCH for device in report["devices"]):
+    if all(device["attention"] != BY_KERNEL for device in report["devices"]):
         lines.append("kernels")
         lines.append(f"  {NO_KERNELS}")
     lines.append("checks")
