@@ -13,7 +13,8 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,21 @@ def tell_once(what: str, reason: str) -> None:
     if message not in _told:
         _told.add(message)
         _log.warning(message)
+
+
+def has_loops(what: str) -> bool:
+    """Whether an operation has loops on a CPU (``oscar_mm.kernels.loops``); if not, the reason is
+    once in the log."""
+    if switched_off():
+        return False
+    if not _has_numba():
+        tell_once(what, "numba is not installed")
+    return _has_numba()
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 def load_kernel(

@@ -22,6 +22,7 @@ from oscar_mm.kernels.launch import (
     addresses,
     aligned_rows,
     current_stream,
+    has_loops,
     ints,
     multiprocessors,
     page_macros,
@@ -429,14 +430,11 @@ def _decode(arguments: DecodeArguments) -> torch.Tensor:
 
 def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:
     """What is compiled for CPUs; None, with the reason once in the log, for PyTorch operations."""
-    if switched_off():
+    if not has_loops("decode"):
         return None
-    try:
-        # Not before it is used: it brings a compiler.
-        from oscar_mm.ops.decode_cpu import decode_on_cpu, reads
-    except (ImportError, RuntimeError) as error:
-        tell_once("decode", f"numba cannot be used: {error}")
-        return None
+    # Not before it is used: it brings a compiler.
+    from oscar_mm.ops.decode_cpu import decode_on_cpu, reads
+
     if all(map(reads, formats)):
         return decode_on_cpu
     tell_once("decode", OUT_OF_ORDER)

@@ -9,16 +9,13 @@ the sums of all lanes are brought into the order of channels once, at the end.
 
 from __future__ import annotations
 
-import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 
+from oscar_mm.kernels.loops import as_bits, call_all, compiled, floats, inlined, shares
 from oscar_mm.ops.decode_tables import SECOND, START
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
@@ -31,12 +28,6 @@ _GROUPS = 8
 """Tokens of a tile, or pairs of channels, that the lanes of a row of words are of."""
 _PART = 64
 """Most pages of a task: bounds the scores that are in memory."""
-
-_HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
-_compiled = njit(cache=True, **_HOW)
-# A function that is called is there twice, once in the caller's own code, and which of the two is
-# run, with other bits as a result, depends on whether the code comes from the cache.
-_inlined = njit(inline="always", **_HOW)
 
 
 class _Plane(NamedTuple):
@@ -104,8 +95,8 @@ def _layout(page_format: PageFormat) -> _Layout | None:
         head_words=page_format.head_bytes // 4,
         key_planes=_planes_of(page_format, "key"),
         value_planes=_planes_of(page_format, "value"),
-        key_numbers=_numbers_of(page_format, "key_scales", "key_zeros", "center", "norms"),
-        value_numbers=_numbers_of(page_format, "value_scales", "value_zeros"),
+        key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms"),
+        value_numbers=page_format.number_places("value_scales", "value_zeros"),
         has_center=page_format.center,
         has_norms=page_format.token_scaling is not None,
         key_middle=((1 << page_format.bits.keys) - 1) / 2,
@@ -168,19 +159,6 @@ def _value_tables(token: np.ndarray, channel: np.ndarray, group: int) -> tuple[n
     return places, channels, seen[0].copy(), seen[1:].copy(), kinds.ravel()
 
 
-def _numbers_of(page_format: PageFormat, *names: str) -> np.ndarray:
-    """(KV heads, n) int64: where the float16 numbers of some fields are, in units of two bytes."""
-    heads, places = np.arange(page_format.kv_heads)[:, None] * (page_format.head_bytes // 2), []
-    for name in names:
-        field = page_format.fields.get(name)
-        if field is not None:
-            order = page_format.orders[name]
-            natural = torch.arange(math.prod(order.shape)).view(order.shape)
-            of_head = field.offset // 2 + np.argsort(order.stored(natural).numpy())
-            places.append(of_head + heads * field.per_head)
-    return np.concatenate(places, axis=1)
-
-
 def reads(page_format: PageFormat) -> bool:
     """Whether there are loops for pages of a format."""
     return _layout(page_format) is not None
@@ -207,13 +185,13 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
         layout = _layout(page_format)
         words = pool.numpy().view(np.int32), pool.numpy().view(np.uint16)
         mine = lines[lines[:, 3] == number]
-        calls += [(_attend_to_pages, *words, layout, part, *given) for part in _shares(mine)]
+        calls += [(_attend_to_pages, *words, layout, part, *given) for part in shares(mine)]
     plain = (straight.mul(arguments.scaling).numpy(), tokens, *into)
-    given = _as_bits(keys), _as_bits(values), _as_bits(recent), recents.numpy(), counts.numpy()
-    calls += [(_attend_to_tokens, *given, rows, *plain) for rows in _shares(np.arange(batch))]
-    _in_threads(calls)
-    shares = totals.softmax(0)[..., None]
-    found = basis.values_out((outputs[1:] * shares[1:]).sum(0)) + outputs[0] * shares[0]
+    given = as_bits(keys), as_bits(values), as_bits(recent), recents.numpy(), counts.numpy()
+    calls += [(_attend_to_tokens, *given, rows, *plain) for rows in shares(np.arange(batch))]
+    call_all(calls)
+    weights = totals.softmax(0)[..., None]
+    found = basis.values_out((outputs[1:] * weights[1:]).sum(0)) + outputs[0] * weights[0]
     output = arguments.result()
     output.copy_(found.view(batch, query_heads, tokens, head_dim))
     return output
@@ -232,37 +210,7 @@ def _tasks(items: np.ndarray, counts: np.ndarray, pools: int, kv_heads: int) -> 
     return np.array(tasks, dtype=np.int64).reshape(-1, 6)
 
 
-def _as_bits(states: torch.Tensor) -> np.ndarray:
-    """Bits of bfloat16 (uint16) or float32 (uint32) numbers, contiguous."""
-    if states.dtype == torch.bfloat16:
-        return states.contiguous().view(torch.uint16).numpy()
-    return states.float().contiguous().view(torch.uint32).numpy()
-
-
-def _shares(tasks: np.ndarray) -> list[np.ndarray]:
-    """Tasks for each thread."""
-    threads = min(torch.get_num_threads(), len(tasks))
-    return [tasks[first::threads].copy() for first in range(threads)]
-
-
-def _in_threads(calls: list[tuple[Any, ...]]) -> None:
-    """Make calls, at once if torch has several threads."""
-    if torch.get_num_threads() == 1:
-        for function, *arguments in calls:
-            function(*arguments)
-        return
-    pool = _pool(os.getpid(), torch.get_num_threads())
-    for made in [pool.submit(*call) for call in calls]:
-        made.result()
-
-
-@lru_cache(maxsize=1)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of a process: a fork has none of its parent's."""
-    return ThreadPoolExecutor(threads, "oscar-mm decode")
-
-
-@_compiled
+@compiled
 def _attend_to_pages(words, halves, layout, tasks, items, queries, outputs, totals):
     """Attend to the pages of each task; arrays as in ``decode_on_cpu``."""
     columns, head_dim = queries.shape[2:]
@@ -304,7 +252,7 @@ def _attend_to_pages(words, halves, layout, tasks, items, queries, outputs, tota
         for place in range(count):
             slot, used = items[row, entries[place]]
             base = head * layout.head_words
-            numbers = _floats(halves[slot], layout.value_numbers[head])
+            numbers = floats(halves[slot], layout.value_numbers[head])
             for index in range(PAGE_TOKENS * scales):
                 numbers[PAGE_TOKENS * scales + index] += numbers[index] * np.float32(
                     layout.value_middle
@@ -331,14 +279,14 @@ def _attend_to_pages(words, halves, layout, tasks, items, queries, outputs, tota
                 output[column, channel] += zeros[column, channel // layout.value_group]
 
 
-@_inlined
+@inlined
 def _score_page(page, halves, head, layout, query, tables, scores):
     """Write the (columns, 128) products of queries and keys."""
     columns, head_dim = query.shape
     base, count = head * layout.head_words, PAGE_TOKENS
     if layout.key_group:
         count = head_dim * (PAGE_TOKENS // layout.key_group)
-    numbers = _floats(halves, layout.key_numbers[head])
+    numbers = floats(halves, layout.key_numbers[head])
     for place in range(count):
         # The sign bit, of a scale of 0 too, says that the center was taken away.
         size = abs(numbers[place]) if layout.has_center else numbers[place]
@@ -380,7 +328,7 @@ def _score_page(page, halves, head, layout, query, tables, scores):
                 scores[column, token] *= numbers[len(numbers) - PAGE_TOKENS + token]
 
 
-@_inlined
+@inlined
 def _lane_table(columns, plane):
     """Room for what the codes of a row of words are multiplied by: (columns, rows, places, lanes of
     all groups)."""
@@ -388,7 +336,7 @@ def _lane_table(columns, plane):
     return np.empty((columns, rows, places, _GROUPS * lanes), np.float32)
 
 
-@_inlined
+@inlined
 def _spread_over_lanes(query, plane, table):
     """Fill a ``_lane_table`` with queries."""
     rows, places, lanes = plane.channels.shape
@@ -402,7 +350,7 @@ def _spread_over_lanes(query, plane, table):
                         table[column, row, place, group * lanes + lane] = value
 
 
-@_inlined
+@inlined
 def _unpack(words, start, bits, codes):
     """Codes of a row of words less the middle of their range, so that sums stay small: (places,
     lanes) float32."""
@@ -417,7 +365,7 @@ def _unpack(words, start, bits, codes):
             into[lane] = np.float32(code) - middle
 
 
-@_inlined
+@inlined
 def _add_dots(page, start, plane, table, first, last, scores):
     """Add the products of queries and codes for the tokens of some tiles."""
     rows, places, lanes = table.shape[1:]
@@ -446,7 +394,7 @@ def _add_dots(page, start, plane, table, first, last, scores):
                     scores[column, (2 * tile + half) * _GROUPS + group] += total
 
 
-@_inlined
+@inlined
 def _add_values(page, start, plane, weights, sums):
     """Add codes of values times weights to (columns, *plane.channels.shape) sums."""
     rows, fours, lanes = plane.channels.shape
@@ -475,7 +423,7 @@ def _add_values(page, start, plane, weights, sums):
                         into[i] += ca[i] * wa[i] + cb[i] * wb[i] + cc[i] * wc[i] + cd[i] * wd[i]
 
 
-@_inlined
+@inlined
 def _add_in_order(plane, sums, output):
     """Add the sums of lanes to the channels that they are of."""
     rows, fours, lanes = plane.channels.shape
@@ -488,22 +436,7 @@ def _add_in_order(plane, sums, output):
                     output[column, channel] += factor * sums[column, row, four, lane]
 
 
-@_inlined
-def _floats(halves, places):
-    """float16 numbers as float32, none of which is infinite or NaN."""
-    bits = np.empty(len(places), np.uint32)
-    for index in range(len(bits)):
-        half = np.uint32(halves[places[index]])
-        bits[index] = (half & np.uint32(0x8000)) << np.uint32(16) | (
-            half & np.uint32(0x7FFF)
-        ) << np.uint32(13)
-    floats = bits.view(np.float32)
-    for index in range(len(bits)):
-        floats[index] *= np.float32(2.0**112)  # The exponents' offsets are 15 and 127.
-    return floats
-
-
-@_compiled
+@compiled
 def _attend_to_tokens(
     keys, values, recent, recents, counts, rows, queries, tokens, outputs, totals
 ):
@@ -545,7 +478,7 @@ def _attend_to_tokens(
                         into[channel] += weight * vector[channel]
 
 
-@_inlined
+@inlined
 def _exponentials(scores):
     """Softmax in place; returns the log of the sum of exponentials."""
     highest = np.float32(-np.inf)

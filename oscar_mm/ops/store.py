@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from oscar_mm.kernels.launch import has_loops
 from oscar_mm.ops.library import STATES, ArgumentChecker, define, recipe_arguments
 from oscar_mm.ops.store_kernel import Specialization, StoreKernel
 from oscar_mm.ops.store_torch import (
@@ -13,7 +16,7 @@ from oscar_mm.ops.store_torch import (
     StoreArguments,
     StoreLayersArguments,
     store_by_torch,
-    store_layers_by_torch,
+    store_layers_one_by_one,
 )
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.quantize import Recipe
@@ -82,16 +85,30 @@ def _check_layer(
 
 def _store(arguments: StoreArguments) -> None:
     if len(arguments.jobs):
-        specialization = Specialization(arguments.recipe, arguments.keys.dtype)
-        kernel = StoreKernel.of(specialization, arguments.keys.device)
-        (kernel or store_by_torch)(arguments)
+        recipe, device = arguments.recipe, arguments.keys.device
+        kernel = StoreKernel.of(Specialization(recipe, arguments.keys.dtype), device)
+        (kernel or _without_kernel(recipe, device))(arguments)
 
 
 def _store_layers(arguments: StoreLayersArguments) -> None:
     if len(arguments.jobs) and arguments.recent:
-        specialization = Specialization(arguments.recipe, arguments.recent[0].dtype)
-        kernel = StoreKernel.of(specialization, arguments.jobs.device)
-        (kernel.of_layers if kernel else store_layers_by_torch)(arguments)
+        recipe, device = arguments.recipe, arguments.jobs.device
+        kernel = StoreKernel.of(Specialization(recipe, arguments.recent[0].dtype), device)
+        if kernel:
+            kernel.of_layers(arguments)
+        else:
+            store_layers_one_by_one(arguments, _without_kernel(recipe, device))
+
+
+def _without_kernel(recipe: Recipe, device: torch.device) -> Callable[[StoreArguments], None]:
+    """Loops on a CPU, PyTorch operations where there are none."""
+    if device.type == "cpu" and has_loops("store"):
+        # Not before it is used: it brings a compiler.
+        from oscar_mm.ops.store_cpu import rotates, store_on_cpu
+
+        if rotates(recipe):
+            return store_on_cpu
+    return store_by_torch
 
 
 store = define("store", StoreArguments, _check, _store)

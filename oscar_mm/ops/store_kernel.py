@@ -36,7 +36,7 @@ from oscar_mm.ops.store_torch import (
     StoreArguments,
     StoreLayersArguments,
     store_by_torch,
-    store_layers_by_torch,
+    store_layers_one_by_one,
 )
 from oscar_mm.quant.quantize import Recipe
 
@@ -174,7 +174,7 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
             return torch.stack(pages), bool(torch.cat(flags).any())
 
         found, is_not_finite = results(kernel, kernel.of_layers)
-        expected, _ = results(store_by_torch, store_layers_by_torch)
+        expected, _ = results(store_by_torch, store_layers_one_by_one)
         if is_not_finite:
             return float("nan")
         return float((found != expected).sum() / (expected != before).sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -108,20 +108,33 @@ class StoreLayersArguments(NamedTuple):
 
 def store_by_torch(arguments: StoreArguments) -> None:
     """``store`` by PyTorch operations; waits for the device."""
-    for table, carry_out in ((arguments.begins, _begin), (arguments.jobs, _fill)):
-        todo = table[table[:, 0] >= 0]
-        for lines in todo.split(_JOBS_AT_ONCE) if len(todo) else ():
-            carry_out(arguments, lines)
+    begin_by_torch(arguments)
+    for jobs in _parts_of(arguments.jobs):
+        _fill(arguments, jobs)
 
 
-def store_layers_by_torch(arguments: StoreLayersArguments) -> None:
-    """``store_layers`` by PyTorch operations; waits for the device."""
+def begin_by_torch(arguments: StoreArguments) -> None:
+    """The first half of ``store_by_torch``: the centers of pages that begin."""
+    for begins in _parts_of(arguments.begins):
+        _begin(arguments, begins)
+
+
+def _parts_of(table: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Lines of a table that are to be carried out, some at a time."""
+    todo = table[table[:, 0] >= 0]
+    yield from todo.split(_JOBS_AT_ONCE) if len(todo) else ()
+
+
+def store_layers_one_by_one(
+    arguments: StoreLayersArguments, store: Callable[[StoreArguments], None] = store_by_torch
+) -> None:
+    """``store_layers`` by ``store``; waits for the device."""
     page_format = arguments.recipe.page_format
     tables = arguments.jobs, arguments.begins
     for recent, pages, not_finite, sigma in arguments.layers:
         none = recent.new_empty(1, page_format.kv_heads, 0, page_format.head_dim)
         layer = (none, none, recent, *tables, pages, not_finite, sigma)
-        store_by_torch(StoreArguments(*layer, *arguments[-5:]))
+        store(StoreArguments(*layer, *arguments[-5:]))
 
 
 def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:

@@ -43,6 +43,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 
 from oscar_mm.errors import InputError
@@ -279,7 +280,7 @@ class PageFormat:
         planes = self._planes(name) if is_codes else [(name, 0, 8)]
         for plane, first, bits in planes:
             elements, order = (
-                table.to(pages.device)[places][:, None] for table in _token_elements(self, plane)
+                table.to(pages.device)[places][:, None] for table in self.token_elements(plane)
             )
             ordered = values.gather(2, order.expand(-1, self.kv_heads, -1))
             if is_codes:
@@ -303,6 +304,31 @@ class PageFormat:
             codes = part if codes is None else codes | part
         assert codes is not None
         return codes
+
+    def token_elements(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the elements of each token are in an array of a stream page, and which they are:
+        (128, d or groups) int64 each. Codes of a byte follow each other.
+
+        Args:
+            name: of the field.
+        """
+        return _token_elements(self, name)
+
+    def number_places(self, *names: str) -> np.ndarray:
+        """(KV heads, n) int64: where float16 numbers are in a page, in units of two bytes.
+
+        Args:
+            names: of fields, whose elements follow each other in natural order; those that pages
+                do not have are left out.
+        """
+        heads, places = np.arange(self.kv_heads)[:, None] * (self.head_bytes // 2), []
+        for name in names:
+            if (field := self.fields.get(name)) is not None:
+                order = self.orders[name]
+                natural = torch.arange(math.prod(order.shape)).view(order.shape)
+                of_head = field.offset // 2 + np.argsort(order.stored(natural).numpy())
+                places.append(of_head + heads * field.per_head)
+        return np.concatenate(places, axis=1)
 
     def token_bytes(self, device: torch.device) -> torch.Tensor:
         """(page_bytes,) int16: the place whose token a byte of a stream page is of, else -1."""
@@ -334,8 +360,6 @@ def _aligned(offset: int) -> int:
 
 @lru_cache(maxsize=256)
 def _token_elements(page_format: PageFormat, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the elements of each token of a stream page's array are stored, and which they are:
-    (128, d or groups) int64 each. Codes of a byte follow each other."""
     order = page_format.orders[name]
     natural = order.stored(torch.arange(math.prod(order.shape)).view(order.shape))
     token, element = natural // order.shape[1], natural % order.shape[1]

@@ -28,7 +28,7 @@ from oscar_mm.ops.store_torch import (
     StoreArguments,
     StoreLayersArguments,
     store_by_torch,
-    store_layers_by_torch,
+    store_layers_one_by_one,
 )
 from oscar_mm.ops.unpack import UnpackArguments, slots_by_torch
 from oscar_mm.quant.quantize import Recipe
@@ -290,7 +290,7 @@ def test_store_is_compared(center: bool, several: bool, fault: Wrong, agrees: bo
             fault(arguments.pages)
 
     def of_layers(arguments: StoreLayersArguments) -> None:
-        store_layers_by_torch(arguments)
+        store_layers_one_by_one(arguments)
         if several:
             fault(arguments.pages[-1])
 
