@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.rows import TokenPlaces
-from oscar_mm.cache.step import Step
+from oscar_mm.cache.step import Attention, Step
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.decode import (
     MAX_QUERY_TOKENS,
@@ -114,10 +114,11 @@ class _Chunk:
         def make() -> _Plan:
             formats = tuple(layer.formats.values())
             first, second, *_ = *layer.formats, None, None
-            workers, heads = multiprocessors(layer.device), layer.kv_heads
+            workers = multiprocessors(layer.device)
+            attention = Attention((first, second), layer.kv_heads, columns, workers)
             return _Plan(
                 formats,
-                self.step.tables((first, second), heads, columns, workers, layer.device),
+                self.step.tables(attention, layer.device),
                 numbers_of(*formats),
                 decode_kernel(
                     formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.rows import Row
-from oscar_mm.ops.decode_tables import Tables, arrays_of, laid_out, lengths_of, tables_of, upload
+from oscar_mm.ops.decode_tables import (
+    Entries,
+    Tables,
+    arrays_of,
+    laid_out,
+    lengths_of,
+    tables_of,
+    upload,
+)
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
@@ -101,6 +109,25 @@ class Slots(NamedTuple):
 
     jobs: torch.Tensor
     begins: torch.Tensor
+
+
+class Attention(NamedTuple):
+    """What the tables of attention depend on besides the sequences, the same for many layers.
+
+    Attributes:
+        bits: of the first and the second format of pages.
+        kv_heads, columns, workers: as of ``oscar_mm.ops.decode_tables.arrays_of``.
+    """
+
+    bits: tuple[Bits | None, Bits | None]
+    kv_heads: int
+    columns: int
+    workers: int
+
+    def over(self, past: Sequence[Row]) -> tuple[list[Entries], int, int, int]:
+        """Arguments of ``arrays_of`` and ``tables_of`` for these sequences."""
+        entries = [row.entries(self.bits) for row in past]
+        return entries, self.kv_heads, self.columns, self.workers
 
 
 @dataclass
@@ -219,20 +246,11 @@ class Step:
 
         return self.once(("whole pages", device), lambda: self._by_bits(tables))
 
-    def tables(
-        self,
-        bits: tuple[Bits | None, Bits | None],
-        kv_heads: int,
-        columns: int,
-        workers: int,
-        device: torch.device,
-    ) -> Tables:
-        """Tables of attention over ``past``; the arguments are those of ``Row.entries`` and of
-        ``oscar_mm.ops.decode_tables.tables_of``."""
+    def tables(self, attention: Attention, device: torch.device) -> Tables:
+        """Tables of attention over ``past``, on a device."""
         if self.fixed is not None:
-            return self.fixed.tables(self.past, bits, kv_heads, columns, workers, device)
-        entries = [row.entries(bits) for row in self.past]
-        return tables_of(entries, kv_heads, columns, workers, device)
+            return self.fixed.tables(self.past, attention, device)
+        return tables_of(*attention.over(self.past), device)
 
     def slots_on(self, device: torch.device) -> dict[Bits, Slots]:
         """Bits -> slots to fill, moved to a device once for all its layers."""
@@ -281,28 +299,21 @@ _LEAST = 64
 _WRITES = "writes"
 
 
-@dataclass
-class _Kind:
-    """Tables of all layers that attend in the same way."""
+class _Room(NamedTuple):
+    """A tensor with the tables of attention, and room for more."""
 
-    make: Callable[[Sequence[Row], tuple[int, int]], tuple[np.ndarray, ...]]
     longest: tuple[int, int]
     whole: torch.Tensor
     tables: Tables
 
     @classmethod
-    def with_room(
-        cls,
-        make: Callable[[Sequence[Row], tuple[int, int]], tuple[np.ndarray, ...]],
-        past: Sequence[Row],
-        device: torch.device,
-    ) -> _Kind:
-        """New tensors with room for twice the items, and twice the tokens in 16 bit."""
-        items, recents = lengths_of(make(past, (1, 1)))
+    def of(cls, attention: Attention, past: Sequence[Row], device: torch.device) -> _Room:
+        """A new tensor with room for twice the items, and twice the tokens in 16 bit."""
+        items, recents = lengths_of(arrays_of(*attention.over(past)))
         longest = max(_LEAST, 2 * items), max(_LEAST, 2 * recents)
-        arrays = make(past, longest)
+        arrays = arrays_of(*attention.over(past), longest)
         whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
-        return cls(make, longest, whole, Tables.within(whole, arrays))
+        return cls(longest, whole, Tables.within(whole, arrays))
 
 
 class FixedTables:
@@ -325,7 +336,7 @@ class FixedTables:
     def __init__(self, rows: int, policy: KVPolicy) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
         self.packs_at_end = policy.by_token and policy.window > 0
-        self._kinds: dict[Any, _Kind] = {}
+        self._rooms: dict[tuple[Attention, torch.device], _Room] = {}
         # Of a step's own tokens, by kind; and by kind and device what layers have asked for.
         self._tokens: dict[str, np.ndarray] = {}
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -333,17 +344,17 @@ class FixedTables:
     @property
     def known(self) -> bool:
         """Whether layers have asked yet."""
-        return bool(self._kinds)
+        return bool(self._rooms)
 
     def refill(self, past: Sequence[Row]) -> None:
         """Write the tables of attention over the sequences before a step."""
-        for key, kind in self._kinds.items():
-            arrays = kind.make(past, kind.longest)
-            if lengths_of(arrays) != kind.longest:
-                self._kinds[key] = _Kind.with_room(kind.make, past, kind.whole.device)
+        for (attention, device), room in self._rooms.items():
+            arrays = arrays_of(*attention.over(past), room.longest)
+            if lengths_of(arrays) != room.longest:
+                self._rooms[attention, device] = _Room.of(attention, past, device)
                 self.version += 1
             else:
-                _write(kind.whole, laid_out(arrays))
+                _write(room.whole, laid_out(arrays))
 
     def refill_tokens(self, step: Step) -> None:
         """Write where a step, which ``takes`` accepts, puts its tokens and what it packs.
@@ -386,26 +397,12 @@ class FixedTables:
         rows = [filling.row for filling in step.fillings]
         return len(set(rows)) == len(rows) and all(len(one.source) == 1 for one in step.fillings)
 
-    def tables(
-        self,
-        past: Sequence[Row],
-        bits: tuple[Bits | None, Bits | None],
-        kv_heads: int,
-        columns: int,
-        workers: int,
-        device: torch.device,
-    ) -> Tables:
+    def tables(self, past: Sequence[Row], attention: Attention, device: torch.device) -> Tables:
         """``Step.tables`` of the step that ``refill`` has written."""
-        key = (bits, kv_heads, columns, workers, device)
-        if key not in self._kinds:
-
-            def make(past: Sequence[Row], longest: tuple[int, int]) -> tuple[np.ndarray, ...]:
-                entries = [row.entries(bits) for row in past]
-                return arrays_of(entries, kv_heads, columns, workers, longest)
-
-            self._kinds[key] = _Kind.with_room(make, past, device)
+        if (attention, device) not in self._rooms:
+            self._rooms[attention, device] = _Room.of(attention, past, device)
             self.version += 1
-        return self._kinds[key].tables
+        return self._rooms[attention, device].tables
 
     def writes(self, device: torch.device) -> torch.Tensor:
         """(rows, 3) int32 as ``oscar_mm.ops.append`` takes them, slot -1 for rows without."""

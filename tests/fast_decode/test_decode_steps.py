@@ -11,7 +11,7 @@ import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache import layer as layer_module
-from oscar_mm.cache.step import Filling, FixedTables, Step
+from oscar_mm.cache.step import Attention, Filling, FixedTables, Step
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_batch
 from oscar_mm.generation.decode_loop import decode
@@ -151,7 +151,7 @@ def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch)
     _, cache = answer(oscar, monkeypatch, None, policy="bf16", tokens=2, requests=BATCH[:1])
     fixed = FixedTables(1, KVPolicy.preset("bf16"))
     cpu = torch.device("cpu")
-    arguments = ((None, None), 2, 2, 4, cpu)
+    arguments = Attention((None, None), 2, 2, 4), cpu
     fixed.refill(cache.ledger.sequences)
     fixed.refill_tokens(Step())
     tables, writes = fixed.tables(cache.ledger.sequences, *arguments), fixed.writes(cpu)
