@@ -75,17 +75,6 @@ class BatchView(OscarCache):
                 if cache is not None:
                     sigma.copy_(cache.layers[index].sigma)
 
-    def read_in_line(self, modalities: Sequence[np.ndarray]) -> None:
-        """Have the next forward pass bring new tokens of each row, one row after the other as a
-        batch of one.
-
-        Args:
-            modalities: of each row the (tokens,) ids.
-        """
-        step = self.ledger.advance(modalities)
-        self.store.reserve()
-        self._begun(step)
-
     def settle(self) -> None:
         """After a prompt: give caches that were empty their layers."""
         for cache in self._caches:
@@ -98,12 +87,9 @@ class BatchView(OscarCache):
         self._caches[place] = None
         self.ledger.sequences[place] = Row()
 
-    def begin(self, modalities: np.ndarray) -> Step:
+    def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
         """Begin the next forward pass of the rows, see ``OscarCache.begin``."""
-        return self._begun(super().begin(modalities))
-
-    def _begun(self, step: Step) -> Step:
-        self.step = step
+        step = super().begin(modalities)
         for cache in self._caches:
             if cache is not None:
                 cache.ledger.changes += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -185,13 +185,14 @@ class OscarCache(Cache):
         """The layers of linear attention, which hold a state instead of keys and values."""
         return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
-    def begin(self, modalities: np.ndarray) -> Step:
+    def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
         """Begin the next forward pass: decide what every layer is to do with the new tokens.
 
         ``update`` does this by itself; a caller that does it first gives the next forward pass.
 
         Args:
-            modalities: (batch, tokens) int8 modality ids, -1 for padding.
+            modalities: (batch, tokens) int8 modality ids, -1 for padding; or a list of (tokens,),
+                as of ``Ledger.advance``.
 
         Raises:
             RuntimeError, FloatingPointError: as ``check_complete``.

@@ -57,7 +57,7 @@ def read_in_line(
         view: its rows are the prompts' caches.
     """
     ends = np.cumsum(lengths)
-    view.read_in_line(np.split(prompt.modalities[0].numpy(), ends[:-1]))
+    view.begin(np.split(prompt.modalities[0].numpy(), ends[:-1]))
     last = range(prompt.tokens) if every_token else (ends - 1).tolist()
     logits = prefill(model, prompt, view, last=last)
     view.settle()

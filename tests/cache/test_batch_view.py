@@ -36,7 +36,7 @@ def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def read_in_line(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> torch.Tensor:
     """Logits of the last token of each row."""
-    view.read_in_line([np.zeros(row.shape[1], np.int8) for row in tokens])
+    view.begin([np.zeros(row.shape[1], np.int8) for row in tokens])
     places = [torch.arange(past, past + x.shape[1]) for past, x in zip(pasts, tokens, strict=True)]
     output = model(
         input_ids=torch.cat(tokens, dim=1),
