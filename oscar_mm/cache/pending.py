@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +61,10 @@ def attend_stored(
         x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values)
     )
     chunk = _Chunk(layer, step, queries, keys, values, scaling)
-    if step.lengths is not None:
-        return chunk.lined_up(step.lengths)
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     most = MAX_QUERY_TOKENS if step.real is None else 1
-    return chunk.decoded() if keys.shape[2] <= most else chunk.by_rows()
+    by_rows = step.lengths is not None or keys.shape[2] > most
+    return chunk.by_rows() if by_rows else chunk.decoded()
 
 
 class _Plan(NamedTuple):
@@ -129,50 +129,34 @@ class _Chunk:
         return self.step.once(layers_alike, make)
 
     def by_rows(self) -> torch.Tensor:
-        """Attend a row of the batch at a time, as the rows' pasts are of unequal length."""
+        """Attend a row at a time, as the rows' pasts are of unequal length."""
         output = torch.zeros_like(self.queries)
-        for row in range(len(output)):
+        for row, place, tokens in self._tokens_of_rows():
+            queries, keys, values = (
+                x[place : place + 1, :, tokens] for x in (self.queries, self.keys, self.values)
+            )
+            if self.step.lengths is not None and not self.step.past[row].stored:
+                output[place][:, tokens] = _causal(queries, keys, values, self.scaling)[0]
+                continue
+            merged = MergedAttention(queries, self.scaling)
+            merged.add(keys, values, causal=True)
+            for keys, values in self._past(row):
+                merged.add(keys[None], values[None])
+            output[place][:, tokens] = merged.output()[0]
+        return output
+
+    def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
+        """Each row that has new tokens, its place in the batch, and its tokens without padding."""
+        if self.step.lengths is not None:
+            stops = accumulate(self.step.lengths)
+            for row, (length, stop) in enumerate(zip(self.step.lengths, stops, strict=True)):
+                yield row, 0, slice(stop - length, stop)
+            return
+        for row in range(len(self.queries)):
             if self.step.real is None:
-                output[row] = self._of_row(row, slice(None))
+                yield row, row, slice(None)
             elif len(self.step.real[row]):
-                real = torch.from_numpy(self.step.real[row]).to(self.layer.device)
-                output[row][:, real] = self._of_row(row, real)
-        return output
-
-    def lined_up(self, lengths: list[int]) -> torch.Tensor:
-        """Attend a row at a time, where the rows' tokens come one row after the other."""
-        output, stop = torch.empty_like(self.queries), 0
-        for row, length in enumerate(lengths):
-            start, stop = stop, stop + length
-            own = slice(start, stop)
-            if self.step.past[row].stored:
-                output[0, :, own] = self._of_row(row, own, place=0)
-            else:
-                output[:, :, own] = _causal(
-                    self.queries[:, :, own],
-                    self.keys[:, :, own],
-                    self.values[:, :, own],
-                    self.scaling,
-                )
-        return output
-
-    def _of_row(
-        self, row: int, tokens: torch.Tensor | slice, place: int | None = None
-    ) -> torch.Tensor:
-        """(query heads, tokens, head_dim) of those tokens of a row that are no padding.
-
-        Args:
-            place: of the row in the batch; by default ``row``.
-        """
-        place = row if place is None else place
-        queries, keys, values = (
-            x[place : place + 1, :, tokens] for x in (self.queries, self.keys, self.values)
-        )
-        merged = MergedAttention(queries, self.scaling)
-        merged.add(keys, values, causal=True)
-        for keys, values in self._past(row):
-            merged.add(keys[None], values[None])
-        return merged.output()[0]
+                yield row, row, torch.from_numpy(self.step.real[row]).to(self.layer.device)
 
     def _past(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of a row's past, (KV heads, n, head_dim) each, a part at a time.
