@@ -23,7 +23,6 @@ from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.policy import PLAIN
 from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
 from oscar_mm.quant.basis import Basis
 from oscar_mm.ranks import Ranks
@@ -164,7 +163,8 @@ class OscarLayer(CacheLayerMixin):
         Raises:
             FloatingPointError: as ``OscarCache.note_stored``.
         """
-        self.reserve()
+        page_store = self.cache.store
+        page_store.layers[self.index].reserve(page_store.allocators)
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         self.copy_pages(step)
         if not step.packs_at_end:
@@ -180,13 +180,6 @@ class OscarLayer(CacheLayerMixin):
         for bits, source, target in step.copies:
             pages = self.pages[bits].storage
             pages[target] = pages[source]
-
-    def reserve(self) -> None:
-        """Let the pools hold all slots that the ledger has given out."""
-        slots = self.cache.ledger.allocators
-        self.recent.reserve(slots[PLAIN].capacity)
-        for bits, pool in self.pages.items():
-            pool.reserve(slots[bits].capacity)
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
         """Pack what a step says, out of tokens in 16 bit and new ones; keys and values are

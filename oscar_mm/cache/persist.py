@@ -236,11 +236,11 @@ class SavedCache:
         cache.ledger.hold(self.tables.sequences(ids))
         for bits, slots in ids.items():
             cache.store.allocators[bits].release(slots)
+        cache.store.reserve()
         for layer in cache.layers:
             pools = {**layer.pages, PLAIN: layer.recent}
             for bits, pool in pools.items():
                 saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
-                pool.reserve(cache.store.allocators[bits].capacity)
                 pool.storage[ids[bits]] = saved.to(layer.device)
         if cache.layers:
             cache.replayed(Step())

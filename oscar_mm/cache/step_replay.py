@@ -48,8 +48,7 @@ class StepReplay:
             return False
         capacities = self._cache.ledger.number, *self._cache.store.capacities
         if self._reserved != capacities:
-            for layer in self._cache.packed_layers:
-                layer.reserve()
+            self._cache.store.reserve()
             self._reserved = capacities
         # No graph has these copies in it.
         for layer in self._cache.packed_layers if step.copies else ():

@@ -238,6 +238,11 @@ class LayerPools:
         """All pools; ``PLAIN`` for tokens in 16 bit."""
         return {**self.pages, PLAIN: self.recent}
 
+    def reserve(self, allocators: Mapping[Bits, SlotAllocator]) -> None:
+        """Let the pools hold all slots that were given out."""
+        for bits, pool in self.by_bits.items():
+            pool.reserve(allocators[bits].capacity)
+
 
 class PageStore:
     """Slots and pools that the caches of one model share::
@@ -327,8 +332,7 @@ class PageStore:
         """Let all pools hold the slots that were given out: at once, before a forward pass, as a
         GPU that gets memory waits for the work on its way."""
         for pools in self.layers.values():
-            for bits, pool in pools.by_bits.items():
-                pool.reserve(self.allocators[bits].capacity)
+            pools.reserve(self.allocators)
 
     def share(self, sequences: Iterable[Row]) -> None:
         """Add an owner to every slot of the sequences."""
