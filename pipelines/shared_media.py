@@ -14,10 +14,9 @@ from oscar_mm.admission.admission import Past
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.errors import InputError
 from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.prompt import Prompt, beginning
+from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
-from oscar_mm.modality import Modality
 from oscar_mm.pipelines.multiple_choice import Question
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class SharedMedia:
             prompt = self.pipe.prepare(question, Media(), self.system)
             self.pipe.admission.check_prompt(prompt, most)
             return prompt, self._cache
-        prompt = self._question(question, self._prompt)
+        prompt = text_after(self._prompt, self._rest(question))
         past = Past(self._cache, self._cache.get_seq_length())
         self.pipe.admission.check_prompt(prompt, most, past)
         return prompt, self._cache
@@ -190,13 +189,3 @@ class SharedMedia:
         # beginning of a text specially.
         tokenize = self.pipe.family.tokenize
         return tokenize(last + rest)[:, tokenize(last).shape[1] :]
-
-    def _question(self, question: str, first: Prompt) -> Prompt:
-        """The prompt of a question: text, at its place after the media."""
-        ids = self._rest(question)
-        return Prompt(
-            inputs={"input_ids": ids.to(first.positions.device)},
-            positions=first.positions_after(ids.shape[1]),
-            next_position=first.next_position + ids.shape[1],
-            modalities=torch.full(ids.shape, int(Modality.TEXT), dtype=torch.int8),
-        )

@@ -14,7 +14,7 @@ from oscar_mm.chat.conversation import Conversation
 from oscar_mm.chat.engine import ChatEngine
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Message
-from oscar_mm.generation.prompt import Prompt, beginning
+from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.generation.reasoning import ThinkTokens
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality, token_modalities
@@ -113,15 +113,14 @@ def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:
 
 def with_answer(prompt: Prompt, ids: list[int]) -> Prompt:
     """A prompt of one row, and an answer of these token ids after it."""
-    tokens = prompt.inputs["input_ids"]
-    answer = torch.tensor([ids], dtype=tokens.dtype, device=tokens.device)
-    text = torch.full((1, len(ids)), int(Modality.TEXT), dtype=prompt.modalities.dtype)
+    answer = text_after(prompt, torch.tensor([ids], dtype=torch.long))
+    both = torch.cat([prompt.inputs["input_ids"], answer.inputs["input_ids"]], dim=1)
     return replace(
         prompt,
-        inputs=prompt.inputs | {"input_ids": torch.cat([tokens, answer], dim=1)},
-        positions=torch.cat([prompt.positions, prompt.positions_after(len(ids))], dim=-1),
-        next_position=prompt.next_position + len(ids),
-        modalities=torch.cat([prompt.modalities, text], dim=1),
+        inputs=prompt.inputs | {"input_ids": both},
+        positions=torch.cat([prompt.positions, answer.positions], dim=-1),
+        next_position=answer.next_position,
+        modalities=torch.cat([prompt.modalities, answer.modalities], dim=1),
     )
 
 

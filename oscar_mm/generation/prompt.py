@@ -90,6 +90,22 @@ def remaining(prompt: Prompt, tokens: int) -> Prompt:
     return _part(prompt, tokens, prompt.tokens)
 
 
+def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
+    """Text that follows a prompt of one row, as a prompt of its own.
+
+    Args:
+        prompt: that the text follows.
+        ids: (1, tokens) int64 token ids, on any device.
+    """
+    count = ids.shape[1]
+    return Prompt(
+        inputs={"input_ids": ids.to(prompt.positions.device)},
+        positions=prompt.positions_after(count),
+        next_position=prompt.next_position + count,
+        modalities=torch.full((1, count), int(Modality.TEXT), dtype=torch.int8),
+    )
+
+
 def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
     """A prompt in parts that follow each other, with whole media each.
 

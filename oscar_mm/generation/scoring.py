@@ -8,9 +8,8 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.generation.engine import Engine
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.prompt import Prompt, text_after
 from oscar_mm.generation.sampling import NAN
-from oscar_mm.modality import Modality
 
 
 @torch.inference_mode()
@@ -39,7 +38,7 @@ def log_likelihoods(
     texts = [(row, list(ids)) for row, several in enumerate(continuations) for ids in several]
     forks = [caches[row].fork() for row, _ in texts]
     try:
-        read = [_continuation(prompts[row], ids) for row, ids in texts]
+        read = [text_after(prompts[row], torch.tensor([ids])) for row, ids in texts]
         after = engine.read_together(read, forks, every_token=True)
     finally:
         for fork in forks:
@@ -53,14 +52,3 @@ def log_likelihoods(
         chosen = scored[:-1].gather(-1, torch.tensor(ids)[:, None]).sum()
         scores[row].append(float(chosen + scored[-1, end_tokens].logsumexp(-1)))
     return scores
-
-
-def _continuation(prompt: Prompt, ids: list[int]) -> Prompt:
-    """Tokens that follow a prompt, as text."""
-    device = prompt.positions.device
-    return Prompt(
-        inputs={"input_ids": torch.tensor([ids], device=device)},
-        positions=prompt.positions_after(len(ids)),
-        next_position=prompt.next_position + len(ids),
-        modalities=torch.full((1, len(ids)), int(Modality.TEXT), dtype=torch.int8),
-    )
