@@ -97,8 +97,7 @@ def _generation(pipe: Pipeline, arguments: Any) -> Generation:
 
 def _next_results(pipe: Pipeline, running: dict[Generation, int]) -> Iterator[BatchResult]:
     """Go on until some answers have ended, and take them out of those that run."""
-    pipe.engine.run_until(lambda: any(answer.ended for answer in running))
-    for answer in [answer for answer in running if answer.ended]:
+    for answer in pipe.engine.next_ended(running):
         index = running.pop(answer)
         try:
             yield BatchResult(index, answer.complete())

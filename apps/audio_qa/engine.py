@@ -206,8 +206,7 @@ class Engine:
 
     def _finished(self) -> Iterator[Result]:
         """Go on until some answers have ended, and take them out of those that run."""
-        self.pipe.engine.run_until(lambda: any(answer.ended for answer in self._running))
-        ended = [answer for answer in self._running if answer.ended]
+        ended = self.pipe.engine.next_ended(self._running)
         self._note_peak()
         seconds = self._seconds(len(ended))
         for answer in ended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -144,6 +144,11 @@ class Engine:
                     self._changed.notify_all()
                 if self._left:
                     self.drop_ended()
+
+    def next_ended(self, answers: Collection[Generation]) -> list[Generation]:
+        """Those of some answers that have ended, once there are any."""
+        self.run_until(lambda: any(answer.ended for answer in answers))
+        return [answer for answer in answers if answer.ended]
 
     @torch.inference_mode()
     def read(self, prompt: Prompt, cache: OscarCache) -> torch.Tensor:
