@@ -7,8 +7,6 @@ from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.generation import Generation
 from oscar_mm.ops.pack import NOT_STORABLE
 
-INTERRUPTED = "a thread that made a step for several answers was interrupted in the middle of it"
-
 
 class AnswerGroup:
     """Answers that decode in one batch.
@@ -49,10 +47,10 @@ class AnswerGroup:
             if view is not None and view.take_bad() and not any(answer.error for answer in live):
                 raise FloatingPointError(NOT_STORABLE)
         except BaseException as error:
-            self.failed, known = True, isinstance(error, Exception)
+            self.failed = True
             for answer in live:
-                answer.fail(error if known else RuntimeError(INTERRUPTED))
-            if not known:
+                answer.fail(error)
+            if not isinstance(error, Exception):
                 raise
 
     def drop_ended(self) -> list[Generation]:

@@ -18,7 +18,7 @@ from oscar_mm.cache.slot_growth import Growth
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy
 from oscar_mm.fast_decode.decoder import sees_all, weights_key
-from oscar_mm.generation.answer_group import INTERRUPTED, AnswerGroup
+from oscar_mm.generation.answer_group import AnswerGroup
 from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.decode_loop import read_in_line, read_prompt
 from oscar_mm.generation.family import Family
@@ -297,10 +297,9 @@ class Engine:
                 self._take_beside(answers)
                 self._begin(answers)
             except BaseException as error:
-                known = isinstance(error, Exception)
                 for answer in answers:
-                    answer.fail(error if known else RuntimeError(INTERRUPTED))
-                if not known:
+                    answer.fail(error)
+                if not isinstance(error, Exception):
                     raise
             finally:
                 for answer in answers:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from oscar_mm.generation.engine import Engine
 
 
+_INTERRUPTED = "a thread that made a step for several answers was interrupted in the middle of it"
+
+
 class Generation(DecodeRow):
     """One answer while it is written: an iterator of pieces of text, some empty.
 
@@ -95,6 +98,11 @@ class Generation(DecodeRow):
         except Exception as error:  # Whatever a tokenizer raises is this answer's own.
             self.fail(error)
         self.ended |= self.written.stopped
+
+    def fail(self, error: BaseException) -> None:
+        """End the answer with an error; an interrupt is only the error of the thread that it hit,
+        which may wait for another answer."""
+        super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[str]:
         """The model runs as pieces are taken."""
