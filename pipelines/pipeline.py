@@ -380,7 +380,7 @@ class Pipeline:
         yield generation.answer()
 
     def generation(self, prompt: Prompt, sampling: Sampling, start: float) -> Generation:
-        """An answer to a prompt of a single row, checked; it begins when it is asked for a piece.
+        """An answer to a prompt of a single row, checked, which has not begun.
 
         Args:
             prompt: what the model reads.

@@ -62,8 +62,6 @@ class AnswerGroup:
                 self._seats[place] = self.batch.rows[place] = None
                 if self.view is not None:
                     self.view.vacate(place)
-        for answer in ended:
-            answer.room = None
         return ended
 
     def _seat(self, live: list[Generation]) -> None:

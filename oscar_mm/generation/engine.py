@@ -240,7 +240,8 @@ class Engine:
         if not (self._advancing or self._stepping) and self.lock.acquire(blocking=False):
             try:
                 self._left = False
-                self._drop_ended()  # No slot goes back here: others may be at it.
+                for answer in self._drop_ended():
+                    answer.room = None  # Slots stay: others may be at theirs.
             finally:
                 self.lock.release()
 

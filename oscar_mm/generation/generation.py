@@ -25,9 +25,9 @@ _INTERRUPTED = "a thread that made a step for several answers was interrupted in
 class Generation(DecodeRow):
     """One answer while it is written: an iterator of pieces of text, some empty.
 
-    It enters the engine's queue when the first piece is asked for. Pieces wait until they are
-    taken; the answer goes on meanwhile as long as others are asked for theirs. Leaving the
-    iterator ends the answer.
+    Iterate over it, which puts it into the engine's queue; or ``Engine.submit`` it, and
+    ``complete`` it once it has ended. Pieces wait until they are taken; the answer goes on
+    meanwhile as long as others are asked for theirs. Leaving the iterator ends the answer.
 
     Args:
         engine: that answers.
@@ -105,7 +105,7 @@ class Generation(DecodeRow):
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[str]:
-        """The model runs as pieces are taken."""
+        """Submit the answer; the model runs as pieces are taken."""
         self.engine.submit(self)
         try:
             ended = False
@@ -126,13 +126,11 @@ class Generation(DecodeRow):
             BaseException: ``error``.
         """
         with self.engine.lock:
-            try:
-                self._raise_error()
-                self.written.finish()
-                return self.answer()
-            finally:
-                self.cancel()
-                self.cache.close()
+            self.cancel()
+            self.settle()
+            self._raise_error()
+            self.written.finish()
+            return self.answer()
 
     def _raise_error(self) -> None:
         error, self.error = self.error, None
@@ -150,8 +148,8 @@ class Generation(DecodeRow):
         self.engine.drop_ended()
 
     def settle(self) -> None:
-        """Give up what an answer that has ended needs no more; under the engine's lock, by whoever
-        makes its steps."""
+        """Give up what an answer that has ended needs no more; under the engine's lock. A second
+        time does nothing."""
         self.room = None
         if not (self._keeps_cache or self.cache.closed):
             self._memory = None if self.error else self.cache.memory()
