@@ -209,7 +209,7 @@ def _reading_s(pipe: Pipeline, prompt: Prompt) -> float:
     """Seconds in which the engine reads a prompt where nothing else runs."""
     cache, start = pipe.new_cache(), perf_counter()
     with pipe.lock:
-        pipe.engine.read(prompt, cache).argmax().item()
+        pipe.engine.reader.read(prompt, cache).argmax().item()
         seconds = perf_counter() - start
         cache.close()
     return seconds

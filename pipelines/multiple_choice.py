@@ -64,7 +64,7 @@ def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
         try:
             prompts = [question.prompt for question in questions]
             choices = [question.choices for question in questions]
-            scores = log_likelihoods(pipe.engine, prompts, caches, choices)
+            scores = log_likelihoods(pipe.engine.reader, prompts, caches, choices)
             return [
                 Choice(
                     best=max(range(len(row)), key=row.__getitem__),

@@ -84,7 +84,7 @@ class SharedMedia:
         self.pipe.admission.check_prompt(self._prompt, 1)
         with self.pipe.lock:
             try:
-                self.pipe.engine.read(self._prompt, self._cache)
+                self.pipe.engine.reader.read(self._prompt, self._cache)
             except BaseException:
                 self._cache.reset()
                 raise

@@ -160,7 +160,7 @@ class Chat:
             self._spillable.make_room(question, len(ids) + 1)  # all of them are stored
             cache = now.cache.fork()
             try:
-                pipe.engine.read(with_answer(question, ids), cache)
+                pipe.engine.reader.read(with_answer(question, ids), cache)
             except BaseException:
                 cache.close()
                 raise

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from oscar_mm.cache.batch_view import BatchView, balanced_alike
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.slot_growth import Growth
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy
-from oscar_mm.fast_decode.decoder import sees_all, weights_key
-from oscar_mm.generation.answer_group import AnswerGroup
-from oscar_mm.generation.decode_batch import DecodeBatch
-from oscar_mm.generation.decode_loop import read_in_line, read_prompt
+from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prefix_cache import PrefixCache, processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
+from oscar_mm.generation.prompt_reader import PromptReader
 from oscar_mm.generation.sampling import Choices
-from oscar_mm.ops.pack import NOT_STORABLE
-from oscar_mm.quant.balance import sigmas_of_model
 from oscar_mm.ranks import Ranks
 
 MOST_ROWS = 256
 """Most answers that decode together."""
 _OVERTAKES = 8
 """How many smaller requests may begin while the first of the queue has no room."""
-_IN_LINE = 2048
-"""Most tokens of short prompts that are read in one pass."""
 
 
 class Reservations(Protocol):
@@ -79,6 +71,7 @@ class Engine:
         prefixes: beginnings of prompts that were read before; None if they are not kept.
 
     Attributes:
+        reader: reads prompts; steps of running answers come between its layers.
         most_rows: most answers that decode together.
     """
 
@@ -93,16 +86,13 @@ class Engine:
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
         self._changed = threading.Condition()
         """Guards the queue and who leads; notified after each step."""
-        self._leads = self._advancing = self._stepping = self._left = False
+        self._groups = AnswerGroups(family, store, self._changed)
+        self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
+        self._leads = self._advancing = self._left = False
         self._queue: deque[Generation] = deque()
-        # Whether the queue waits for room, and whether some has come free since it was looked for.
-        self._blocked = self._freed = False
+        self._blocked = False
+        """Whether the queue waits for room."""
         self._overtaken = 0
-        self._shared: AnswerGroup | None = None
-        self._alone: list[AnswerGroup] = []
-        self._weights: object = None
-        self._by_weights, self._sigmas = False, dict[int, torch.Tensor]()
-        self._step_end = self._step_seconds = 0.0
 
     @property
     def lock(self) -> FairLock:
@@ -112,7 +102,7 @@ class Engine:
     @property
     def running(self) -> int:
         """How many answers decode."""
-        return sum(len(group.live) for group in self._groups())
+        return len(self._groups)
 
     @property
     def waiting(self) -> int:
@@ -150,97 +140,20 @@ class Engine:
         self.run_until(lambda: any(answer.ended for answer in answers))
         return [answer for answer in answers if answer.ended]
 
-    @torch.inference_mode()
-    def read(self, prompt: Prompt, cache: OscarCache) -> torch.Tensor:
-        """Read a prompt into a cache, with steps of running answers between its layers; used under
-        the lock.
-
-        Args:
-            prompt: of a single row.
-            cache: holds the past, such as earlier turns; incomplete after an error.
-
-        Returns:
-            (1, vocabulary) logits of the last token.
-
-        Raises:
-            FloatingPointError: the prompt's keys or values cannot be stored.
-        """
-        model, chunk = self.family.model, self.admission.prefill_chunk
-        cache.sigmas = self._sigmas
-        with self._steps_between_layers(cache):
-            logits = read_prompt(model, prompt, cache, chunk)
-        cache.check_complete()
-        return logits
-
-    @torch.inference_mode()
-    def read_together(
-        self,
-        prompts: Sequence[Prompt],
-        caches: Sequence[OscarCache],
-        *,
-        every_token: bool = False,
-    ) -> list[torch.Tensor]:
-        """Read prompts into their caches, short ones in one pass; as ``read`` otherwise.
-
-        Args:
-            prompts: of a single row each.
-            caches: of each prompt; no two are the same.
-            every_token: give the logits after each token, of short prompts.
-
-        Returns:
-            for each prompt (1, vocabulary), or (tokens, vocabulary), logits.
-        """
-        logits: list[torch.Tensor] = []
-        for some in self._packs(prompts, caches):
-            own = prompts[some]
-            if len(own) == 1 and not every_token:
-                logits.append(self.read(own[0], caches[some][0]))
-                continue
-            view = BatchView(self.store, alike=True)
-            view.sigmas = self._sigmas
-            view.seat(caches[some])
-            lengths = [prompt.tokens for prompt in own]
-            with self._steps_between_layers(view):
-                found = read_in_line(
-                    *(self.family.model, self.family.in_line(own), lengths, view),
-                    every_token=every_token,
-                )
-            if view.take_bad() and not bool(found.isnan().any()):
-                raise FloatingPointError(NOT_STORABLE)
-            logits += found.split(lengths if every_token else 1)
-        return logits
-
-    def _packs(self, prompts: Sequence[Prompt], caches: Sequence[OscarCache]) -> Iterator[slice]:
-        """Runs of prompts that can be read in one pass."""
-        if self._weights is None:
-            self._prepare()
-        start, tokens = 0, 0
-        for index, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
-            tokens += prompt.tokens
-            first = caches[start]
-            alike = self._by_weights or (
-                bool(first.layers and cache.layers) and balanced_alike(first, cache)
-            )
-            if index > start and (tokens > self._most_in_line or not alike):
-                yield slice(start, index)
-                start, tokens = index, prompt.tokens
-        if prompts:
-            yield slice(start, len(prompts))
-
     def drop_ended(self) -> None:
         """Let go of answers that have ended: now or, if a step is being made, after it."""
         # A finalizer may come here in any thread between any two lines, of this method too.
         with self._changed:
             for answer in list(self._queue):
                 if answer.ended:
-                    self._freed = True
+                    self._groups.freed = True
                     with suppress(ValueError):
                         self._queue.remove(answer)
         self._left = True
-        if not (self._advancing or self._stepping) and self.lock.acquire(blocking=False):
+        if not (self._advancing or self._groups.stepping) and self.lock.acquire(blocking=False):
             try:
                 self._left = False
-                for answer in self._drop_ended():
+                for answer in self._groups.drop_ended():
                     answer.room = None  # Slots stay: others may be at theirs.
             finally:
                 self.lock.release()
@@ -262,14 +175,14 @@ class Engine:
         """Read the prompts that have room, then make a step."""
         self._advancing = True
         try:
-            self._settle_ended()
-            if self._freed or not self.running:
-                self._freed = self._blocked = False
+            self._groups.settle_ended()
+            if self._groups.freed or not self.running:
+                self._groups.freed = self._blocked = False
             if not self.running:
                 self._prepare()
             self._admit()
-            self._step()
-            self._settle_ended()
+            self._groups.step()
+            self._groups.settle_ended()
         finally:
             self._advancing = False
 
@@ -277,19 +190,14 @@ class Engine:
         """Before the first of some answers: memory that nobody needs goes back, and what is known
         of other weights is forgotten."""
         self.store.trim_surplus()
-        weights = weights_key(self.family.model)
-        if weights != self._weights:
-            self._weights, self._shared = weights, None
-            policy = self.store.policy
-            balanced = policy.packs and policy.balance is not None
-            self._sigmas = sigmas_of_model(self.family.model) if balanced else {}
-            self._by_weights = not balanced or bool(self._sigmas)
+        if self.reader.refresh():
+            self._groups.forget_batch()
 
     def _admit(self) -> None:
         """Begin with the requests that have room, and read short prompts of several together."""
         while self._queue and not self._blocked and self.running < self.most_rows:
             answers: list[Generation] = []
-            self._settle_ended()  # Steps came between the layers of the last prompt.
+            self._groups.settle_ended()  # Steps came between the layers of the last prompt.
             try:
                 self._take_first(answers)
                 if not answers:
@@ -306,7 +214,7 @@ class Engine:
                 for answer in answers:
                     if answer.ended:
                         answer.settle()
-                        self._freed = True
+                        self._groups.freed = True
             with self._changed:
                 self._changed.notify_all()
 
@@ -326,7 +234,7 @@ class Engine:
             following = next(iter(list(self._queue)), None)
             if (
                 following is None
-                or tokens + following.prompt.tokens > self._most_in_line
+                or tokens + following.prompt.tokens > self.reader.most_in_line
                 or not self._is_short(following)
                 or not self._take(following, taken)
             ):
@@ -340,7 +248,7 @@ class Engine:
                 self._reserve(answer)
         except Busy as error:
             # An answer that has just ended may not have given its pages up yet.
-            if taken or self.running or self._freed:
+            if taken or self.running or self._groups.freed:
                 return False
             answer.fail(error)
         except Exception as error:
@@ -350,20 +258,15 @@ class Engine:
             self._queue.remove(answer)
         return True
 
-    @property
-    def _most_in_line(self) -> int:
-        """Most tokens of short prompts that are read in one pass."""
-        return min(_IN_LINE, self.admission.prefill_chunk or _IN_LINE)
-
     def _is_short(self, answer: Generation) -> bool:
         """Whether a prompt is read in one pass with others: not where the first prompt decides on
         the balancing, nor where later ones may have its media in common."""
         shares = self.prefixes is not None and answer.prompt.media
         return (
-            answer.prompt.tokens <= self._most_in_line
+            answer.prompt.tokens <= self.reader.most_in_line
             and not (shares or answer.cache.linear_layers)
-            and self._joins(answer)
-            and (self._by_weights or bool(answer.cache.layers))
+            and self._groups.joins(answer)
+            and (self.reader.by_weights or bool(answer.cache.layers))
         )
 
     def _reserve(self, answer: Generation) -> None:
@@ -405,7 +308,7 @@ class Engine:
             if not answer.ended:  # It may have been cancelled meanwhile.
                 answer.take(token)
             if not answer.ended:
-                self._group_for(answer).join(answer)
+                self._groups.join(answer, alike=self.reader.by_weights)
 
     def _read_beginnings(self, answers: list[Generation]) -> list[tuple[Generation, torch.Tensor]]:
         """Read prompts, together or, if that fails, one by one: those of them that can be read,
@@ -413,7 +316,8 @@ class Engine:
         several = len(answers) > 1
         pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in answers]
         try:
-            found = self.read_together([x.unread for x in answers], [x.cache for x in answers])
+            prompts, caches = [x.unread for x in answers], [x.cache for x in answers]
+            found = self.reader.read_together(prompts, caches)
             for past in pasts:
                 if past is not None:
                     past.close()
@@ -437,94 +341,3 @@ class Engine:
                 answer.fail(error)
         live = [answer for answer in answers if not answer.ended]
         return [one for answer in live for one in self._read_beginnings([answer])]
-
-    def _group_for(self, answer: Generation) -> AnswerGroup:
-        model, prompt = self.family.model, answer.prompt
-        axes, device = prompt.positions.shape[:-2], prompt.positions.device
-
-        def batch(cache: OscarCache) -> DecodeBatch:
-            return DecodeBatch(model, cache, axes, device)
-
-        if self._joins(answer):
-            if self._shared is not None and self._shared.failed:
-                self._settle_ended()
-            if self._shared is None:
-                view = BatchView(self.store, alike=self._by_weights)
-                self._shared = AnswerGroup(batch(view), view)
-            view = self._shared.view
-            if view is not None and view.can_take(answer.cache):
-                return self._shared
-        self._alone.append(AnswerGroup(batch(answer.cache), None))
-        return self._alone[-1]
-
-    def _joins(self, answer: Generation) -> bool:
-        """Whether an answer may be a row of a batch with others."""
-        return not answer.sampling.deterministic and sees_all(self.family.model)
-
-    def _groups(self) -> list[AnswerGroup]:
-        return [*([] if self._shared is None else [self._shared]), *self._alone]
-
-    def _step(self) -> None:
-        """One more token of each answer that runs."""
-        start = time.perf_counter()
-        self._stepping = True
-        try:
-            for group in self._groups():
-                group.step()
-        finally:
-            self._stepping = False
-            self._step_end = time.perf_counter()
-            self._step_seconds = self._step_end - start
-
-    def _settle_ended(self) -> None:
-        """Let go of answers that have ended, and of what they hold."""
-        for answer in self._drop_ended():
-            answer.settle()
-
-    def _drop_ended(self) -> list[Generation]:
-        ended = [answer for group in self._groups() for answer in group.drop_ended()]
-        self._freed |= bool(ended)
-        self._alone = [group for group in self._alone if group.live]
-        if self._shared is not None and self._shared.failed:
-            self._shared = None
-        return ended
-
-    @contextmanager
-    def _steps_between_layers(self, cache: OscarCache) -> Iterator[None]:
-        """Inside, whenever a layer of the decoder is done and running answers have waited for as
-        long as their last step took, they make steps for as long as they have waited.
-
-        Args:
-            cache: that a prompt is read into.
-        """
-        if not self.running or Ranks.of(self.family.model).count > 1:
-            yield
-            return
-        device = self.family.device
-        launched: list[torch.cuda.Event] = []
-
-        def between(*_: object) -> None:
-            if self._stepping:
-                return
-            if device.type == "cuda":
-                # The host is one layer ahead, and no more, so that its clock tells the truth.
-                launched.append(torch.cuda.Event())
-                launched[-1].record(torch.cuda.current_stream(device))
-                if len(launched) > 1:
-                    launched.pop(0).synchronize()
-            now = time.perf_counter()
-            if (waited := now - self._step_end) < self._step_seconds:
-                return
-            with cache.paused():
-                while self.running and time.perf_counter() < now + waited:
-                    self._step()
-                    with self._changed:
-                        self._changed.notify_all()
-
-        layers = self.family.model.get_decoder().layers
-        hooks = [layer.register_forward_hook(between) for layer in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.prompt import Prompt, text_after
+from oscar_mm.generation.prompt_reader import PromptReader
 from oscar_mm.generation.sampling import NAN
 
 
 @torch.inference_mode()
 def log_likelihoods(
-    engine: Engine,
+    reader: PromptReader,
     prompts: Sequence[Prompt],
     caches: Sequence[OscarCache],
     continuations: Sequence[Sequence[Sequence[int]]],
@@ -25,7 +25,7 @@ def log_likelihoods(
     is shorter.
 
     Args:
-        engine: reads; its lock is held.
+        reader: of prompts; the lock of its store is held.
         prompts: of a single row each.
         caches: hold what comes before the prompts, then the prompts too; the continuations are
             read on forks, which share their pages.
@@ -34,16 +34,16 @@ def log_likelihoods(
     Raises:
         FloatingPointError: the model's logits are NaN.
     """
-    first = engine.read_together(prompts, caches)
+    first = reader.read_together(prompts, caches)
     texts = [(row, list(ids)) for row, several in enumerate(continuations) for ids in several]
     forks = [caches[row].fork() for row, _ in texts]
     try:
         read = [text_after(prompts[row], torch.tensor([ids])) for row, ids in texts]
-        after = engine.read_together(read, forks, every_token=True)
+        after = reader.read_together(read, forks, every_token=True)
     finally:
         for fork in forks:
             fork.close()
-    end_tokens = sorted(engine.family.end_tokens())
+    end_tokens = sorted(reader.family.end_tokens())
     scores: list[list[float]] = [[] for _ in continuations]
     for (row, ids), logits in zip(texts, after, strict=True):
         scored = torch.cat([first[row], logits]).float().log_softmax(-1).cpu()

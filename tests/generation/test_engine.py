@@ -222,7 +222,7 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
         return right(*args)
 
     def meets(_: torch.Tensor) -> None:
-        fails[0], pipe.engine._step_seconds = not first.ended, 0.0
+        fails[0], pipe.engine._groups._step_seconds = not first.ended, 0.0
 
     monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
     pipe.engine.submit(second)
@@ -275,7 +275,7 @@ def test_answers_with_balancing_of_their_own(folders, monkeypatch) -> None:
     ]
     expected = [together(pipe, [made(pipe, **one)])[0] for one in requests]
     # Both begin before the first step.
-    monkeypatch.setattr(pipe.engine, "_step_seconds", 1e9)
+    monkeypatch.setattr(pipe.engine._groups, "_step_seconds", 1e9)
     answers = [made(pipe, **one) for one in requests]
     right, balanced = decode_steps.DecodeSteps.__call__, []
 
@@ -513,7 +513,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     layers = pipe.model.get_decoder().layers
 
     def layer_begins(*_: Any) -> None:
-        pipe.engine._step_seconds = 0.0
+        pipe.engine._groups._step_seconds = 0.0
         during.append(len(first[0].tokens))
 
     hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]

@@ -37,7 +37,7 @@ def test_likelihoods_are_those_of_whole_texts(policy, qwen3_vl_folder, monkeypat
     generator = torch.Generator().manual_seed(0)
     prompts = [text(torch.randint(8, 300, (n,), generator=generator).tolist()) for n in (300, 260)]
     caches = [pipe.new_cache() for _ in prompts]
-    found = log_likelihoods(pipe.engine, prompts, caches, CHOICES)
+    found = log_likelihoods(pipe.engine.reader, prompts, caches, CHOICES)
     assert [cache.get_seq_length() for cache in caches] == [300, 260]
     used = pipe.store.memory().used_bytes
     for prompt, several, scores, cache in zip(prompts, CHOICES, found, caches, strict=True):
@@ -65,4 +65,4 @@ def test_broken_weights(qwen3_vl_folder) -> None:
     with torch.no_grad():
         pipe.model.get_output_embeddings().weight[40] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        log_likelihoods(pipe.engine, [text([5, 6, 7])], [pipe.new_cache()], [[[5]]])
+        log_likelihoods(pipe.engine.reader, [text([5, 6, 7])], [pipe.new_cache()], [[[5]]])

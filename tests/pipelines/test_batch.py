@@ -99,7 +99,7 @@ def test_logits_of_prompts_in_line(case) -> None:
     single = torch.cat([logits(pipe, prompt) for prompt in prompts])
     with pipe.lock:
         caches = [pipe.new_cache() for _ in prompts]
-        together = torch.cat(pipe.engine.read_together(prompts, caches))
+        together = torch.cat(pipe.engine.reader.read_together(prompts, caches))
     assert (together - single).abs().max() < 1e-4 < single.abs().max()
     assert (single[0] - single[1]).abs().max() > 0.1
 

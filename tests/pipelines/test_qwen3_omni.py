@@ -217,7 +217,7 @@ def test_a_short_recording_is_the_same_in_a_batch(omni) -> None:
     single = torch.cat([last_logits(omni, prompt) for prompt in prompts])
     with omni.lock:
         caches = [omni.new_cache() for _ in prompts]
-        together = torch.cat(omni.engine.read_together(prompts, caches))
+        together = torch.cat(omni.engine.reader.read_together(prompts, caches))
     assert (together - single).abs().max() < 1e-5
 
 

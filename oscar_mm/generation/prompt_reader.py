@@ -1,0 +1,136 @@
+"""PromptReader: prompts through a model into their caches, short ones together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from oscar_mm.cache.batch_view import BatchView, balanced_alike
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.store import PageStore
+from oscar_mm.fast_decode.decoder import weights_key
+from oscar_mm.generation.answer_groups import AnswerGroups
+from oscar_mm.generation.decode_loop import read_in_line, read_prompt
+from oscar_mm.generation.family import Family
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.ops.pack import NOT_STORABLE
+from oscar_mm.quant.balance import sigmas_of_model
+
+_IN_LINE = 2048
+"""Most tokens of short prompts that are read in one pass."""
+
+
+class PromptReader:
+    """Reads prompts of a single row into caches of one store; used under the store's lock.
+
+    Args:
+        family: the model, its processor and what is special about them.
+        store: of the caches.
+        chunk: tokens of a prompt that are read at a time; None for all at once.
+        groups: answers that make steps between the layers of a prompt.
+
+    Attributes:
+        most_in_line: most tokens of short prompts that are read in one pass.
+        by_weights: whether all caches are balanced alike, by the model's weights or not at all;
+            otherwise the first prompt of each decides. As of the last ``refresh``.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        store: PageStore,
+        chunk: int | None,
+        groups: AnswerGroups,
+    ) -> None:
+        self.family, self._store, self._chunk, self._groups = family, store, chunk, groups
+        self.most_in_line = min(_IN_LINE, chunk or _IN_LINE)
+        self.by_weights = False
+        self._sigmas: dict[int, torch.Tensor] = {}
+        self._weights: object = None
+
+    def refresh(self) -> bool:
+        """Look at the model's weights anew; whether they have changed."""
+        weights = weights_key(self.family.model)
+        if weights == self._weights:
+            return False
+        self._weights, policy = weights, self._store.policy
+        balanced = policy.packs and policy.balance is not None
+        self._sigmas = sigmas_of_model(self.family.model) if balanced else {}
+        self.by_weights = not balanced or bool(self._sigmas)
+        return True
+
+    @torch.inference_mode()
+    def read(self, prompt: Prompt, cache: OscarCache) -> torch.Tensor:
+        """Read a prompt into a cache.
+
+        Args:
+            prompt: of a single row.
+            cache: holds the past, such as earlier turns; incomplete after an error.
+
+        Returns:
+            (1, vocabulary) logits of the last token.
+
+        Raises:
+            FloatingPointError: the prompt's keys or values cannot be stored.
+        """
+        cache.sigmas = self._sigmas
+        with self._groups.steps_between_layers(cache):
+            logits = read_prompt(self.family.model, prompt, cache, self._chunk)
+        cache.check_complete()
+        return logits
+
+    @torch.inference_mode()
+    def read_together(
+        self,
+        prompts: Sequence[Prompt],
+        caches: Sequence[OscarCache],
+        *,
+        every_token: bool = False,
+    ) -> list[torch.Tensor]:
+        """Read prompts into their caches, short ones in one pass; as ``read`` otherwise.
+
+        Args:
+            prompts: of a single row each.
+            caches: of each prompt; no two are the same.
+            every_token: give the logits after each token, of short prompts.
+
+        Returns:
+            for each prompt (1, vocabulary), or (tokens, vocabulary), logits.
+        """
+        logits: list[torch.Tensor] = []
+        for some in self._packs(prompts, caches):
+            own = prompts[some]
+            if len(own) == 1 and not every_token:
+                logits.append(self.read(own[0], caches[some][0]))
+                continue
+            view = BatchView(self._store, alike=True)
+            view.sigmas = self._sigmas
+            view.seat(caches[some])
+            lengths = [prompt.tokens for prompt in own]
+            with self._groups.steps_between_layers(view):
+                found = read_in_line(
+                    *(self.family.model, self.family.in_line(own), lengths, view),
+                    every_token=every_token,
+                )
+            if view.take_bad() and not bool(found.isnan().any()):
+                raise FloatingPointError(NOT_STORABLE)
+            logits += found.split(lengths if every_token else 1)
+        return logits
+
+    def _packs(self, prompts: Sequence[Prompt], caches: Sequence[OscarCache]) -> Iterator[slice]:
+        """Runs of prompts that can be read in one pass."""
+        if self._weights is None:
+            self.refresh()
+        start, tokens = 0, 0
+        for index, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
+            tokens += prompt.tokens
+            first = caches[start]
+            alike = self.by_weights or (
+                bool(first.layers and cache.layers) and balanced_alike(first, cache)
+            )
+            if index > start and (tokens > self.most_in_line or not alike):
+                yield slice(start, index)
+                start, tokens = index, prompt.tokens
+        if prompts:
+            yield slice(start, len(prompts))
