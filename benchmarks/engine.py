@@ -151,7 +151,7 @@ def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Generation:
     """An answer in the engine's queue, to a question that goes on from a cache."""
     family, past = pipe.family, cache.get_seq_length()
     question = family.messages(_QUESTION, None, Media())
-    prompt = family.continuation(question, Media(), past, torch.tensor([past]))
+    prompt = family.continuation(question, Media(), past, torch.tensor([past])).to(family.device)
     sampling = Sampling(max_new_tokens=most, temperature=0)
     answer = Generation(pipe.engine, prompt, cache, sampling, perf_counter())
     pipe.engine.submit(answer)

@@ -301,9 +301,10 @@ class Pipeline:
             InputError: media that the model does not read, or too many.
         """
         messages = self.family.messages(prompt, system, media)
+        read = self.family.prompt(messages, media)
         # Copies to the device must not come between the steps of others while these are captured.
         with self.lock:
-            return self.family.prompt(messages, media)
+            return read.to(self.family.device)
 
     def read_request(
         self,

@@ -31,6 +31,7 @@ from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
+from oscar_mm.media.media import Media
 
 _ARGUMENTS = ("prompt", "images", "videos", "audio", "use_audio_in_video")
 
@@ -152,15 +153,13 @@ class Chat:
         check_turn(pipe, prompt, self.system, before, (images, videos, audio))
         pipe.admission.check_text("answer", answer, may_be_empty=True)
         shown = pipe.media_reader.read(images, videos, audio)
-        with self._alone() as now:
-            system = None if now.turns else self.system
-            ids = family.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-            question = next_prompt(pipe, now, prompt, system, shown, len(ids), before)
-            question = without_reasoning(question, family.think_tokens)
+        ids = family.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        with self._next_turn(prompt, shown, len(ids), before) as (now, opened):
+            question = without_reasoning(opened, family.think_tokens)
             self._spillable.make_room(question, len(ids) + 1)  # all of them are stored
             cache = now.cache.fork()
             try:
-                pipe.engine.reader.read(with_answer(question, ids), cache)
+                pipe.engine.reader.read(with_answer(question, ids).to(family.device), cache)
             except BaseException:
                 cache.close()
                 raise
@@ -287,6 +286,27 @@ class Chat:
             self._end_stream()
             yield self._spillable.load()
 
+    @contextmanager
+    def _next_turn(
+        self, question: str, shown: Media, most: int, before: Sequence[Message]
+    ) -> Iterator[tuple[Conversation, Prompt]]:
+        """Inside, as of ``_alone``: the conversation, and the prompt of its next turn, which fits.
+
+        Others answer while the prompt is prepared.
+        """
+        pipe = self.pipe
+        with self._calls:
+            while True:
+                then = self._spillable.conversation
+                system = None if then.turns else self.system
+                prompt = next_prompt(pipe, then, question, system, shown, most, before)
+                with self._alone() as now:
+                    if now.turns is not then.turns:
+                        continue  # A stream that was left has become a turn.
+                    pipe.admission.check_prompt(prompt, most, past_of(now))
+                    yield now, prompt
+                    return
+
     def _end_stream(self) -> None:
         running = self._running and self._running()
         if running is None:
@@ -314,16 +334,14 @@ class Chat:
         sampling = pipe.sampling(options, _ARGUMENTS)
         images, videos, audio, sound = media
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
-        # to disk. So its conversation is looked at anew each time, under the lock.
+        # to disk. So its cache is looked at anew each time, under the lock.
         outline = pipe.media_reader.outline(images, videos, audio, sound=sound)
         with self._alone() as now:
             system = None if now.turns else self.system
             texts, past = joined_text(question, before), past_of(now)
             pipe.admission.check_outline(texts, system, outline, sampling.max_new_tokens, past)
         shown = pipe.media_reader.read(images, videos, audio, sound=sound)
-        with self._alone() as now:
-            most = sampling.max_new_tokens
-            prompt = next_prompt(pipe, now, question, system, shown, most, before)
+        with self._next_turn(question, shown, sampling.max_new_tokens, before) as (_, prompt):
             pieces = self._answer(question, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)
@@ -342,7 +360,7 @@ class Chat:
             before = self._spillable.load()
             cache = before.cache.fork()
             generation = Generation(
-                *(self.pipe.engine, prompt, cache, sampling, start),
+                *(self.pipe.engine, prompt.to(self.pipe.family.device), cache, sampling, start),
                 history=before.token_ids,
                 keeps_cache=True,
             )

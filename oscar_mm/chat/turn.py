@@ -70,10 +70,10 @@ def next_prompt(
     max_new_tokens: int,
     before: Sequence[Message] = (),
 ) -> Prompt:
-    """What the model reads next: the first turn, or what is new of a later one.
+    """What the model reads next, on the CPU: the first turn, or what is new of a later one.
 
     Args:
-        engine: of the chat; its lock is held.
+        engine: of the chat; its lock is not taken.
         conversation: so far.
         question: of the turn, checked.
         system: system prompt of a first turn, checked.
@@ -82,7 +82,7 @@ def next_prompt(
         before: messages before the question in the same turn, checked.
 
     Raises:
-        InputError: media that the model does not read, or no room in the context.
+        InputError: media that the model does not read, or positions beyond the model's.
     """
     family = engine.family
     # Media that were forgotten keep their numbers.
@@ -101,7 +101,6 @@ def next_prompt(
         )
         longest = config.get_text_config().max_position_embeddings
         _check_positions(int(prompt.next_position), max_new_tokens, longest)
-    engine.admission.check_prompt(prompt, max_new_tokens, past_of(conversation))
     return prompt
 
 

@@ -191,8 +191,8 @@ class Family(ABC):
             media: those of all messages, each kind in the order of the conversation.
 
         Returns:
-            Ids and positions on the model's device, what shows media on the CPU. Positions are
-            (1, tokens), for multimodal RoPE (4, 1, tokens): text, time, height, width.
+            All on the CPU. Positions are (1, tokens), for multimodal RoPE (4, 1, tokens): text,
+            time, height, width.
         """
         text = self.render(messages)
         return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
@@ -388,9 +388,9 @@ class Family(ABC):
             positions = torch.cat([row.to(positions.dtype), positions])
         modalities = token_modalities(ids, config=self.model.config)
         return Prompt(
-            inputs={"input_ids": ids.to(self.device)} | encoded.tensors,
-            positions=positions.to(self.device),
-            next_position=following.to(self.device),
+            inputs={"input_ids": ids} | encoded.tensors,
+            positions=positions,
+            next_position=following,
             modalities=modalities,
             media=_spans(modalities[0], ordered, encoded.media_tokens),
         )

@@ -21,7 +21,7 @@ class Prompt:
             attention_mask if there is padding (on the left), ...; no positions. Pixels and
             features may wait on the CPU until they are read, see ``arguments``.
         positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt, on the
-            device where the model reads.
+            device where the model reads; of a family on the CPU, see ``to``.
         next_position: (batch,) RoPE position of the first new token.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: the images, videos and recordings of a single row, in its order.
@@ -42,6 +42,12 @@ class Prompt:
         """``inputs``, all on the device where the model reads."""
         device = self.positions.device
         return {name: tensor.to(device) for name, tensor in self.inputs.items()}
+
+    def to(self, device: torch.device) -> Prompt:
+        """The prompt with ids and positions on the device where the model reads."""
+        inputs = self.inputs | {"input_ids": self.inputs["input_ids"].to(device)}
+        positions, following = self.positions.to(device), self.next_position.to(device)
+        return replace(self, inputs=inputs, positions=positions, next_position=following)
 
     def positions_after(self, count: int) -> torch.Tensor:
         """Position ids of so many text tokens that follow, shaped and typed as ``positions``."""

@@ -76,3 +76,46 @@ def test_threads_share_a_chat(packed) -> None:
             reading.result(30)
             assert len(chat.turns) in (2, 3)
     assert asked(chat, MORE)
+
+
+@pytest.mark.parametrize("way", ["stream", "tell", "pipeline"])
+def test_others_answer_while_a_prompt_is_prepared(packed, monkeypatch, way: str) -> None:
+    [expected] = asked(packed.chat(), OTHER)
+    began, go_on = threading.Event(), threading.Event()
+    right = packed.family.encode
+
+    def encode(text: str, *args: Any) -> Any:
+        if "Slow" in text:
+            began.set()
+            assert go_on.wait(60)
+        return right(text, *args)
+
+    monkeypatch.setattr(packed.family, "encode", encode)
+    chat = packed.chat()
+    asked(chat, MORE)
+    prepare = {
+        "stream": lambda: list(chat.stream("Slow?", max_new_tokens=3)),
+        "tell": lambda: chat.tell("Slow?", "No."),
+        "pipeline": lambda: packed(None, "Slow?", max_new_tokens=3),
+    }[way]
+    with ThreadPoolExecutor(2) as threads:
+        prepared = threads.submit(prepare)
+        try:
+            assert began.wait(60)
+            assert threads.submit(asked, packed.chat(), OTHER).result(30) == [expected]
+        finally:
+            go_on.set()
+        prepared.result(60)
+    assert len(chat.turns) == 1 + (way != "pipeline")
+
+
+def test_a_stream_that_becomes_a_turn_while_the_next_prompt_is_prepared(packed) -> None:
+    chats = packed.chat(), packed.chat()
+    for chat, closes in zip(chats, (True, False), strict=True):
+        stream = chat.stream(**MORE)
+        next(stream)
+        if closes:
+            stream.close()
+        chat.tell("And then?", "Nothing.")
+    assert len(chats[0].turns) == 2
+    assert chats[0].turns == chats[1].turns
