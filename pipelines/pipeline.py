@@ -235,7 +235,7 @@ class Pipeline:
         twin.store = PageStore(twin.policy, self.lock, self.store.ranks)
         twin.admission = replace(self.admission, store=twin.store)
         twin.prefixes = None
-        twin.engine = Engine(self.family, twin.store, twin.admission)
+        twin.engine = Engine(self.family, twin.store, twin.admission, twin=self.engine)
         if self.budget is not None:
             with self.lock:
                 self.budget.stores.add(twin.store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -69,6 +70,8 @@ class Engine:
         store: of the caches of all answers.
         admission: gives answers their room.
         prefixes: beginnings of prompts that were read before; None if they are not kept.
+        twin: an engine of the same lock and budget: a request without room waits for the answers
+            of both.
 
     Attributes:
         reader: reads prompts; steps of running answers come between its layers.
@@ -81,6 +84,7 @@ class Engine:
         store: PageStore,
         admission: Reservations,
         prefixes: PrefixCache | None = None,
+        twin: Engine | None = None,
     ) -> None:
         self.family, self.store, self.admission = family, store, admission
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
@@ -93,6 +97,10 @@ class Engine:
         self._blocked = False
         """Whether the queue waits for room."""
         self._overtaken = 0
+        self._twins = weakref.WeakSet[Engine]() if twin is None else twin._twins
+        """The engines that share the budget, this one too."""
+        with self.lock:
+            self._twins.add(self)
 
     @property
     def lock(self) -> FairLock:
@@ -128,6 +136,8 @@ class Engine:
                 with self.lock:
                     if not done():
                         self._advance()
+                        if not (self.running or done()):
+                            self._advance_twins()
             finally:
                 with self._changed:
                     self._leads = False
@@ -185,6 +195,17 @@ class Engine:
             self._groups.settle_ended()
         finally:
             self._advancing = False
+
+    def _advance_twins(self) -> None:
+        """Make a step for the answers of other engines, which have the room that this one needs."""
+        for twin in list(self._twins):
+            if twin is self or not twin.running:
+                continue
+            twin._advance()
+            with twin._changed:
+                twin._changed.notify_all()
+            if twin._left:
+                twin.drop_ended()
 
     def _prepare(self) -> None:
         """Before the first of some answers: memory that nobody needs goes back, and what is known
@@ -248,7 +269,7 @@ class Engine:
                 self._reserve(answer)
         except Busy as error:
             # An answer that has just ended may not have given its pages up yet.
-            if taken or self.running or self._groups.freed:
+            if taken or self._groups.freed or any(twin.running for twin in self._twins):
                 return False
             answer.fail(error)
         except Exception as error:

@@ -633,6 +633,40 @@ def test_pipelines_of_one_lock(qwen3_vl_folder) -> None:
     assert found == [*expected[0], *expected[1]]
 
 
+def test_a_request_waits_for_the_answers_of_another_policy(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    twin = pipe.with_policy("standard")
+    assert pipe.budget is not None
+    [expected] = alone(twin, SHORT[:1])
+    running, waiting = made(pipe, SHORT[0], max_new_tokens=100), made(twin, SHORT[0])
+    pipe.budget.limit = needed(pipe, running) + needed(twin, waiting) // 2
+    pipe.engine.submit(running)
+    pipe.engine.run_until(lambda: len(running.tokens) > 3)
+    # Nobody else makes steps.
+    assert together(twin, [waiting]) == [expected]
+    assert running.complete().finish_reason == "length"
+    late = made(twin, SHORT[0])
+    pipe.budget.limit = 1
+    with pytest.raises(Busy):
+        together(twin, [late])
+
+
+def test_requests_of_two_policies_wait_for_each_other(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
+    pair = [pipe, pipe.with_policy("bf16")]
+    assert pipe.budget is not None
+    expected = [ids for one in pair for ids in alone(one)]
+    pipe.budget.limit = int(1.2 * max(needed(one, made(one, SHORT[2])) for one in pair))
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as threads:
+            jobs = [
+                threads.submit(lambda x=one, y=prompt: together(x, [made(x, y)]))
+                for one in pair
+                for prompt in SHORT
+            ]
+            assert [job.result(120)[0] for job in jobs] == expected
+
+
 def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
     """A lock that the thread of the steps takes again at once would keep others out."""
     pipe = loaded(qwen3_vl_folder)
