@@ -282,9 +282,13 @@ class Chat:
     @contextmanager
     def _alone(self) -> Iterator[Conversation]:
         """Inside, nobody else uses the chat or its store, and no stream is open."""
-        with self._calls, self.pipe.lock:
+
+        def load() -> Conversation:
             self._end_stream()
-            yield self._spillable.load()
+            return self._spillable.load()
+
+        with self._calls, self.pipe.engine.room_for(load) as now:
+            yield now
 
     @contextmanager
     def _next_turn(
@@ -356,8 +360,7 @@ class Chat:
             answer = written.text, written.token_ids, finish_reason, written.reasoning_span
             return before.with_turn(generation.cache, prompt, question, *answer)
 
-        with self.pipe.lock:
-            before = self._spillable.load()
+        with self.pipe.engine.room_for(self._spillable.load) as before:
             cache = before.cache.fork()
             generation = Generation(
                 *(self.pipe.engine, prompt.to(self.pipe.family.device), cache, sampling, start),

@@ -107,9 +107,10 @@ class AnswerGroups:
         self._alone: list[AnswerGroup] = []
         self._step_end = self._step_seconds = 0.0
 
-    def __len__(self) -> int:
-        """How many answers decode."""
-        return sum(len(group.live) for group in self._groups)
+    @property
+    def live(self) -> list[Generation]:
+        """The answers that decode."""
+        return [answer for group in self._groups for answer in group.live]
 
     def joins(self, answer: Generation) -> bool:
         """Whether an answer may be a row of a batch with others."""
@@ -176,7 +177,7 @@ class AnswerGroups:
         Args:
             cache: that a prompt is read into.
         """
-        if not len(self) or Ranks.of(self.family.model).count > 1:
+        if not self.live or Ranks.of(self.family.model).count > 1:
             yield
             return
         device = self.family.device
@@ -195,7 +196,7 @@ class AnswerGroups:
             if (waited := now - self._step_end) < self._step_seconds:
                 return
             with cache.paused():
-                while len(self) and time.perf_counter() < now + waited:
+                while self.live and time.perf_counter() < now + waited:
                     self.step()
                     with self._changed:
                         self._changed.notify_all()

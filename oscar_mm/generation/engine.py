@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ MOST_ROWS = 256
 """Most answers that decode together."""
 _OVERTAKES = 8
 """How many smaller requests may begin while the first of the queue has no room."""
+Result = TypeVar("Result")
 
 
 class Reservations(Protocol):
@@ -96,7 +97,8 @@ class Engine:
         self._queue: deque[Generation] = deque()
         self._blocked = False
         """Whether the queue waits for room."""
-        self._overtaken = 0
+        self._overtaken, self._aside = 0, list[Callable[[], object]]()
+        """How many requests have overtaken, and who waits for room without being in the queue."""
         self._twins = weakref.WeakSet[Engine]() if twin is None else twin._twins
         """The engines that share the budget, this one too."""
         with self.lock:
@@ -110,7 +112,7 @@ class Engine:
     @property
     def running(self) -> int:
         """How many answers decode."""
-        return len(self._groups)
+        return len(self._groups.live)
 
     @property
     def waiting(self) -> int:
@@ -149,6 +151,41 @@ class Engine:
         """Those of some answers that have ended, once there are any."""
         self.run_until(lambda: any(answer.ended for answer in answers))
         return [answer for answer in answers if answer.ended]
+
+    @contextmanager
+    def room_for(self, begin: Callable[[], Result]) -> Iterator[Result]:
+        """Inside, under the lock: what ``begin`` returns, which waits for room as requests do.
+
+        Args:
+            begin: takes room, and changes nothing where it raises ``Busy``; it is tried again when
+                an answer has ended, as long as answers run.
+        """
+        with ExitStack() as waiting:
+            while True:
+                with self.lock:
+                    try:
+                        begun = begin()
+                    except Busy:
+                        if not any(twin.running for twin in self._twins):
+                            raise
+                    else:
+                        waiting.close()
+                        yield begun
+                        return
+                if begin not in self._aside:
+                    self._aside.append(begin)
+                    waiting.callback(self._leave_aside, begin)
+                self._wait_for_end()
+
+    def _leave_aside(self, begin: Callable[[], object]) -> None:
+        self._aside.remove(begin)
+        self._groups.freed = True  # Others may have waited for this one only.
+
+    def _wait_for_end(self) -> None:
+        """Go on until one of the answers that run has ended."""
+        with self.lock:
+            running = [answer for twin in self._twins for answer in twin._groups.live]
+        self.run_until(lambda: not running or any(answer.ended for answer in running))
 
     def drop_ended(self) -> None:
         """Let go of answers that have ended: now or, if a step is being made, after it."""
@@ -242,10 +279,11 @@ class Engine:
     def _take_first(self, taken: list[Generation]) -> None:
         """Take the first request that has room, or fails, out of the queue."""
         for place, answer in enumerate(list(self._queue)):
-            if place and self._overtaken >= _OVERTAKES:
+            overtakes = place > 0 or bool(self._aside)
+            if overtakes and self._overtaken >= _OVERTAKES:
                 return
             if self._take(answer, taken):
-                self._overtaken = self._overtaken + 1 if place else 0
+                self._overtaken = self._overtaken + 1 if overtakes else 0
                 return
 
     def _take_beside(self, taken: list[Generation]) -> None:

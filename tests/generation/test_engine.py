@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarVLPipeline
+from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_batch, decode_loop
@@ -89,6 +90,12 @@ def embedding(pipe: Pipeline, meets: Callable[[torch.Tensor], Any]) -> Iterator[
         yield
     finally:
         handle.remove()
+
+
+def spill(pipe: Pipeline, chat: Chat) -> None:
+    assert pipe.budget is not None
+    with pipe.lock:
+        chat._spillable.spill(pipe.budget.new_file())
 
 
 def empty(pipe: Pipeline) -> bool:
@@ -665,6 +672,48 @@ def test_requests_of_two_policies_wait_for_each_other(qwen3_vl_folder) -> None:
                 for prompt in SHORT
             ]
             assert [job.result(120)[0] for job in jobs] == expected
+
+
+def test_a_chat_on_disk_waits_for_room(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24)
+    assert pipe.budget is not None
+    expected, found = pipe.chat(), pipe.chat()
+    for chat in (expected, found):
+        chat.ask(SHORT[0] * 5, max_new_tokens=4)
+    expected.ask(SHORT[2], max_new_tokens=TOKENS)
+    turns = expected.turns
+    expected.close()
+    spill(pipe, found)
+    running = made(pipe, SHORT[1], max_new_tokens=400)
+    pipe.engine.submit(running)
+    pipe.engine.run_until(lambda: len(running.tokens) > 3)
+    pipe.budget.limit = pipe.budget.taken_bytes + 1000
+    found.ask(SHORT[2], max_new_tokens=TOKENS)
+    assert found.turns == turns
+    assert running.complete().finish_reason == "length"
+    spill(pipe, found)
+    pipe.budget.limit = 1000
+    with pytest.raises(Busy):
+        found.undo()
+
+
+def test_a_chat_on_disk_is_not_overtaken_for_ever(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24)
+    assert pipe.budget is not None
+    chat = pipe.chat()
+    chat.ask(SHORT[0] * 30, max_new_tokens=4)
+    pipe.budget.limit = int(1.3 * chat.memory.kv_bytes)
+    spill(pipe, chat)
+    small = [made(pipe, SHORT[0], max_new_tokens=20 + 3 * (index % 4)) for index in range(30)]
+    assert 3 * needed(pipe, small[3]) < pipe.budget.limit
+    for answer in small:
+        pipe.engine.submit(answer)
+    steps = iter(range(3))
+    pipe.engine.run_until(lambda: next(steps, None) is None)
+    chat.undo()
+    assert sum(answer.ended for answer in small) < 20
+    run(pipe, small)
+    assert not any(answer.error for answer in small)
 
 
 def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
