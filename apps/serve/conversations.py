@@ -26,7 +26,8 @@ class CompletedAnswer:
 
     Attributes:
         answer: the answer.
-        cached_tokens: tokens of the conversation that the cache had before the request.
+        cached_tokens: tokens of the conversation that its chat or the prefix cache had before the
+            request.
         prompt_tokens: tokens of everything before the answer.
     """
 
@@ -95,6 +96,7 @@ class Conversations:
             stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
             yield from stream.with_reasoning()
             answer, turn = stream.result, chat.turns[-1]
+            cached += answer.cached_tokens
             written = CompletedAnswer(answer, cached, turn.start + answer.prompt_tokens)
         except BaseException:
             chat.close()

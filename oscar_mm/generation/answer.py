@@ -51,6 +51,7 @@ class Answer:
         speech: (samples,) float32, mono, the spoken answer; None without ``speak``.
         sample_rate: samples per second of ``speech``.
         reasoning: what a thinking model wrote before the answer; None where it did not think.
+        cached_tokens: tokens of the prompt that the prefix cache held.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Answer:
     speech: np.ndarray | None = field(default=None, compare=False)
     sample_rate: int | None = None
     reasoning: str | None = None
+    cached_tokens: int = 0
 
     def __str__(self) -> str:
         """The text."""
@@ -191,7 +193,7 @@ class AnswerWriter:
             return self._without_last_breaks(self._reasons.finish())
         return self._text.finish()
 
-    def answer(self, memory: MemoryReport, prompt_tokens: int) -> Answer:
+    def answer(self, memory: MemoryReport, prompt_tokens: int, cached_tokens: int = 0) -> Answer:
         """The answer, after ``finish``."""
         count = len(self.token_ids)
         first = self._first or time.perf_counter()
@@ -210,6 +212,7 @@ class AnswerWriter:
             finish_reason="stop" if ended else "length",
             prompt_tokens=prompt_tokens,
             reasoning=None if span is None else span.text,
+            cached_tokens=cached_tokens,
         )
 
     def _begin_reasoning(self) -> None:

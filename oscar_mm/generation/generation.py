@@ -159,4 +159,5 @@ class Generation(DecodeRow):
         """The answer so far."""
         with self.engine.lock:
             memory = self._memory or self.cache.memory()
-        return self.written.answer(memory, self.prompt_tokens)
+        cached = self.prompt.tokens - self.unread.tokens
+        return self.written.answer(memory, self.prompt_tokens, cached)

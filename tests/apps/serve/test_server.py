@@ -279,11 +279,14 @@ def test_metrics_of_known_beginnings(qwen3_omni_folder) -> None:
     pipe = OscarOmniPipeline(qwen3_omni_folder, device="cpu", prefix_cache="100MB")
     with served(pipe) as where:
         client = openai.OpenAI(base_url=f"{where}/v1", api_key="none", max_retries=0)
+        cached = []
         for question in ("What is it?", "Who is it?"):
-            ask(client, user(*(image(png(seed)) for seed in range(4)), text(question)))
+            answer = ask(client, user(*(image(png(seed)) for seed in range(4)), text(question)))
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
         found = metrics(where, None)
     assert (found["oscar_mm_prefix_hits_total"], found["oscar_mm_prefix_misses_total"]) == (1, 1)
     assert found["oscar_mm_prefix_tokens_saved_total"] >= 20
+    assert cached == [0, found["oscar_mm_prefix_tokens_saved_total"]]
 
 
 def test_pieces_that_wait_are_joined() -> None:
