@@ -188,7 +188,9 @@ def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> st
     numbers: Counter[str] = Counter()
     parts = []
     for exchange in exchanges:
-        parts.append(_question(exchange, numbers))
+        # The model sees the media of its turns only, and numbers these.
+        seen = exchange.counts or exchange is active
+        parts.append(_question(exchange, numbers if seen else None))
         if exchange is not active:
             parts.append(_answer(exchange))
     return "".join(parts)
@@ -206,16 +208,18 @@ def live(exchange: Exchange | None) -> str:
     return f'<article class="said live" aria-busy="true">{reasoning}{text}</article>'
 
 
-def _question(exchange: Exchange, numbers: Counter[str]) -> str:
+def _question(exchange: Exchange, numbers: Counter[str] | None) -> str:
     figures = "".join(_figure(preview, numbers) for preview in exchange.previews)
     media = f'<div class="media">{figures}</div>' if figures else ""
     text = f"<p>{escape(exchange.question)}</p>" if exchange.question else ""
     return f'<article class="asked">{media}{text}</article>' if media or text else ""
 
 
-def _figure(preview: Preview, numbers: Counter[str]) -> str:
-    numbers[preview.kind] += 1
-    name, caption = escape(preview.name), f"{preview.kind} {numbers[preview.kind]}"
+def _figure(preview: Preview, numbers: Counter[str] | None) -> str:
+    name, caption = escape(preview.name), "not seen"
+    if numbers is not None:
+        numbers[preview.kind] += 1
+        caption = f"{preview.kind} {numbers[preview.kind]}"
     body = preview.html or '<span class="missing" aria-hidden="true">?</span>'
     if preview.path is not None:
         address = f"gradio_api/file={quote(str(preview.path))}"

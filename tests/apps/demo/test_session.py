@@ -1,6 +1,7 @@
 """A visitor's conversation: asking, taking back, forgetting, comparing, saving, refusals."""
 
 import gc
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.demo import measured_chat as chat_module
 from oscar_mm.apps.demo.session import AS_PRESET, Session, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.apps.demo.transcript import history
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
@@ -333,3 +335,14 @@ def test_settings_say_what_is_wrong() -> None:
     ):
         with pytest.raises(InputError, match=why_not):
             SessionSettings.of_fields(preset, bits, window, None, False)
+
+
+def test_media_of_refused_messages_have_no_number(session, uploads) -> None:
+    asked(session, "What?", uploads / "0.png")
+    asked(session, "What?", uploads / "1.png", tokens=0)
+    for _ in session.ask("And?", [uploads / "2.png"], max_new_tokens=4):
+        captions = re.findall(
+            "<figcaption>([^<]*)</figcaption>", history(session.exchanges, session.active)
+        )
+        assert captions == ["picture 1", "not seen", "picture 2"][: len(captions)]
+    assert len(captions) == 3
