@@ -28,7 +28,7 @@ class Example:
 
     Attributes:
         title: label of its button.
-        summary: what it shows, in a few words.
+        summary: what it shows, in a few words; "" where the title tells it.
         messages: questions in their order.
         needs_sound: whether the model must take sound.
     """
@@ -43,6 +43,13 @@ class Example:
         """Whether all of its files exist."""
         return all(path.is_file() for message in self.messages for path in message.paths)
 
+    @property
+    def picture(self) -> Path | None:
+        """The picture of a single question about one, else None."""
+        paths = self.messages[0].paths
+        alone = len(self.messages) == len(paths) == 1 and paths[0].suffix == ".png"
+        return paths[0] if alone else None
+
 
 def _cards(*numbers: int) -> tuple[str, ...]:
     return tuple(f"cards/{number:02}.png" for number in numbers)
@@ -55,6 +62,18 @@ def _clips(*numbers: int) -> tuple[str, ...]:
     return tuple(f"clips/{number:02}.wav" for number in numbers)
 
 
+def _single(question: str, file: str) -> Example:
+    """Ask one question about one file."""
+    return Example(question, "", (Message(question, (file,)),), file.endswith(".wav"))
+
+
+QUESTIONS = (
+    _single("What is the code in picture 1?", "cards/02.png"),
+    _single("What is the sum in picture 1?", "cards/16.png"),
+    _single("Where is the red circle in picture 1?", "cards/18.png"),
+    _single("What was said in clip 1?", "clips/01.wav"),
+)
+"""Conversations of one question."""
 EXAMPLES = (
     Example(
         "20 pictures",

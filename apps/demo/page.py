@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from html import escape
 from typing import Any
 
 import gradio as gr
 
 from oscar_mm.admission.gpus import GPUS
-from oscar_mm.apps.demo.examples import EXAMPLES
+from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.inspection_panel import NOT_INSPECTED
 from oscar_mm.apps.demo.isolation import LocalBlocks
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS
+from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.apps.demo.session import AS_PRESET, WIDTHS
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
 from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
@@ -57,11 +59,10 @@ def build(handlers: Handlers) -> gr.Blocks:
 
 
 def _header(handlers: Handlers) -> None:
-    family = handlers.sessions.pipe.family
-    reads = ", ".join(sorted(modality.label for modality in family.reads))
+    card = handlers.sessions.card
     _HTML(
         "<header><h1>oscar_mm</h1><p>Long conversations about pictures, sound and video in a "
-        f'2-bit KV cache</p><span class="chip">{family.name} · reads {reads}</span>'
+        f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
         js_on_load=_THEME_SCRIPT,
@@ -73,10 +74,10 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
     reads = handlers.sessions.pipe.family.reads
     kinds = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "audio"}
     suffixes = [end for one, kind in kinds.items() if one in reads for end in SUFFIXES[kind]]
-    hears = Modality.AUDIO in reads
     script = partial(_HTML, js_on_load=SCROLL_SCRIPT)
     with gr.Column(elem_id="transcript"):
         history, live = script(initial["history"], elem_id="history"), script("", elem_id="live")
+        examples = _example_buttons(hears=Modality.AUDIO in reads)
     message = gr.MultimodalTextbox(
         label="Message",
         show_label=False,
@@ -84,7 +85,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         placeholder="Ask about what you show …",
         file_count="multiple",
         file_types=suffixes,
-        sources=["upload", "microphone"] if hears else ["upload"],
+        sources=["upload", "microphone"] if Modality.AUDIO in reads else ["upload"],
         max_plain_text_length=MAX_CHARACTERS,
         lines=1,
         max_lines=6,
@@ -94,19 +95,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         stop = gr.Button("Stop", elem_id="stop", size="sm", min_width=60)
         undo = gr.Button("Undo", elem_id="undo", size="sm", min_width=60)
         clear = gr.Button("New conversation", elem_id="clear", size="sm", min_width=120)
-    offered = [
-        example for example in EXAMPLES if example.exists and (hears or not example.needs_sound)
-    ]
-    examples = []
-    if offered:
-        with gr.Row(elem_id="examples"):
-            examples = [
-                (
-                    gr.Button(f"{example.title}: {example.summary}", size="sm", min_width=140),
-                    example,
-                )
-                for example in offered
-            ]
+    _HTML(_limits_of(handlers.sessions.card), elem_id="model-limits")
     return {
         "history": history,
         "live": live,
@@ -116,6 +105,27 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         "clear": clear,
         "examples": examples,
     }
+
+
+def _limits_of(card: ModelCard) -> str:
+    limits = f"{card.name} {card.abilities}."
+    if card.is_demo:
+        limits += " It knows the questions of its examples and a few more, and no other."
+    return f'<p class="how">{escape(limits)}</p>'
+
+
+def _example_buttons(*, hears: bool) -> list[tuple[gr.Button, Example]]:
+    """Place buttons that style.css shows while the conversation is empty."""
+    buttons = []
+    with gr.Column(elem_id="examples"):
+        for examples in (QUESTIONS, EXAMPLES):
+            with gr.Row():
+                for example in examples:
+                    if example.exists and (hears or not example.needs_sound):
+                        label = ": ".join(filter(None, (example.title, example.summary)))
+                        button = gr.Button(label, icon=example.picture, size="sm", min_width=140)
+                        buttons.append((button, example))
+    return buttons
 
 
 def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:

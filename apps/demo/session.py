@@ -178,6 +178,7 @@ class Session:
             exchange.note = NOTES.get(self.conversation.finish_reason, "")
             if not exchange.answer:
                 exchange.note = "the model ended without a word"
+            exchange.hint = self.sessions.card.hint(exchange.question)
             self.active = None
             yield
             if self.baseline is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.apps.demo.session import Session, SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
@@ -33,6 +34,7 @@ class Sessions:
 
     def __init__(self, pipe: Pipeline, settings: SessionSettings, folders: Sequence[Path]) -> None:
         self.pipe, self.settings, self.folders = pipe, settings, folders
+        self.card = ModelCard.of(pipe)
         self._pipes: weakref.WeakValueDictionary[KVPolicy, Pipeline] = weakref.WeakValueDictionary(
             {pipe.policy: pipe}
         )

@@ -64,8 +64,8 @@ if (!box.dataset.away) {
 """
 """Keeps the end in sight unless the visitor has scrolled up; plays one recording at a time."""
 _EMPTY = (
-    '<div class="welcome"><b>Show pictures, recordings or a video, and ask about them.</b>'
-    "<p>The model keeps what it has seen in a packed cache: later questions cost their own tokens "
+    '<div class="welcome"><b>Show something and ask about it</b>'
+    "<p>What the model has seen stays in a packed cache: later questions cost their own tokens "
     "only. The memory panel shows what it holds.</p></div>"
 )
 
@@ -83,6 +83,7 @@ class Exchange:
         answer: text of the answer so far.
         baseline: text of the answer over a 16-bit cache so far, or None.
         note: what ended the answer; "" if the model did.
+        hint: why the answer means little; "" if nothing is known against it.
         error: why there is no answer.
         counts: whether the exchange is a turn of the chat.
     """
@@ -95,6 +96,7 @@ class Exchange:
     answer: str = ""
     baseline: str | None = None
     note: str = ""
+    hint: str = ""
     error: str = ""
     counts: bool = False
 
@@ -237,8 +239,7 @@ def _answer(exchange: Exchange) -> str:
     parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f"<p>{escape(exchange.answer)}</p>")
-    if exchange.note:
-        parts.append(f"<small>{escape(exchange.note)}</small>")
+    parts += [f"<small>{escape(note)}</small>" for note in (exchange.note, exchange.hint) if note]
     html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:
         html += (

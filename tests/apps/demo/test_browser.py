@@ -116,6 +116,18 @@ def test_an_answer_is_streamed_and_the_chart_moves(browser, uploads) -> None:
     assert loaded
 
 
+def test_a_question_to_click(browser) -> None:
+    assert "M parameters" in browser.text("#head .chip")
+    assert (
+        browser.run("return document.querySelector('#examples').getBoundingClientRect().bottom")
+        < 900
+    )
+    browser.press("What is the code in picture 1?")
+    browser.wait(lambda: browser.all("#history .said"), "the answer")
+    assert len(browser.all("#history .asked img")) == 1
+    assert not browser.run("return document.querySelector('#examples').checkVisibility()")
+
+
 def test_a_file_with_sound_and_a_recording_of_the_microphone(browser, served, uploads) -> None:
     browser.ask("What do you hear?", uploads / "tone.wav")
     assert len(browser.all("#history .clip .play")) == 1

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.train_pocket.language import QUESTIONS
-from oscar_mm.apps.demo.examples import EXAMPLES, FOLDER
+from examples.train_pocket.language import QUESTIONS as TAUGHT
+from oscar_mm.apps.demo.examples import EXAMPLES, FOLDER, QUESTIONS
 from oscar_mm.apps.demo.uploads import MAX_FILES, files_by_kind
 from oscar_mm.media.source import SUFFIXES
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.title)
+@pytest.mark.parametrize("example", QUESTIONS + EXAMPLES, ids=lambda one: one.title)
 def test_files_are_shipped_and_may_be_shown(example) -> None:
     assert example.exists
     for message in example.messages:
@@ -21,9 +21,9 @@ def test_files_are_shipped_and_may_be_shown(example) -> None:
         assert sum(map(len, kinds.values())) == len(message.files)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.title)
+@pytest.mark.parametrize("example", QUESTIONS + EXAMPLES, ids=lambda one: one.title)
 def test_questions_are_about_what_was_shown(example) -> None:
-    taught = {way.split("{")[0].split()[0] for ways in QUESTIONS.values() for way in ways}
+    taught = {way.split("{")[0].split()[0] for ways in TAUGHT.values() for way in ways}
     pictures = clips = 0
     for message in example.messages:
         pictures += sum(Path(file).suffix in SUFFIXES["images"] for file in message.files)

@@ -45,6 +45,7 @@ def test_nothing_that_was_said_becomes_html() -> None:
         answer=EVIL,
         reasoning=EVIL,
         note=EVIL,
+        hint=EVIL,
         error=EVIL,
         previews=[
             Preview("picture", EVIL, Path(f"/folder/{EVIL}"), "<b></b>"),

@@ -1,0 +1,82 @@
+"""ModelCard: what the page says about the model that answers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oscar_mm.models import BUNDLED, bundled
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+# Fields of the bundled models' questions: codes and numbers, colours, shapes.
+_FIELDS = (
+    (re.compile(r"\b[A-Z0-9]+\b"), "#"),
+    (re.compile(r"\b(red|green|blue|yellow|purple|black)\b"), "red"),
+    (re.compile(r"\b(circle|square|triangle|star)(?=s?\b)"), "circle"),
+)
+_QUESTION = re.compile(r"`([A-Z][^`]*[.?])`")
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Name and size of a model, and what it can answer.
+
+    Attributes:
+        name: a bundled model's name, the last part of a hub id, or a folder's name.
+        parameters: number of parameters.
+        abilities: what the model can do, in words.
+        example: a question that a bundled model was taught; "" for other models.
+        patterns: all questions that a bundled model was taught, fields replaced; empty for others.
+    """
+
+    name: str
+    parameters: int
+    abilities: str
+    example: str = ""
+    patterns: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, pipe: Pipeline) -> ModelCard:
+        """Describe the model of a pipeline; a bundled one by the README.md in its folder."""
+        model = pipe.family.outer_model
+        folder = Path(model.name_or_path)
+        name, parameters = folder.name or pipe.family.name, model.num_parameters()
+        if folder != bundled(name):
+            kinds = sorted(modality.label for modality in pipe.family.reads)
+            return cls(name, parameters, f"reads {', '.join(kinds)}" if kinds else "reads text")
+        questions = _QUESTION.findall((folder / "README.md").read_text())
+        patterns = frozenset(_pattern(question) for question in questions)
+        return cls(name, parameters, BUNDLED[name], questions[0], patterns)
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the model was made for demos and knows a few questions only."""
+        return bool(self.patterns)
+
+    @property
+    def title(self) -> str:
+        """Name and size in a few words."""
+        size, unit = (
+            (self.parameters / 1e9, "B") if self.parameters >= 1e9 else (self.parameters / 1e6, "M")
+        )
+        kind = ", demo model" if self.is_demo else ""
+        return f"{self.name}, {size:.2g}{unit} parameters{kind}"
+
+    def hint(self, question: str) -> str:
+        """Tell that a bundled model was never taught a question; "" where it may know it."""
+        if not self.is_demo or _pattern(question.strip()) in self.patterns:
+            return ""
+        return (
+            f"{self.name} was never taught this question, so the answer means nothing. "
+            f"It {self.abilities}; ask for example: {self.example}"
+        )
+
+
+def _pattern(question: str) -> str:
+    for field, replacement in _FIELDS:
+        question = field.sub(replacement, question)
+    return question
