@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 _STEPS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10)
 
@@ -29,6 +30,19 @@ class Line:
     dashed: bool = False
 
 
+@dataclass(frozen=True)
+class Note:
+    """Text at a place of the horizontal axis.
+
+    Attributes:
+        x: the place.
+        text: what the chart tells there.
+    """
+
+    x: float
+    text: str
+
+
 def chart(
     lines: Sequence[Line],
     *,
@@ -39,6 +53,8 @@ def chart(
     ticks: Sequence[float] = (),
     least_x: float = 0,
     least_y: float = 0,
+    events: Sequence[Note] = (),
+    readouts: Sequence[Note] = (),
 ) -> str:
     """Draw a chart with axes from zero, a legend, and a summary for screen readers.
 
@@ -51,6 +67,8 @@ def chart(
         ticks: values on the horizontal axis; by default its ends and its middle.
         least_x: shortest horizontal axis.
         least_y: shortest vertical axis.
+        events: when media were shown or forgotten, as vertical lines; screen readers get the texts.
+        readouts: values for a pointer that is nearest to their place, x ascending.
     """
     points = [point for line in lines for point in line.points]
     top = _round_up(max(max((y for _, y in points), default=0), least_y) or 1)
@@ -76,20 +94,37 @@ def chart(
         f'<span style="left:{100 * tick / right:.1f}%">{tick:,.0f}</span>'
         for tick in ticks or (0, right // 2, right)
     )
+    lines_of_events = "".join(
+        f'<span class="event" style="left:{100 * event.x / right:.2f}%"></span>' for event in events
+    )
+    summary = "; ".join([summary, *(event.text for event in events)])
     legend = "".join(
         f'<li><b class="{"swatch" if line.filled else "stroke"} {line.style}'
         f'{" dashed" if line.dashed else ""}"></b>{escape(line.name)}</li>'
         for line in lines
     )
+    if events:
+        legend += '<li><b class="event-dot"></b>media shown or forgotten</li>'
     return (
         f'<figure class="chart"><figcaption>{escape(title)}</figcaption>'
         f'<ul class="legend">{legend}</ul>'
         f'<div class="plot" role="img" aria-label="{escape(summary)}">{rules}'
         '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">'
-        f"{''.join(drawn)}</svg></div>"
+        f"{''.join(drawn)}</svg>{lines_of_events}{_readouts(readouts, right)}</div>"
         f'<div class="ticks" aria-hidden="true">{marks}</div>'
         f'<div class="axis">{escape(x_label)}</div></figure>'
     )
+
+
+def _readouts(readouts: Sequence[Note], right: float) -> str:
+    """Divide the plot into strips, one for each readout, that show its text under a pointer."""
+    places = [note.x for note in readouts]
+    borders = [0.0, *(sum(pair) / 2 for pair in pairwise(places)), right]
+    strips = "".join(
+        f'<i style="flex-grow:{stop - start:.2f}" data-text="{escape(note.text)}"></i>'
+        for note, (start, stop) in zip(readouts, pairwise(borders), strict=False)
+    )
+    return f'<span class="readouts" aria-hidden="true">{strips}</span>' if strips else ""
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

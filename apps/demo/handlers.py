@@ -255,9 +255,10 @@ class Handlers:
         self.sessions.leave(str(request.session_hash))
 
     def _capacity(self, session: Session, gpu: str, model: str, length: str) -> str:
-        shape = self.shape if model == THIS_MODEL else MODELS[model]
+        is_this = model == THIS_MODEL
+        name, shape = (self.sessions.card.name, self.shape) if is_this else (model, MODELS[model])
         stored = session.conversation.tokens_by_modality
-        return capacity(stored, session.settings.policy, gpu, shape, length)
+        return capacity(stored, session.settings.policy, gpu, name, shape, length)
 
     def _new_file(self, name: str) -> Path:
         folder = self.folder / secrets.token_hex(16)

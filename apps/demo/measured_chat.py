@@ -65,6 +65,11 @@ class MemorySample:
         return self.bf16_bytes / self.used_bytes if self.bf16_bytes else 1.0
 
     @property
+    def gains(self) -> bool:
+        """Whether this is smaller than in 16 bit by more than a twentieth."""
+        return self.ratio >= 1.05
+
+    @property
     def bits_per_value(self) -> float:
         """Bits per key or value element, tables included; 0.0 while nothing is stored."""
         return self.used_bytes * 8 / self.values if self.values else 0.0
@@ -108,6 +113,7 @@ class MeasuredChat:
         curve: the curve of its memory.
         memory: the memory at the latest measurement, as ``segments`` are: a budget may have moved
             the conversation to disk since.
+        forgotten: tokens of the conversation when a medium was forgotten, and the medium's name.
         timings: timings of the latest answer so far.
         finish_reason: why the latest answer ended.
         reasoning: reasoning of the latest answer so far.
@@ -115,6 +121,7 @@ class MeasuredChat:
 
     def __init__(self, chat: Chat) -> None:
         self.chat, self.curve = chat, MemoryCurve()
+        self.forgotten: list[tuple[int, str]] = []
         self.timings: Timings | None = None
         self.finish_reason = self.reasoning = ""
         self.memory, self.segments = chat.memory, chat.segments
@@ -134,6 +141,7 @@ class MeasuredChat:
     def measure(self) -> None:
         """Measure the memory; reasoning or a turn measured before may be gone."""
         self.curve.cut(self.tokens)
+        self.forgotten = [event for event in self.forgotten if event[0] <= self.tokens]
         self.memory, self.segments = self.chat.memory, self.chat.segments
         self.curve.add(self.memory, self.tokens)
 
@@ -189,6 +197,8 @@ class MeasuredChat:
     def forget(self, index: int) -> None:
         """Drop the medium of a segment."""
         self.chat.forget(index)
+        if not self.segments[index].forgotten:
+            self.forgotten.append((self.tokens, self.segments[index].label))
         self.measure()
 
     def _measure_progress(self, before: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -11,9 +12,16 @@ from typing import Any
 import oscar_mm
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.admission.gpus import GPUS
-from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.measured_chat import PARTS, MemoryCurve
+from oscar_mm.apps.demo.charts import Line, Note, chart
+from oscar_mm.apps.demo.measured_chat import (
+    PARTS,
+    TABLES,
+    MeasuredChat,
+    MemoryCurve,
+    MemorySample,
+)
 from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.transcript import KINDS
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality
@@ -21,10 +29,7 @@ from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
 
 _MOST_POINTS = 160
-_NOTE = (
-    '<p class="how">Tokens stay in 16 bit until 128 of their modality fill a page, so a short '
-    "conversation gains little. Every byte that is in use counts.</p>"
-)
+_MOST_READOUTS, _MOST_EVENTS = 48, 40
 _LEAST_TOKENS, _LEAST_BYTES = 256, 100_000
 """The shortest axes."""
 FORGET_SCRIPT = """
@@ -56,39 +61,93 @@ _EXAMPLE_MIX = {"text": 1, "image": 7}
 
 def memory_view(session: Session) -> str:
     """Show the memory of a conversation in numbers, and over its tokens."""
-    baseline = session.baseline.curve if session.baseline else None
-    return memory_panel(session.conversation.curve, session.conversation.timings, baseline)
+    chat, baseline = session.conversation, session.baseline
+    return memory_panel(
+        chat.curve,
+        chat.timings,
+        baseline.curve if baseline else None,
+        events=curve_events(chat),
+        packs=session.settings.policy.packs,
+    )
 
 
 def memory_panel(
-    curve: MemoryCurve, timings: Timings | None, baseline: MemoryCurve | None = None
+    curve: MemoryCurve,
+    timings: Timings | None,
+    baseline: MemoryCurve | None = None,
+    *,
+    events: Sequence[Note] = (),
+    packs: bool = True,
 ) -> str:
-    """Show tiles and a chart.
+    """Show a headline, tiles and a chart.
 
     Args:
         curve: memory of the conversation.
         timings: timings of the latest answer so far.
         baseline: memory of the same conversation over a 16-bit cache, where that runs beside it.
+        events: what happened, by tokens of the conversation.
+        packs: whether the cache format packs at all.
     """
     now = curve.last
     speed = f"{timings.tokens_per_s:.0f}" if timings and timings.tokens_per_s else "-"
     wait = f"{timings.prefill_s:.2f} s" if timings else "-"
     tiles = "".join(
-        f'<div class="tile{" lead" if lead else ""}"><dt>{escape(name)}</dt>'
+        f'<div class="tile"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}</dd><small>{escape(note)}</small></div>"
-        for name, value, note, lead in (
-            ("16 bit takes", f"{now.ratio:.2f}x", "as much", True),
-            ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens", True),
-            ("In 16 bit", format_bytes(now.bf16_bytes), "the same tokens", False),
-            ("Bits per value", f"{now.bits_per_value:.2f}", "all counted", False),
-            ("Speed", speed, "tokens/s", False),
-            ("First token", wait, "media and prompt", False),
+        for name, value, note in (
+            ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens"),
+            ("Bits per value", f"{now.bits_per_value:.2f}", "tables included"),
+            ("Speed", speed, "tokens/s"),
+            ("First token", wait, "media and prompt"),
         )
     )
-    return f'<dl class="tiles">{tiles}</dl>{memory_chart(curve, baseline)}{_NOTE}'
+    headline = f'<div class="headline">{_headline(now, packs=packs)}</div>'
+    return f'{headline}<dl class="tiles">{tiles}</dl>{memory_chart(curve, baseline, events)}'
 
 
-def memory_chart(curve: MemoryCurve, baseline: MemoryCurve | None) -> str:
+def _headline(now: MemorySample, *, packs: bool) -> str:
+    if not now.bf16_bytes:
+        return "<p><strong>Nothing is stored yet.</strong></p>"
+    used, plain = format_bytes(now.used_bytes), format_bytes(now.bf16_bytes)
+    if now.gains:
+        return (
+            f"<p><strong>{now.ratio:.1f}x smaller than 16 bit</strong>: "
+            f"<b>{used}</b> instead of {plain}</p>"
+        )
+    reason = escape(no_gain_reason(now, packs=packs))
+    return (
+        f'<p><strong>{used}</strong>, {plain} if all were in 16 bit</p><p class="how">{reason}</p>'
+    )
+
+
+def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
+    """Tell why a conversation takes about as much as in 16 bit, or a little more."""
+    tables = f"Tables of where each token lies take {format_bytes(now.parts[TABLES])}."
+    if not packs:
+        return f"This conversation is stored in 16 bit, as its settings say. {tables}"
+    return (
+        "It is too short to gain: the latest tokens, and tokens that do not fill a page of 128 of "
+        f"their modality yet, stay in 16 bit. {tables}"
+    )
+
+
+def curve_events(chat: MeasuredChat) -> list[Note]:
+    """List the latest media that were shown and forgotten, by tokens of the conversation."""
+    events = []
+    for turn in chat.chat.turns:
+        counts = Counter(KINDS[span.modality] for span in turn.media)
+        shown = ", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items())
+        if shown:
+            events.append(Note(turn.start, f"{shown} shown at {turn.start:,} tokens"))
+    events += [
+        Note(tokens, f"{name} forgotten at {tokens:,} tokens") for tokens, name in chat.forgotten
+    ]
+    return sorted(events, key=lambda event: event.x)[-_MOST_EVENTS:]
+
+
+def memory_chart(
+    curve: MemoryCurve, baseline: MemoryCurve | None, events: Sequence[Note] = ()
+) -> str:
     """Draw bytes over tokens, stacked by modality, below what 16 bit would take."""
     samples = curve.thinned(_MOST_POINTS)
     parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
@@ -103,19 +162,24 @@ def memory_chart(curve: MemoryCurve, baseline: MemoryCurve | None) -> str:
         points = [(sample.tokens, sample.used_bytes) for sample in baseline.thinned(_MOST_POINTS)]
         lines.append(Line("16 bit, measured", "c-other", points))
     now = curve.last
-    summary = (
-        f"{now.stored_tokens} tokens hold {format_bytes(now.used_bytes)}; in 16 bit they would "
-        f"hold {format_bytes(now.bf16_bytes)}, {now.ratio:.2f} times as much"
-    )
     return chart(
         lines,
         title="Memory of keys and values",
-        summary=summary,
+        summary=_readout(now).text,
         x_label="tokens of the conversation",
         show_y=_axis_bytes,
         least_x=_LEAST_TOKENS,
         least_y=_LEAST_BYTES,
+        events=events,
+        readouts=[_readout(sample, events) for sample in curve.thinned(_MOST_READOUTS)],
     )
+
+
+def _readout(sample: MemorySample, events: Sequence[Note] = ()) -> Note:
+    used, plain = format_bytes(sample.used_bytes), format_bytes(sample.bf16_bytes)
+    text = f"{sample.tokens:,} tokens: {used}, {plain} in 16 bit"
+    latest = [event.text for event in events if event.x <= sample.tokens][-1:]
+    return Note(sample.tokens, "; ".join([text, *latest]))
 
 
 def _axis_bytes(count: float) -> str:
@@ -178,7 +242,12 @@ def _segment_row(segment: Segment, preview: str) -> str:
 
 
 def capacity(
-    stored: Mapping[str, int], policy: KVPolicy, gpu: str, shape: ModelShape, length: str
+    stored: Mapping[str, int],
+    policy: KVPolicy,
+    gpu: str,
+    model: str,
+    shape: ModelShape,
+    length: str,
 ) -> str:
     """Tell how many conversations like this fit on a GPU, computed from the model's shape.
 
@@ -186,6 +255,7 @@ def capacity(
         stored: tokens of the conversation by modality.
         policy: cache format of the conversation.
         gpu: a key of ``oscar_mm.admission.gpus.GPUS``.
+        model: name of the model.
         shape: shape of the model.
         length: a key of LENGTHS.
     """
@@ -198,17 +268,20 @@ def capacity(
     )
     if not unpacked and not packed:
         weights = format_bytes(shape.weight_bytes)
-        return f'<p class="fits none">Weights of {weights} leave no room on this GPU.</p>'
+        return (
+            f'<p class="fits none">The weights of {escape(model)}, {weights}, leave no room on one '
+            f"{escape(gpu)}.</p>"
+        )
     packed_size, size = (
         escape(format_bytes(shape.kv_bytes(cache_format, tokens)))
         for cache_format in (policy, plain)
     )
     total = sum(tokens.values())
     return (
-        f'<p class="fits"><strong>{packed:,}</strong> conversations like this fit, '
-        f"<b>{unpacked:,}</b> in 16 bit.</p>"
-        f'<p class="how">{total:,} tokens: {packed_size} each instead of {size}, beside '
-        f"weights of {format_bytes(shape.weight_bytes)}. By the formats, not measured.</p>"
+        f'<p class="fits"><strong>{packed:,}</strong> such conversations of {total:,} tokens '
+        f"with {escape(model)} fit on one {escape(gpu)}, <b>{unpacked:,}</b> in 16 bit.</p>"
+        f'<p class="how">{packed_size} each instead of {size}, beside weights of '
+        f"{format_bytes(shape.weight_bytes)}. Computed from the formats, not measured.</p>"
     )
 
 
@@ -226,6 +299,7 @@ def memory_report(session: Session) -> str:
     The report is for sharing: it contains nothing that anybody said or showed.
     """
     conversation, pipe = session.conversation, session.conversation.chat.pipe
+    now = conversation.curve.last
     policy = asdict(pipe.policy) | {"bits": pipe.policy.bits._asdict()}
     record: dict[str, Any] = {
         "oscar_mm": oscar_mm.__version__,
@@ -235,6 +309,8 @@ def memory_report(session: Session) -> str:
         "policy": {"preset": session.settings.name, **policy},
         "turns": len(conversation.chat.turns),
         "memory": conversation.memory.to_dict(),
+        "used_bytes": now.used_bytes,
+        "note": None if now.gains else no_gain_reason(now, packs=pipe.policy.packs),
         "segments": [
             {
                 "modality": segment.modality.label,

@@ -132,15 +132,15 @@ def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     with gr.Tab("Memory", id="memory"):
         parts["memory"] = _HTML(initial["memory"], elem_id="memory")
+        parts["segments"] = _HTML(initial["segments"], js_on_load=FORGET_SCRIPT, elem_id="segments")
         with gr.Column(elem_id="capacity"):
-            parts["capacity"] = _HTML(initial["capacity"], elem_id="fits")
             with gr.Row():
                 gpus = [(f"{name}, {size} GB", name) for name, size in GPUS.items()]
                 parts["gpu"] = gr.Dropdown(gpus, value=GPU, label="GPU")
                 models = [THIS_MODEL, *MODELS]
                 parts["model"] = gr.Dropdown(models, value=MODEL, label="Model")
                 parts["length"] = gr.Dropdown(list(LENGTHS), value=LENGTH, label="Length")
-        parts["segments"] = _HTML(initial["segments"], js_on_load=FORGET_SCRIPT, elem_id="segments")
+            parts["capacity"] = _HTML(initial["capacity"], elem_id="fits")
         with gr.Row(elem_id="files"):
             parts["save"] = gr.Button("Save", elem_id="save", size="sm", min_width=60)
             parts["load"] = gr.UploadButton(

@@ -27,7 +27,8 @@ NOTES = {
 """What the transcript tells about an answer that something ended, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
 _WAVEFORM_BARS = 28
-_KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
+KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
+"""What the page calls a medium."""
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 watch('value', () => {
@@ -132,7 +133,7 @@ class Preview:
     @classmethod
     def named(cls, modality: Modality, name: str) -> Preview:
         """Describe a medium whose file is missing."""
-        return cls(_KINDS[modality], name)
+        return cls(KINDS[modality], name)
 
 
 def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[Preview]:

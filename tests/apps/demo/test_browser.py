@@ -83,7 +83,7 @@ def is_dark(browser: Browser) -> bool:
 
 def held(browser: Browser) -> str:
     """What the tile says."""
-    return browser.text("#memory .tile:nth-child(2) dd")
+    return browser.text("#memory .tile:nth-child(1) dd")
 
 
 def area(browser: Browser) -> str:
@@ -155,14 +155,14 @@ def test_a_file_with_sound_and_a_recording_of_the_microphone(browser, served, up
 
 def test_forget(browser, uploads) -> None:
     browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
-    tokens = browser.text("#memory .tile:nth-child(2) small")
+    tokens = browser.text("#memory .tile:nth-child(1) small")
     buttons = browser.all("#segments button")
     assert [one.get_attribute("aria-label") for one in buttons] == ["Forget 0.png", "Forget 1.png"]
     browser.run("arguments[0].scrollIntoView({block: 'center'})", buttons[0])
     buttons[0].click()
     browser.wait(lambda: "forgotten" in browser.text("#segments"), "the segment to go")
     assert len(browser.all("#segments button")) == 1
-    assert browser.text("#memory .tile:nth-child(2) small") != tokens
+    assert browser.text("#memory .tile:nth-child(1) small") != tokens
     browser.ask("And now?")
     assert len(browser.all("#history .said")) == 2
 

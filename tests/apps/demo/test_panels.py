@@ -15,6 +15,7 @@ from oscar_mm.apps.demo.memory_panel import (
     LENGTHS,
     MODELS,
     capacity,
+    curve_events,
     memory_panel,
     memory_report,
     memory_view,
@@ -27,6 +28,7 @@ from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
+from oscar_mm.sizes import format_bytes
 from tests.apps.demo.conftest import asked
 
 BITS = {one.label: AS_PRESET for one in Modality}
@@ -82,11 +84,42 @@ def test_the_chart_stacks_modalities_below_the_line_of_16_bit() -> None:
     for name, height in (("text", 300e3), ("image", 950e3), ("tables", 950_050), ("plain", 3.8e6)):
         x, y = drawn[name][1]
         assert x == 100 and y == pytest.approx(100 - 100 * height / top, abs=0.01)
-    for shown in ("4.00x", "950.05 KB", "3.80 MB", "4.00", "31", "0.25 s", "30 tokens"):
+    headline = "<strong>4.0x smaller than 16 bit</strong>: <b>950.05 KB</b> instead of 3.80 MB"
+    for shown in (headline, "4.00", "31", "0.25 s", "30 tokens"):
         assert shown in html
     other = MemoryCurve()
     other.add(report(2_000_000, 0), 400)
     assert "other" in paths(memory_panel(curve, None, other))
+
+
+def test_no_conversation_takes_more_than_16_bit_without_a_reason(session, uploads) -> None:
+    assert "Nothing is stored yet" in memory_view(session)
+    asked(session, "What?", uploads / "0.png")
+    assert session.conversation.curve.last.ratio < 1
+    reason = "too short to gain"
+    assert reason in memory_view(session) and reason in json.loads(memory_report(session))["note"]
+    session.begin(SessionSettings.of_fields("bf16", BITS, 32, None, False))
+    asked(session, "What?", uploads / "0.png")
+    assert "stored in 16 bit, as its settings say" in memory_view(session)
+
+
+def test_the_curve_tells_what_was_shown_and_forgotten_and_its_values(session, uploads) -> None:
+    asked(session, "What?", uploads / "0.png", uploads / "1.png", uploads / "tone.wav")
+    asked(session, "And?")
+    session.forget(1)
+    session.forget(1)
+    tokens, curve = session.conversation.tokens, session.conversation.curve
+    events = [(event.x, event.text) for event in curve_events(session.conversation)]
+    assert events == [
+        (0, "2 pictures, 1 clip shown at 0 tokens"),
+        (tokens, f"0.png forgotten at {tokens:,} tokens"),
+    ]
+    html = memory_view(session)
+    assert html.count('class="event"') == 2 and html.count("data-text=") == len(curve.samples)
+    used = format_bytes(curve.last.used_bytes)
+    assert f'data-text="{tokens:,} tokens: {used}, ' in html
+    session.undo()
+    assert len(curve_events(session.conversation)) == 1
 
 
 def test_axes_end_on_round_numbers() -> None:
@@ -115,20 +148,24 @@ def test_words_that_differ_are_marked() -> None:
 def test_how_many_fit_is_told_by_the_formula() -> None:
     policy, shape = KVPolicy.preset("compact"), MODELS["Qwen3-VL-8B"]
     mix = {"text": 100, "image": 700}
-    html = capacity(mix, policy, "H100", shape, "32K tokens")
+    html = capacity(mix, policy, "H100", "Qwen3-VL-8B", shape, "32K tokens")
     tokens = scale_mix(mix, 32768)
     assert sum(tokens.values()) == 32768 and tokens["image"] == 28672
     packed = shape.conversations(80e9, policy, tokens)
     whole = shape.conversations(80e9, KVPolicy.preset("bf16"), tokens)
     assert f"<strong>{packed:,}</strong>" in html and f"<b>{whole:,}</b>" in html
-    assert "no room" in capacity({}, policy, "RTX 4090", MODELS["Qwen3-VL-32B"], "this long")
+    assert "with Qwen3-VL-8B fit on one H100" in html
+    large = "Qwen3-VL-32B"
+    html = capacity({}, policy, "RTX 4090", large, MODELS[large], "this long")
+    assert f"weights of {large}, 66.80 GB, leave no room on one RTX 4090" in html
 
 
 def test_every_choice_of_the_planner_works() -> None:
     for gpu in GPUS:
         for shape in (*MODELS.values(), ModelShape(4, 2, 128, 5_000_000)):
             for length in LENGTHS:
-                assert capacity({"text": 3}, KVPolicy.preset("oscar"), gpu, shape, length)
+                policy = KVPolicy.preset("oscar")
+                assert capacity({"text": 3}, policy, gpu, "a model", shape, length)
 
 
 def test_views_of_a_conversation(session, uploads) -> None:
