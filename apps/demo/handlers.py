@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -24,7 +24,7 @@ from oscar_mm.apps.demo.memory_panel import (
 )
 from oscar_mm.apps.demo.session import Session, SessionSettings, as_int
 from oscar_mm.apps.demo.sessions import Sessions
-from oscar_mm.apps.demo.transcript import history, live
+from oscar_mm.apps.demo.transcript import as_markdown, history, live
 from oscar_mm.errors import InputError
 
 THIS_MODEL = "the model of this page"
@@ -86,9 +86,40 @@ class Handlers:
         """Answer a message; a message that the page refuses goes back into the box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
         session = self._session(request)
-        options = self._options(temperature, longest)
-        empty = gr.MultimodalTextbox(value=None)
-        sent = yield from self._answer(session, text, files, options, empty)
+        steps = session.ask(text, files, **self._options(temperature, longest))
+        yield from self._answer_from_box(session, steps, text, files, scenario)
+
+    def retry(
+        self, request: gr.Request, temperature: float, longest: float, *scenario: str
+    ) -> Iterator[tuple]:
+        """Answer the last question anew."""
+        session = self._session(request)
+        try:
+            text, files = session.take_back()
+        except InputError as error:
+            session.show_error(error)
+            yield *self.all_parts(session, *scenario), _UNCHANGED
+            return
+        steps = session.ask(text, files, **self._options(temperature, longest))
+        yield from self._answer_from_box(session, steps, text, files, scenario)
+
+    def edit(self, request: gr.Request, *scenario: str) -> tuple:
+        """Take back the last question, and put it into the box."""
+        session, box = self._session(request), _UNCHANGED
+        with _errors_in_chat(session):
+            text, files = session.take_back()
+            box = gr.MultimodalTextbox(value={"text": text, "files": files})
+        return *self.all_parts(session, *scenario), box
+
+    def _answer_from_box(
+        self,
+        session: Session,
+        steps: Iterator[None],
+        text: str,
+        files: list,
+        scenario: Sequence[str],
+    ) -> Iterator[tuple]:
+        sent = yield from self._answer(session, steps, gr.MultimodalTextbox(value=None))
         last = session.exchanges[-1:]
         refused = bool(last and last[0].error and not last[0].counts)
         box = gr.MultimodalTextbox(value={"text": text, "files": files}) if refused else _UNCHANGED
@@ -102,15 +133,12 @@ class Handlers:
             request: gr.Request, temperature: float, longest: float, *scenario: str
         ) -> Iterator[tuple]:
             session = self._session(request)
-            try:
+            with _errors_as_messages():
                 session.begin()
-            except InputError as error:
-                raise gr.Error(str(error), print_exception=False) from None
             options = self._options(temperature, longest)
             for message in example.messages:
-                sent = yield from self._answer(
-                    session, message.text, message.paths, options, _UNCHANGED
-                )
+                steps = session.ask(message.text, message.paths, **options)
+                sent = yield from self._answer(session, steps, _UNCHANGED)
                 past, *parts = self.all_parts(session, *scenario)
                 yield _UNCHANGED if past == sent else past, *parts, _UNCHANGED
                 if session.stopped or not session.exchanges or session.exchanges[-1].error:
@@ -129,12 +157,12 @@ class Handlers:
         return {"temperature": sampled, "max_new_tokens": as_int(longest)}
 
     def _answer(
-        self, session: Session, text: str, files: list, options: dict[str, Any], box: Any
+        self, session: Session, steps: Iterator[None], box: Any
     ) -> Generator[tuple, None, str]:
         """Show an answer while the model writes it; return the history that the page has then."""
         active, sent = None, ""
         try:
-            for _ in session.ask(text, files, **options):
+            for _ in steps:
                 past, now = _UNCHANGED, session.active
                 if now is not active or box is not _UNCHANGED:
                     past = sent = history(session.exchanges, now)
@@ -225,6 +253,12 @@ class Handlers:
         path.write_text(memory_report(self._session(request)))
         return str(path)
 
+    def transcript(self, request: gr.Request) -> str:
+        """Return questions and answers as a file."""
+        path = self._new_file("conversation.md")
+        path.write_text(as_markdown(self._session(request).turns))
+        return str(path)
+
     def capacity(self, request: gr.Request, *scenario: str) -> str:
         """Tell how many conversations fit on a GPU."""
         return self._capacity(self._session(request), *scenario)
@@ -240,18 +274,27 @@ class Handlers:
         except InputError as error:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
-    def open_page(self, request: gr.Request, *scenario: str) -> tuple:
-        """Show the session of a page that a browser has loaded."""
-        return self.all_parts(self._session(request), *scenario)
+    def open_page(self, request: gr.Request, session_id: str, *scenario: str) -> tuple:
+        """Show a conversation in a page that a browser has loaded; return its id too."""
+        with _errors_as_messages():
+            session = self.sessions.visit(str(request.session_hash), session_id)
+        if session_id and session.id != session_id:
+            gr.Info("The conversation of this address has ended: this is a new one.")
+        return *self.all_parts(session, *scenario), session.id
+
+    def fork(self, request: gr.Request, *scenario: str) -> tuple:
+        """Go on with a copy of the conversation; return its id too."""
+        with _errors_as_messages():
+            session = self.sessions.fork(str(request.session_hash))
+        gr.Info("This is a copy. The browser's Back button leads to the original.")
+        return *self.all_parts(session, *scenario), session.id
 
     def _session(self, request: gr.Request) -> Session:
-        try:
+        with _errors_as_messages():
             return self.sessions.session(str(request.session_hash))
-        except InputError as error:
-            raise gr.Error(str(error), print_exception=False) from None
 
     def leave(self, request: gr.Request) -> None:
-        """End the session of a page that a browser has closed or loads anew."""
+        """End the visit of a page that a browser has closed or loads anew."""
         self.sessions.leave(str(request.session_hash))
 
     def _capacity(self, session: Session, gpu: str, model: str, length: str) -> str:
@@ -264,6 +307,15 @@ class Handlers:
         folder = self.folder / secrets.token_hex(16)
         folder.mkdir(parents=True)
         return folder / name
+
+
+@contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """Show in a corner of the page why it refuses the input."""
+    try:
+        yield
+    except InputError as error:
+        raise gr.Error(str(error), print_exception=False) from None
 
 
 @contextmanager

@@ -183,10 +183,18 @@ class MeasuredChat:
                 self.timings = stream.result.timings
         finally:
             stream.close()
-        if len(self.chat.turns) > turns:
-            self.finish_reason = self.chat.turns[-1].finish_reason
-            self.measure()
+            if len(self.chat.turns) > turns:
+                self.finish_reason = self.chat.turns[-1].finish_reason
+                self.measure()
         yield text
+
+    def fork(self) -> MeasuredChat:
+        """Copy the chat, with its curve; both go on by themselves."""
+        fork = MeasuredChat(self.chat.fork())
+        fork.curve.samples = [*self.curve.samples]
+        fork.forgotten, fork.timings = [*self.forgotten], self.timings
+        fork.finish_reason = self.finish_reason
+        return fork
 
     def undo(self) -> None:
         """Take back the last turn."""

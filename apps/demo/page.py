@@ -33,6 +33,12 @@ if (kept) document.body.classList.toggle('dark', kept === 'dark');
 const field = document.querySelector('#message textarea');
 if (field) field.setAttribute('aria-label', 'Message');
 """
+_OPENED_SCRIPT = """(id) => {
+  history.replaceState(null, '', '#' + id);
+  window.onhashchange = () => location.reload();
+}"""
+_FORKED_SCRIPT = "(id) => history.pushState(null, '', '#' + id)"
+"""The conversation's id is the address's fragment, which browsers send to no server."""
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
 """The choices of a new page."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
@@ -94,6 +100,9 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
     with gr.Row(elem_id="actions"):
         stop = gr.Button("Stop", elem_id="stop", size="sm", min_width=60)
         undo = gr.Button("Undo", elem_id="undo", size="sm", min_width=60)
+        retry = gr.Button("Retry", elem_id="retry", size="sm", min_width=60)
+        edit = gr.Button("Edit", elem_id="edit", size="sm", min_width=60)
+        fork = gr.Button("Fork", elem_id="fork", size="sm", min_width=60)
         clear = gr.Button("New conversation", elem_id="clear", size="sm", min_width=120)
     _HTML(_limits_of(handlers.sessions.card), elem_id="model-limits")
     return {
@@ -102,6 +111,9 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         "message": message,
         "stop": stop,
         "undo": undo,
+        "retry": retry,
+        "edit": edit,
+        "fork": fork,
         "clear": clear,
         "examples": examples,
     }
@@ -147,8 +159,11 @@ def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
                 "Load", elem_id="load", size="sm", min_width=60, file_types=[".safetensors"]
             )
             parts["report"] = gr.Button("JSON report", elem_id="report", size="sm", min_width=90)
-        parts["saved"] = gr.DownloadButton("saved", elem_id="saved", visible="hidden")
-        parts["reported"] = gr.DownloadButton("reported", elem_id="reported", visible="hidden")
+            parts["transcript"] = gr.Button(
+                "Transcript", elem_id="as-text", size="sm", min_width=80
+            )
+        for name in ("saved", "reported", "written"):
+            parts[name] = gr.DownloadButton(name, elem_id=name, visible="hidden")
     with gr.Tab("Compare", id="compare"):
         parts["compare"] = gr.Checkbox(
             initial["compare"], label="Answer with a 16-bit cache too", elem_id="compare"
@@ -210,6 +225,8 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
             handlers.example(example), [*options, *scenario], [*all_outputs, box], **answer
         )
     parts["compare"].input(handlers.compare, [parts["compare"], *scenario], all_outputs, **answer)
+    parts["retry"].click(handlers.retry, [*options, *scenario], [*all_outputs, box], **answer)
+    parts["edit"].click(handlers.edit, scenario, [*all_outputs, box], **private)
     parts["stop"].click(handlers.stop, queue=False, **private)
     parts["undo"].click(handlers.action("undo"), scenario, all_outputs, **private)
     parts["clear"].click(handlers.action("begin"), scenario, all_outputs, **private)
@@ -225,11 +242,22 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     for button, handler, outputs, target in (
         ("save", handlers.save, [parts["saved"], parts["history"]], "saved"),
         ("report", handlers.report, [parts["reported"]], "reported"),
+        ("transcript", handlers.transcript, [parts["written"]], "written"),
     ):
         done = parts[button].click(handler, None, outputs, **private)
         done.success(None, None, None, js=_press(target), **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
-    page.load(handlers.open_page, scenario, all_outputs, **private)
+    address = gr.Textbox(label="Address", visible="hidden")
+    opened = page.load(
+        handlers.open_page,
+        [address, *scenario],
+        [*all_outputs, address],
+        js="(_, ...rest) => [location.hash.slice(1), ...rest]",
+        **private,
+    )
+    opened.success(None, address, None, js=_OPENED_SCRIPT, **private)
+    forked = parts["fork"].click(handlers.fork, scenario, [*all_outputs, address], **private)
+    forked.success(None, address, None, js=_FORKED_SCRIPT, **private)
     page.unload(handlers.leave)
 
 

@@ -28,6 +28,7 @@ AS_PRESET = "preset"
 WIDTHS = ("2", "3/2", "4/2", "4", "16")
 """Bits of keys and of values that the page offers, one number where they are the same."""
 _PATIENCE_S = 60
+_MOST_REFUSED = 20
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Session:
         sessions: all sessions of the page.
 
     Attributes:
+        id: names the session in the page's address; nobody can guess it.
         settings: the settings of the conversation.
         conversation: the chat over the packed cache.
         baseline: the same chat over a 16-bit cache, or None.
@@ -103,7 +105,11 @@ class Session:
     """
 
     def __init__(self, sessions: Sessions) -> None:
-        self.sessions, self.last_active = sessions, time.monotonic()
+        self.id, self.sessions, self.last_active = (
+            secrets.token_urlsafe(24),
+            sessions,
+            time.monotonic(),
+        )
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
         self._begin(sessions.settings)
 
@@ -127,6 +133,11 @@ class Session:
         """Whether the model has answered a question, or answers one now."""
         return self._turn.locked() or bool(self.turns)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of keys and values at the latest measurement."""
+        return sum(chat.curve.last.used_bytes for chat in self._chats)
+
     def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
         """Ask a question; each step brings ``exchanges`` up to date with the growing answer.
 
@@ -146,8 +157,9 @@ class Session:
             if self._closed:
                 raise InputError("this conversation has ended: reload the page")
             self._stop.clear()
-            exchange = Exchange(text, options={"seed": secrets.randbits(31), **options})
-            self.exchanges.append(exchange)
+            seed = secrets.randbits(31)
+            exchange = Exchange(text, list(files), options={"seed": seed, **options})
+            self._show(exchange)
             self.active = exchange
             yield from self._answer(exchange, files)
         finally:
@@ -173,12 +185,10 @@ class Session:
                         yield
             finally:
                 exchange.counts = len(self.conversation.chat.turns) > before
+                if exchange.counts:
+                    self._note_end(exchange)
             if not exchange.counts:
                 raise InputError("stopped before the first word: the conversation is as before")
-            exchange.note = NOTES.get(self.conversation.finish_reason, "")
-            if not exchange.answer:
-                exchange.note = "the model ended without a word"
-            exchange.hint = self.sessions.card.hint(exchange.question)
             self.active = None
             yield
             if self.baseline is not None:
@@ -189,6 +199,13 @@ class Session:
         except Exception as error:
             _log.exception("an answer failed")
             exchange.error = f"the server failed ({type(error).__name__}); try again"
+
+    def _note_end(self, exchange: Exchange) -> None:
+        exchange.answer = self.conversation.chat.turns[-1].answer
+        exchange.note = NOTES.get(self.conversation.finish_reason, "")
+        if not exchange.answer:
+            exchange.note = "the model ended without a word"
+        exchange.hint = self.sessions.card.hint(exchange.question)
 
     def _check_length(self, tokens: Any) -> None:
         most = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
@@ -247,7 +264,14 @@ class Session:
 
     def show_error(self, error: Exception) -> None:
         """Show in the transcript why the page refused something."""
-        self.exchanges.append(Exchange("", error=str(error)))
+        self._show(Exchange("", error=str(error)))
+
+    def _show(self, exchange: Exchange) -> None:
+        """Add to the transcript, which forgets the oldest of many refused messages."""
+        refused = [old for old in self.exchanges if not old.counts]
+        for old in refused[: len(refused) - _MOST_REFUSED]:
+            self.exchanges.remove(old)
+        self.exchanges.append(exchange)
 
     @property
     def stopped(self) -> bool:
@@ -275,6 +299,28 @@ class Session:
                 for chat in self._chats:
                     chat.undo()
             self.exchanges.pop()
+
+    def take_back(self) -> tuple[str, list[str | Path]]:
+        """Take back the last question, and return its text and files, to ask it again.
+
+        Raises:
+            InputError: there is no question, or its files are missing.
+        """
+        last = self.exchanges[-1] if self.exchanges else None
+        if last is not None and any(preview.path is None for preview in last.previews):
+            raise InputError("the files of a loaded question are missing: show them again")
+        self.undo()
+        return (last.question, last.files) if last else ("", [])
+
+    def fork(self) -> Session:
+        """Copy the conversation into a session of its own; both go on by themselves."""
+        with self._exclusive():
+            fork = Session(self.sessions)
+            fork._close_chats()
+            fork.conversation, fork.settings = self.conversation.fork(), self.settings
+            fork.baseline = self.baseline.fork() if self.baseline is not None else None
+            fork.exchanges = [replace(exchange) for exchange in self.exchanges]
+            return fork
 
     def forget(self, index: int) -> None:
         """Free the memory of a segment: an image, a video or a recording."""

@@ -1,4 +1,4 @@
-"""Sessions: the visitors of a page, and the pipelines that answer them."""
+"""Sessions: the conversations of a page, who visits them, and the pipelines that answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 MAX_SESSIONS = 64
+"""Most conversations on the server."""
 IDLE_S = 900.0
 """A full page gives up a conversation whose visitor has done nothing for so long."""
+KEPT_S = 6 * 3600.0
+"""How long a conversation that nobody visits stays."""
+KEPT_BYTES = 2**30
+"""Most bytes of keys and values of all conversations that nobody visits."""
+_MAX_VISITS = 4 * MAX_SESSIONS
 
 
 class Sessions:
     """Each visitor has a chat of its own; all share a model, a lock and a budget.
+
+    A conversation outlives the visit: who knows its id goes on with it, until it is old or others
+    need its place.
 
     Args:
         pipe: answers; its ``kv_budget`` keeps visitors from filling the memory.
@@ -39,6 +48,7 @@ class Sessions:
             {pipe.policy: pipe}
         )
         self._sessions: dict[str, Session] = {}
+        self._visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
@@ -50,7 +60,7 @@ class Sessions:
             return pipe
 
     def session(self, key: str) -> Session:
-        """Return a browser's session, or begin one.
+        """Return the session that a browser visits, or begin one.
 
         Anybody can invent keys for free: when the page is full, a session without a conversation
         makes way, and begins anew with the first question.
@@ -62,43 +72,108 @@ class Sessions:
             InputError: the page is full, or closed.
         """
         with self._lock:
-            session = self._sessions.get(key)
+            session = self._sessions.get(self._visits.get(key, ""))
         if session is None:
             session = self._admit(key, Session(self))
         session.last_active = time.monotonic()
         return session
 
-    def _admit(self, key: str, new: Session) -> Session:
-        """Add the new session, unless another thread has added one for this key meanwhile."""
-        evicted = None
+    def visit(self, key: str, session_id: str) -> Session:
+        """Have a browser go on with a conversation, or begin one where there is none of this id.
+
+        Args:
+            key: the browser's session hash.
+            session_id: ``Session.id``, which only those know who have the page's address.
+
+        Raises:
+            InputError: the page is full, or closed.
+        """
+        self._close(self._expired())
         with self._lock:
-            if self._closed:
-                raise InputError("the page is being closed")
-            if key in self._sessions:
-                return self._sessions[key]
-            if len(self._sessions) >= MAX_SESSIONS:
-                evicted = self._sessions.pop(self._longest_idle())
-            self._sessions[key] = new
-        if evicted is not None:
-            evicted.close()
-        return new
+            if session_id in self._sessions and not self._closed:
+                self._add_visit(key, session_id)
+        return self.session(key)
+
+    def fork(self, key: str) -> Session:
+        """Have a browser visit a copy of its conversation; the other stays at its address.
+
+        Raises:
+            InputError: the page is full, or closed.
+        """
+        return self._admit(key, self.session(key).fork(), is_fork=True)
+
+    def _add_visit(self, key: str, session_id: str) -> None:
+        self._visits.pop(key, None)
+        self._visits[key] = session_id
+        if len(self._visits) > _MAX_VISITS:
+            del self._visits[next(iter(self._visits))]
+
+    def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
+        """Add the new session, unless another thread has added one for this key meanwhile."""
+        evicted = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise InputError("the page is being closed")
+                if not is_fork and self._visits.get(key, "") in self._sessions:
+                    evicted = [new]
+                    return self._sessions[self._visits[key]]
+                if len(self._sessions) >= MAX_SESSIONS:
+                    evicted = [self._sessions.pop(self._longest_idle())]
+                self._sessions[new.id] = new
+                self._add_visit(key, new.id)
+                return new
+        except InputError:
+            evicted = [new]
+            raise
+        finally:
+            self._close(evicted)
 
     def _longest_idle(self) -> str:
-        """Choose whom to evict: among sessions without a conversation, else among all, the one
-        idle longest. A browser that lost its connection does not say so."""
-        now = time.monotonic()
+        """Choose whom to evict: among sessions without a conversation, else among those that
+        nobody visits, else among all, the one idle longest. A browser that lost its connection
+        does not say so."""
+        now, visited = time.monotonic(), set(self._visits.values())
         key, session = max(
-            self._sessions.items(), key=lambda item: (not item[1].converses, -item[1].last_active)
+            self._sessions.items(),
+            key=lambda item: (
+                not item[1].converses,
+                item[0] not in visited,
+                -item[1].last_active,
+            ),
         )
-        if session.converses and now - session.last_active < IDLE_S:
+        if session.converses and key in visited and now - session.last_active < IDLE_S:
             raise InputError(f"{MAX_SESSIONS} visitors are here already: try again later")
         return key
 
     def leave(self, key: str) -> None:
-        """End a session and free its memory."""
+        """End a visit; its conversation stays for a while, an empty one goes at once."""
         with self._lock:
-            session = self._sessions.pop(key, None)
-        if session is not None:
+            session_id = self._visits.pop(key, "")
+            session = self._sessions.get(session_id)
+            if session is None or session_id in self._visits.values():
+                return
+            if not session.converses:
+                del self._sessions[session_id]
+        session.stop()
+        self._close([] if session.id in self._sessions else [session])
+        self._close(self._expired())
+
+    def _expired(self) -> list[Session]:
+        """Take out the conversations that nobody visits and that are old or, together, large."""
+        now, size, expired = time.monotonic(), 0, []
+        with self._lock:
+            visited = set(self._visits.values())
+            left = [session for session in self._sessions.values() if session.id not in visited]
+            for session in sorted(left, key=lambda session: -session.last_active):
+                size += session.used_bytes
+                if size > KEPT_BYTES or now - session.last_active > KEPT_S:
+                    expired.append(self._sessions.pop(session.id))
+        return expired
+
+    @staticmethod
+    def _close(sessions: Sequence[Session]) -> None:
+        for session in sessions:
             session.close()
 
     def close(self) -> None:
@@ -108,10 +183,10 @@ class Sessions:
             sessions = list(self._sessions.values())
         for session in sessions:
             session.stop()
-        for session in sessions:
-            session.close()
+        self._close(sessions)
         with self._lock:
             self._sessions.clear()
+            self._visits.clear()
 
     @property
     def is_empty(self) -> bool:
@@ -121,7 +196,7 @@ class Sessions:
     @property
     def status(self) -> str:
         """The number of visitors and the memory of all, in words."""
-        count, budget = len(self._sessions), self.pipe.budget
+        count, budget = len(self._visits), self.pipe.budget
         people = f"{count} visitor{'' if count == 1 else 's'} here"
         if budget is None:
             return people

@@ -46,6 +46,10 @@ if (!box.dataset.away) {
     sound = pressed = null;
   };
   box.addEventListener('click', (event) => {
+    const copy = event.target.closest('button.copy');
+    if (copy) navigator.clipboard?.writeText(copy.previousElementSibling.textContent).then(() => {
+      copy.textContent = 'Copied';
+    }, () => {});
     const button = event.target.closest('button[data-sound]');
     if (!button) return;
     const again = button === pressed;
@@ -63,7 +67,8 @@ if (!box.dataset.away) {
   });
 }
 """
-"""Keeps the end in sight unless the visitor has scrolled up; plays one recording at a time."""
+"""Keeps the end in sight unless the visitor has scrolled up; copies an answer; plays one recording
+at a time."""
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
     "<p>What the model has seen stays in a packed cache: later questions cost their own tokens "
@@ -77,7 +82,8 @@ class Exchange:
 
     Attributes:
         question: text of the question.
-        media: files of the question by kind.
+        files: files of the question, as they were sent.
+        media: the same files by kind, once they are checked.
         previews: the same media, in the order of the turn's segments.
         options: sampling options of the answer.
         reasoning: reasoning of a thinking model so far.
@@ -90,6 +96,7 @@ class Exchange:
     """
 
     question: str
+    files: list[str | Path] = field(default_factory=list)
     media: dict[str, list[Path]] = field(default_factory=dict)
     previews: list[Preview] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
@@ -199,6 +206,23 @@ def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> st
     return "".join(parts)
 
 
+def as_markdown(exchanges: Sequence[Exchange]) -> str:
+    """Write the questions and answers of a conversation as a text file."""
+    numbers: Counter[str] = Counter()
+    parts = []
+    for exchange in exchanges:
+        names = []
+        for preview in exchange.previews:
+            numbers[preview.kind] += 1
+            names.append(f"- {preview.kind} {numbers[preview.kind]}: {preview.name}\n")
+        notes = "".join(f"\n({note})\n" for note in (exchange.note, exchange.hint) if note)
+        parts.append(
+            f"## Question\n\n{exchange.question}\n\n{''.join(names)}\n"
+            f"## Answer\n\n{exchange.answer}\n{notes}"
+        )
+    return "\n".join(parts)
+
+
 def live(exchange: Exchange | None) -> str:
     """Show the active answer, or nothing."""
     if exchange is None:
@@ -240,6 +264,7 @@ def _answer(exchange: Exchange) -> str:
     parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f"<p>{escape(exchange.answer)}</p>")
+        parts.append('<button type="button" class="copy">Copy</button>')
     parts += [f"<small>{escape(note)}</small>" for note in (exchange.note, exchange.hint) if note]
     html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:

@@ -68,8 +68,18 @@ class Browser:
         self.open(address)
 
     def open(self, address: str) -> None:
-        """Another page, or the same anew."""
+        """Another page."""
+        # An address that differs in its fragment alone would load nothing.
+        self.driver.get("about:blank")
         self.driver.get(address)
+        self._wait_for_the_page()
+
+    def reload(self) -> None:
+        """The same page anew."""
+        self.driver.refresh()
+        self._wait_for_the_page()
+
+    def _wait_for_the_page(self) -> None:
         self.driver.get_log("browser")  # What the page before said when it was cut off.
         # Handlers are there once the server has said who is here.
         self.wait(lambda: re.search(r"[1-9]\d* visitor", self.text("#status")), "the page")

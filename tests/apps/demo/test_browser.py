@@ -66,8 +66,8 @@ def set_length(browser: Browser, tokens: int) -> None:
 
 
 def newest(served: RunningPage) -> Session:
-    """The visitor who came last; those before may not be gone yet."""
-    return list(served.sessions._sessions.values())[-1]
+    """The session of the visitor who came last; those before may not be gone yet."""
+    return served.sessions.session(list(served.sessions._visits)[-1])
 
 
 def click_when_there(browser: Browser, selector: str) -> None:
@@ -181,14 +181,59 @@ def test_compare(browser, uploads) -> None:
     assert len(browser.all("#memory .line.c-other")) == 1
 
 
-def test_reload_begins_anew_and_frees_what_was_held(browser, served, uploads) -> None:
+def test_reload_goes_on(browser, served, uploads) -> None:
     browser.ask("What is it?", uploads / "0.png")
-    before = list(served.sessions._sessions)[-1]
-    browser.driver.refresh()
-    browser.wait(lambda: browser.text("#history .welcome"), "a fresh page")
-    browser.wait(lambda: before not in served.sessions._sessions, "the visitor to leave")
-    assert held(browser) == "0 B"
+    address, used = browser.driver.current_url, held(browser)
+    assert address.endswith(f"#{newest(served).id}")
+    browser.reload()
+    browser.wait(lambda: "What is it?" in browser.text("#history"), "the conversation")
+    assert held(browser) == used and len(browser.all("#history .asked img")) == 1
+    assert browser.driver.current_url == address
+    browser.ask("And now?")
+    assert len(newest(served).turns) == 2
+
+
+def test_reload_while_an_answer_is_written(browser, served) -> None:
+    set_length(browser, 1000)
+    browser.say("Tell me more.")
+    browser.wait(lambda: len(browser.text("#live article")) > 30, "some words")
+    browser.reload()
+    set_length(browser, 20)
+    browser.wait(lambda: not newest(served)._turn.locked(), "the end of the answer")
+    browser.ask("And now?")
+    first, second = newest(served).turns
+    assert first.answer and "stopped" in first.note and second.answer
+
+
+def test_an_address_of_nobody_is_a_new_conversation(browser, served) -> None:
+    chosen = "A" * 32
+    browser.run("location.hash = arguments[0]", chosen)
+    browser.wait(lambda: chosen not in browser.driver.current_url, "an address of its own")
+    browser.wait(lambda: browser.text("#history .welcome"), "nothing")
+    assert browser.driver.current_url.endswith(newest(served).id)
+
+
+def test_retry_edit_and_fork(browser, served, uploads) -> None:
+    set_length(browser, 20)
     browser.ask("What is it?", uploads / "0.png")
+    original = browser.driver.current_url
+    browser.press("Retry")
+    browser.wait_for_the_end()
+    [exchange] = newest(served).exchanges
+    assert exchange.counts and exchange.previews[0].name == "0.png"
+    browser.press("Fork")
+    browser.wait(lambda: browser.driver.current_url != original, "the copy")
+    browser.press("Edit")
+    [box] = browser.all("#message textarea")
+    browser.wait(lambda: box.get_property("value") == "What is it?", "the question")
+    assert browser.all("#message .thumbnail-item") and not newest(served).exchanges
+    box.clear()
+    browser.say("Which is it?")
+    browser.wait(lambda: "Which is it?" in browser.text("#history"), "the question")
+    browser.wait_for_the_end()
+    browser.driver.back()
+    browser.wait(lambda: "What is it?" in browser.text("#history"), "the original")
+    assert browser.driver.current_url == original
 
 
 def test_two_browsers_at_once(browser, served, uploads) -> None:

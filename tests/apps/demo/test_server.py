@@ -3,13 +3,14 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo import uploads as bounds
 from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.errors import InputError
@@ -143,7 +144,7 @@ def test_pages_of_other_sites_cannot_use_it(served, client, uploads) -> None:
     foreign = {"Sec-Fetch-Site": "cross-site"}
     assert client.post("gradio_api/upload", files=files, headers=foreign).status_code == 403
     assert client.post("gradio_api/upload", files=files).status_code == 200
-    assert "s9" not in served.sessions._sessions
+    assert "s9" not in served.sessions._visits
 
 
 def test_the_browser_is_told_to_stay_here(client) -> None:
@@ -169,19 +170,34 @@ def test_uploads_are_bounded(client, uploads, monkeypatch) -> None:
     assert client.post("gradio_api/upload", files=files).status_code == 507
 
 
-def test_who_goes_away_leaves_nothing(served, client, uploads) -> None:
-    budget = served.sessions.pipe.budget
+def test_who_comes_back_goes_on_and_who_does_not_leaves_nothing(
+    served, client, uploads, monkeypatch
+) -> None:
+    sessions, budget = served.sessions, served.sessions.pipe.budget
     used = budget.used_bytes
     with client.stream("GET", "gradio_api/heartbeat/s5") as beats:
         lines = beats.iter_lines()  # kept: the connection ends with it
         next(lines)
         data = [{"text": "What?", "files": [upload(client, uploads / "1.png")]}, 0, 9, *WHERE]
         assert call(client, served, "ask", data, "s5")[-1]["success"]
-        assert budget.used_bytes > used
-    deadline = time.monotonic() + 30
-    while budget.used_bytes > used and time.monotonic() < deadline:
+        session = sessions.session("s5")
+    until(lambda: "s5" not in sessions._visits)
+    assert budget.used_bytes > used
+    *parts, address = call(client, served, "open_page", [session.id, *WHERE], "s7")[-1]["output"][
+        "data"
+    ]
+    assert "What?" in parts[0] and address == session.id
+    assert sessions.session("s7") is session
+    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    sessions.leave("s7")
+    assert budget.used_bytes == used
+
+
+def until(done: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert budget.used_bytes == used and "s5" not in served.sessions._sessions
 
 
 def test_a_port_that_is_taken(served, pipe) -> None:

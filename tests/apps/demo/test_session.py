@@ -4,13 +4,13 @@ import gc
 import re
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.demo import measured_chat as chat_module
-from oscar_mm.apps.demo.session import AS_PRESET, Session, SessionSettings
+from oscar_mm.apps.demo import sessions as sessions_module
+from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import history
 from oscar_mm.apps.demo.uploads import LIMITS
@@ -166,7 +166,10 @@ def test_who_leaves_in_the_middle_keeps_what_was_written(session, monkeypatch) -
     for _ in range(5):
         next(running)
     running.close()
-    assert session.exchanges[0].counts and len(session.conversation.chat.turns) == 1
+    [exchange] = session.exchanges
+    assert exchange.counts and "stopped" in exchange.note
+    assert exchange.answer == session.conversation.chat.turns[0].answer
+    assert session.conversation.curve.last.tokens == session.conversation.tokens
     asked(session, "And?")
     assert len(session.turns) == 2
 
@@ -189,6 +192,48 @@ def test_undo(session, uploads) -> None:
     assert session.exchanges == [] and session.conversation.curve.last.stored_tokens == 0
     with pytest.raises(InputError, match="nothing to take back"):
         session.undo()
+
+
+def test_a_question_is_taken_back_to_ask_it_again(session, uploads, tmp_path) -> None:
+    asked(session, "What?", uploads / "0.png")
+    text, files = session.take_back()
+    assert (text, files, session.exchanges) == ("What?", [uploads / "0.png"], [])
+    asked(session, "x" * 5000, uploads / "1.png")
+    assert session.take_back() == ("x" * 5000, [uploads / "1.png"])
+    with pytest.raises(InputError, match="nothing to take back"):
+        session.take_back()
+    asked(session, "What?", uploads / "0.png")
+    session.save(uploads / "taken.safetensors")
+    session.load(uploads / "taken.safetensors")
+    with pytest.raises(InputError, match="files of a loaded question are missing"):
+        session.take_back()
+    assert len(session.turns) == 1
+
+
+def test_a_fork_goes_on_by_itself(session, uploads) -> None:
+    session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
+    asked(session, "What?", uploads / "0.png")
+    fork = session.fork()
+    asked(session, "And?")
+    asked(fork, "And?")
+    asked(fork, "More?")
+    assert [len(one.turns) for one in (session, fork)] == [2, 3]
+    for answers in ("answer", "baseline"):
+        first, second = (getattr(one.exchanges[1], answers) for one in (session, fork))
+        assert first == second is not None
+    assert fork.id != session.id and fork.conversation.curve.samples[1].tokens > 0
+    fork.undo()
+    assert len(session.turns) == 2 and len(session.conversation.chat.turns) == 2
+    fork.close()
+
+
+def test_the_transcript_forgets_old_refused_messages(session) -> None:
+    asked(session, "What?")
+    for index in range(100):
+        session.show_error(InputError(f"refused {index}"))
+    asked(session, "And?")
+    assert len(session.turns) == 2 and len(session.exchanges) < 25
+    assert "refused 99" in [exchange.error for exchange in session.exchanges]
 
 
 def test_forget(session, uploads) -> None:
@@ -290,11 +335,14 @@ def test_inspection(session, uploads) -> None:
     assert found.tokens["image"] == images and found.tokens["audio"] > 0
 
 
-def test_who_has_left_holds_nothing(sessions: Sessions, session: Session, uploads: Path) -> None:
+def test_who_left_long_ago_holds_nothing(sessions, session, uploads, monkeypatch) -> None:
     gc.collect()
     used = sessions.pipe.budget.used_bytes
     asked(session, "What?", uploads / "0.png")
+    sessions.leave("a")
     assert sessions.pipe.budget.used_bytes > used
+    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    sessions.visit("a", session.id)
     sessions.leave("a")
     assert sessions.pipe.budget.used_bytes == used
     with pytest.raises(InputError, match="reload the page"):
@@ -305,6 +353,7 @@ def test_who_has_left_holds_nothing(sessions: Sessions, session: Session, upload
 def test_who_leaves_while_it_is_answered_holds_nothing(sessions, session, monkeypatch) -> None:
     used = sessions.pipe.budget.used_bytes
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
+    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
     running = session.ask("What?", [], max_new_tokens=500)
     for _ in range(4):
         next(running)

@@ -129,3 +129,79 @@ def test_nobody_is_let_in_after_the_end(sessions) -> None:
     with pytest.raises(InputError, match="is being closed"):
         sessions.session("b")
     assert sessions.pipe.budget.used_bytes == 0
+
+
+def test_a_conversation_goes_on_by_its_id(sessions, uploads) -> None:
+    first = sessions.session("a")
+    asked(first, "What?", uploads / "0.png")
+    sessions.leave("a")
+    assert sessions.visit("b", first.id) is first is sessions.session("b")
+    asked(first, "And?")
+    assert len(first.turns) == 2
+    # A second window; the first one is closed.
+    assert sessions.visit("c", first.id) is first
+    sessions.leave("b")
+    assert sessions.session("c") is first and sessions.status.startswith("1 visitor here")
+
+
+def test_nobody_chooses_an_id(sessions) -> None:
+    mine = sessions.session("mine")
+    asked(mine, "What?")
+    for guess in ("", "chosen", mine.id[:-1], mine.id.lower(), "mine", "../x", "x" * 10**6):
+        other = sessions.visit("other", guess)
+        assert other is not mine and other.id != guess and len(other.id) == 32
+
+
+def test_an_empty_conversation_goes_with_its_visit(sessions) -> None:
+    session = sessions.visit("a", "")
+    sessions.leave("a")
+    assert sessions.is_empty and sessions.visit("b", session.id) is not session
+
+
+def test_conversations_that_nobody_visits_are_bounded(sessions, uploads, monkeypatch) -> None:
+    left = [sessions.session(str(index)) for index in range(4)]
+    for session in left:
+        asked(session, "What?", uploads / "0.png")
+    monkeypatch.setattr(sessions_module, "KEPT_BYTES", 2 * left[0].used_bytes)
+    for index in range(3):
+        sessions.leave(str(index))
+    again = [sessions.visit("new", session.id) is session for session in left]
+    assert again == [False, True, True, True]
+    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    sessions.leave("new")
+    assert [sessions.visit("new", session.id) is session for session in left] == 3 * [False] + [
+        True
+    ]
+
+
+def test_a_full_page_gives_up_what_nobody_visits_first(sessions, monkeypatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    stays, left = sessions.session("a"), sessions.session("b")
+    for session in (stays, left):
+        asked(session, "What?")
+    sessions.leave("b")
+    asked(sessions.session("c"), "What?")
+    assert sessions.session("a") is stays
+    with pytest.raises(InputError, match="2 visitors are here already"):
+        sessions.visit("b", left.id)
+
+
+def test_invented_visits_are_bounded(sessions) -> None:
+    session = sessions.session("a")
+    for index in range(1000):
+        sessions.visit(str(index), session.id)
+    assert len(sessions._visits) <= 4 * sessions_module.MAX_SESSIONS
+    assert sessions.session("999") is session
+
+
+def test_a_fork_has_an_address_of_its_own(sessions, monkeypatch) -> None:
+    session = sessions.session("a")
+    asked(session, "What?")
+    fork = sessions.fork("a")
+    assert sessions.session("a") is fork and sessions.visit("b", session.id) is session
+    asked(fork, "And?")
+    assert (len(session.turns), len(fork.turns)) == (1, 2)
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    with pytest.raises(InputError, match="visitors are here already"):
+        sessions.fork("a")
+    assert sessions.session("a") is fork

@@ -10,7 +10,14 @@ from PIL import Image
 
 from oscar_mm.apps.demo.comparison_panel import mark_differences
 from oscar_mm.apps.demo.memory_panel import segment_table
-from oscar_mm.apps.demo.transcript import Exchange, Preview, history, live, load_previews
+from oscar_mm.apps.demo.transcript import (
+    Exchange,
+    Preview,
+    as_markdown,
+    history,
+    live,
+    load_previews,
+)
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.errors import InputError
@@ -120,3 +127,12 @@ def test_thumbnails(uploads, tmp_path) -> None:
     broken = {"images": [uploads / "broken.png"], "videos": [], "audio": []}
     with pytest.raises(InputError, match=r"broken\.png"):
         load_previews(broken, LIMITS)
+
+
+def test_the_transcript_as_text_numbers_media_as_the_page_does() -> None:
+    shown = [Preview("picture", "a.png"), Preview("picture", "b.png")]
+    first = exchange(previews=shown, answer="A sign.", note="stopped")
+    text = as_markdown([first, exchange(question="And?", previews=shown[:1], answer="Red.")])
+    assert "- picture 1: a.png\n- picture 2: b.png\n" in text and "- picture 3: a.png\n" in text
+    assert text.index("What?") < text.index("A sign.") < text.index("And?") < text.index("Red.")
+    assert "(stopped)" in text
