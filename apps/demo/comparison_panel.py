@@ -1,4 +1,4 @@
-"""The comparison: both answers side by side, with the words that differ marked."""
+"""The comparison: both answers to each question side by side, memory and speed of both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from difflib import SequenceMatcher
 from html import escape
 
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
-from oscar_mm.apps.demo.memory_panel import memory_chart
+from oscar_mm.apps.demo.memory_panel import memory_chart, no_gain_reason
 from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.transcript import Exchange
 from oscar_mm.sizes import format_bytes
 
 _NOT_COMPARED = (
@@ -17,36 +18,53 @@ _NOT_COMPARED = (
 )
 _MOST_WORDS = 2000
 """Words of an answer that are compared."""
+_MOST_PAIRS = 20
+"""Latest questions that are compared."""
 
 
 def comparison_view(session: Session) -> str:
-    """Show both answers to the latest question that has both, and both memories."""
+    """Show memory and speed of both caches, and both answers to each of the latest questions."""
     packed, baseline = session.conversation, session.baseline
     if baseline is None:
         return _NOT_COMPARED
-    memory = memory_chart(packed.curve, baseline.curve)
-    both = [turn for turn in session.turns if turn.baseline is not None]
-    if not both:
-        return f'<p class="empty">The next answer is compared.</p>{memory}'
-    last = both[-1]
-    left, right = mark_differences(last.answer, last.baseline or "")
-    same = last.answer == (last.baseline or "")
-    verdict = "The answers are the same." if same else "Marked words differ."
+    pairs = [turn for turn in session.turns if turn.baseline is not None][-_MOST_PAIRS:]
+    complete = [turn for turn in pairs if turn is not session.compared]
+    same = sum(turn.answer == turn.baseline for turn in complete)
+    verdict = "The next answer is compared."
+    if complete:
+        verdict = f"{same} of {len(complete)} answers are the same."
+        if same < len(complete):
+            verdict += " Marked words differ."
+    now, reason = packed.curve.last, ""
+    if now.bf16_bytes and not now.gains:
+        text = escape(no_gain_reason(now, packs=session.settings.policy.packs))
+        reason = f'<p class="how">{text}</p>'
+    cards = _card(session.settings.name, packed) + _card("16 bit", baseline)
     return (
-        f'<p class="asked">{escape(last.question)}</p><div class="pair">'
-        f"{_card(session.settings.name, left, packed)}{_card('16 bit', right, baseline)}</div>"
-        f'<p class="verdict" role="status">{verdict}</p>{memory}'
+        f'<div class="pair">{cards}</div>{reason}'
+        f'<p class="verdict" role="status">{verdict}</p>'
+        f"{''.join(_pair(turn, turn in complete) for turn in reversed(pairs))}"
+        f"{memory_chart(packed.curve, baseline.curve)}"
     )
 
 
-def _card(name: str, body: str, chat: MeasuredChat) -> str:
-    speed = ""
-    if chat.timings and chat.timings.tokens_per_s:
-        speed = f" · {chat.timings.tokens_per_s:.0f} tokens/s"
+def _card(name: str, chat: MeasuredChat) -> str:
+    speed, wait = "-", "-"
+    if chat.timings:
+        speed, wait = f"{chat.timings.tokens_per_s or 0:.0f}", f"{chat.timings.prefill_s:.2f} s"
     used = format_bytes(chat.curve.last.used_bytes)
     return (
-        f'<section><h4>{escape(name)}</h4><p class="answer">{body}</p>'
-        f"<footer>{used}{speed}</footer></section>"
+        f"<section><h4>{escape(name)}</h4><p><b>{used}</b></p>"
+        f"<footer>{speed} tokens/s, first token {wait}</footer></section>"
+    )
+
+
+def _pair(turn: Exchange, is_complete: bool) -> str:
+    answers = turn.answer, turn.baseline or ""
+    left, right = mark_differences(*answers) if is_complete else map(escape, answers)
+    return (
+        f'<article class="compared"><p class="asked">{escape(turn.question)}</p><div class="pair">'
+        f'<p class="answer">{left}</p><p class="answer">{right}</p></div></article>'
     )
 
 

@@ -50,7 +50,7 @@ class ModelCard:
             return cls(name, parameters, f"reads {', '.join(kinds)}" if kinds else "reads text")
         questions = _QUESTION.findall((folder / "README.md").read_text())
         patterns = frozenset(_pattern(question) for question in questions)
-        return cls(name, parameters, BUNDLED[name], questions[0], patterns)
+        return cls(name, parameters, BUNDLED[name], re.sub(r"\d+", "1", questions[0]), patterns)
 
     @property
     def is_demo(self) -> bool:

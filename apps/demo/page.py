@@ -103,7 +103,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         retry = gr.Button("Retry", elem_id="retry", size="sm", min_width=60)
         edit = gr.Button("Edit", elem_id="edit", size="sm", min_width=60)
         fork = gr.Button("Fork", elem_id="fork", size="sm", min_width=60)
-        clear = gr.Button("New conversation", elem_id="clear", size="sm", min_width=120)
+        clear = gr.Button("New chat", elem_id="clear", size="sm", min_width=80)
     _HTML(_limits_of(handlers.sessions.card), elem_id="model-limits")
     return {
         "history": history,

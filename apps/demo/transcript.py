@@ -48,7 +48,7 @@ if (!box.dataset.away) {
   box.addEventListener('click', (event) => {
     const copy = event.target.closest('button.copy');
     if (copy) navigator.clipboard?.writeText(copy.previousElementSibling.textContent).then(() => {
-      copy.textContent = 'Copied';
+      copy.classList.add('copied');
     }, () => {});
     const button = event.target.closest('button[data-sound]');
     if (!button) return;
@@ -264,7 +264,11 @@ def _answer(exchange: Exchange) -> str:
     parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f"<p>{escape(exchange.answer)}</p>")
-        parts.append('<button type="button" class="copy">Copy</button>')
+        parts.append(
+            '<button type="button" class="copy" aria-label="Copy the answer">'
+            '<svg viewBox="0 0 16 16" aria-hidden="true"><path d="M5 5h8v9H5zM3 11V2h8"/></svg>'
+            "</button>"
+        )
     parts += [f"<small>{escape(note)}</small>" for note in (exchange.note, exchange.hint) if note]
     html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:

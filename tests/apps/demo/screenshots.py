@@ -52,7 +52,7 @@ def compare(browser: Browser) -> None:
     browser.run("document.querySelector('#side input[type=checkbox]').click()")
     last = browser.all("#history .asked")[-1].text.splitlines()[-1]
     browser.wait(lambda: browser.text("#compared .asked") == last, "the last question")
-    browser.wait(lambda: "same" in browser.text("#compared .verdict"), "both answers")
+    browser.wait(lambda: " of " in browser.text("#compared .verdict"), "both answers")
 
 
 def shrink(path: Path) -> None:

@@ -167,7 +167,7 @@ def test_forget(browser, uploads) -> None:
     assert len(browser.all("#history .said")) == 2
 
 
-def test_compare(browser, uploads) -> None:
+def test_compare(browser, served, uploads) -> None:
     browser.ask("What is it?", uploads / "0.png")
     browser.press("Compare")
     [switch] = browser.all("#side input[type=checkbox]")
@@ -175,7 +175,14 @@ def test_compare(browser, uploads) -> None:
     browser.wait(lambda: len(browser.all("#compared section")) == 2, "both answers")
     cards = [one.text for one in browser.all("#compared h4")]
     assert cards == ["compact", "16 bit"]
-    browser.wait(lambda: browser.text("#compared .verdict"), "the verdict")
+    browser.wait(lambda: "of 1 answers" in browser.text("#compared .verdict"), "the verdict")
+    assert "tokens/s" in browser.text("#compared footer")
+    browser.wait(lambda: not newest(served)._turn.locked(), "the end of the comparison")
+    browser.ask("And now?")
+    browser.wait(lambda: "of 2 answers" in browser.text("#compared .verdict"), "the next verdict")
+    assert [one.text for one in browser.all("#compared .asked")] == ["And now?", "What is it?"]
+    browser.press("Undo")
+    browser.wait(lambda: "of 1 answers" in browser.text("#compared .verdict"), "the first verdict")
     assert len(browser.all("#compared .line.c-other")) == 1
     browser.press("Memory")
     assert len(browser.all("#memory .line.c-other")) == 1
@@ -301,7 +308,7 @@ def test_stop_undo_and_a_new_conversation(browser, served) -> None:
     browser.wait(lambda: browser.text("#history .welcome"), "nothing")
     set_length(browser, 5)
     browser.ask("Again?")
-    browser.press("New conversation")
+    browser.press("New chat")
     browser.wait(lambda: browser.text("#history .welcome"), "nothing")
     assert held(browser) == "0 B"
 
@@ -316,7 +323,7 @@ def test_save_load_and_report(browser, served, uploads, downloads) -> None:
     browser.press("Save")
     browser.wait(lambda: list(downloads.glob("*.safetensors")), "the conversation")
     [saved] = downloads.glob("*.safetensors")
-    browser.press("New conversation")
+    browser.press("New chat")
     browser.wait(lambda: browser.text("#history .welcome"), "nothing")
     [field] = browser.all("input[type=file][accept*=safetensors], #load input[type=file]")[:1]
     field.send_keys(str(saved))

@@ -145,6 +145,25 @@ def test_words_that_differ_are_marked() -> None:
     assert mark_differences("", "more here")[1] == "<mark>more here</mark>"
 
 
+def test_both_answers_to_every_question_are_compared(session, uploads) -> None:
+    session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
+    asked(session, "First?", uploads / "0.png")
+    asked(session, "Second?")
+    session.exchanges[0].baseline = session.exchanges[0].answer + " more"
+    html = comparison_view(session)
+    assert html.index("Second?") < html.index("First?") and html.count("<mark>") == 1
+    assert "1 of 2 answers are the same. Marked words differ." in html
+    for chat in (session.conversation, session.baseline):
+        assert f"<b>{format_bytes(chat.curve.last.used_bytes)}</b>" in html
+        assert f"{chat.timings.tokens_per_s:.0f} tokens/s" in html
+    assert "too short to gain" in html
+    session.undo()
+    assert "Second?" not in comparison_view(session)
+    for _ in range(25):
+        session.exchanges.append(session.exchanges[0])
+    assert comparison_view(session).count("<article") == 20
+
+
 def test_how_many_fit_is_told_by_the_formula() -> None:
     policy, shape = KVPolicy.preset("compact"), MODELS["Qwen3-VL-8B"]
     mix = {"text": 100, "image": 700}
