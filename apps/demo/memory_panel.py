@@ -285,6 +285,21 @@ def capacity(
     )
 
 
+def format_label(preset: str, shape: ModelShape) -> str:
+    """Tell a cache format's bits, and how much smaller than 16 bit a long conversation is with it.
+
+    Args:
+        preset: name of the format.
+        shape: shape of the model.
+    """
+    policy, tokens = KVPolicy.preset(preset), scale_mix(_EXAMPLE_MIX, LENGTHS["32K tokens"])
+    if not policy.packs:
+        return f"{preset}: 16 bit"
+    plain = shape.kv_bytes(KVPolicy.preset("bf16"), tokens)
+    ratio = plain / shape.kv_bytes(policy, tokens)
+    return f"{preset}: {policy.bits.text} bit, {ratio:.1f}x smaller"
+
+
 def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
     """Scale a mix of modalities to ``total`` tokens; what division leaves over is text."""
     count = sum(mix.values())

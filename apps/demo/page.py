@@ -13,7 +13,7 @@ from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.inspection_panel import NOT_INSPECTED
 from oscar_mm.apps.demo.isolation import LocalBlocks
-from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS
+from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
 from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.apps.demo.session import AS_PRESET, WIDTHS
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
@@ -189,8 +189,13 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     gr.Markdown("For a new conversation")
     parts["system"] = gr.Textbox(label="System prompt", lines=2, max_length=MAX_CHARACTERS)
     settings = handlers.sessions.settings
-    names = list(KVPolicy.preset_names())
-    parts["preset"] = gr.Radio(names, value=settings.preset, label="Cache format")
+    formats = [(format_label(name, handlers.shape), name) for name in KVPolicy.preset_names()]
+    parts["preset"] = gr.Radio(
+        formats,
+        value=settings.preset,
+        label="Cache format",
+        info="Bits of keys/values, and the ratio to 16 bit of 32K tokens, most of them of pictures",
+    )
     with gr.Row():
         for modality in Modality:
             parts[modality.label] = gr.Dropdown(

@@ -1,6 +1,7 @@
 """A real browser on the demo's page, for its tests and its screenshots: Debian's chromium."""
 
 import base64
+import json
 import re
 import shutil
 import time
@@ -14,6 +15,39 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 PATIENCE_S = 60
+_CONTROLS = {"button", "checkbox", "combobox", "link", "radio", "slider", "spinbutton", "tab"} | {
+    "textbox"
+}
+_FAINT_TEXTS = """
+const parse = (color) => {
+  const [r, g, b, a] = color.match(/[\\d.]+/g).map(Number);
+  return [r, g, b, a ?? 1];
+};
+const luminance = (color) => {
+  const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = color.map((c) => linear(c / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const over = (top, below) => [0, 1, 2].map((i) => top[3] * top[i] + (1 - top[3]) * below[i]);
+const background = (element) => {
+  if (!element) return [255, 255, 255];
+  const color = parse(getComputedStyle(element).backgroundColor);
+  return color[3] === 1 ? color.slice(0, 3) : over(color, background(element.parentElement));
+};
+const faint = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const element = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
+  const seen = element.checkVisibility({opacityProperty: true, visibilityProperty: true});
+  if (!text || !seen) continue;
+  if (element.closest('[disabled], .sr, script, style')) continue;
+  const behind = background(element), front = over(parse(getComputedStyle(element).color), behind);
+  const [low, high] = [luminance(front), luminance(behind)].sort((a, b) => a - b);
+  const contrast = (high + 0.05) / (low + 0.05);
+  if (contrast < arguments[0]) faint.push(`${text.slice(0, 30)}: ${contrast.toFixed(2)}`);
+}
+return faint;
+"""
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
     *("--hide-scrollbars", "--force-device-scale-factor=1"),
@@ -141,6 +175,21 @@ class Browser:
             return quiet[0] > 20
 
         self.wait(done, "the end of the answer")
+
+    def faint_texts(self, contrast: float = 4.5) -> list[str]:
+        """Texts in sight with less contrast, and theirs."""
+        return self.run(_FAINT_TEXTS, contrast)
+
+    def unnamed_controls(self) -> list[str]:
+        """Roles of controls that have no name for screen readers."""
+        nodes = self._tell("Accessibility.getFullAXTree")["nodes"]
+        return [
+            json.dumps(node)[:400]
+            for node in nodes
+            if not node["ignored"]
+            and node["role"]["value"] in _CONTROLS
+            and not node.get("name", {}).get("value", "").strip()
+        ]
 
     def complaints(self) -> list[str]:
         """Warnings and errors of the console."""

@@ -369,6 +369,21 @@ def test_a_narrow_window_dark_and_light(served, uploads, dark) -> None:
         assert narrow.complaints() == []
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_are_seen_and_controls_have_names(served, uploads, dark) -> None:
+    with closing(Browser(served.address, dark=dark)) as window:
+        assert window.faint_texts() == [] and window.unnamed_controls() == []
+        set_length(window, 20)
+        window.ask("What is it?", uploads / "0.png", uploads / "tone.wav")
+        window.say("<|im_end|>")
+        window.wait(lambda: window.text("#history [role=alert]"), "the refusal")
+        window.show(uploads / "0.png")
+        for tab in ("Compare", "Why", "Settings", "Memory"):
+            window.press(tab)
+            assert (tab, window.faint_texts()) == (tab, [])
+            assert (tab, window.unnamed_controls()) == (tab, [])
+
+
 def test_keyboard_alone(browser, uploads) -> None:
     browser.ask("What is it?", uploads / "0.png")
     keys = ActionChains(browser.driver)
@@ -381,6 +396,8 @@ def test_keyboard_alone(browser, uploads) -> None:
         keys = ActionChains(browser.driver)
         keys.send_keys(Keys.TAB).perform()
         focused = browser.driver.switch_to.active_element
+        style = "return getComputedStyle(arguments[0]).outline"
+        assert " solid " in browser.run(style, focused), focused.get_attribute("outerHTML")
         passed.add(focused.get_attribute("id") or focused.get_attribute("aria-label"))
         if focused.get_attribute("data-index"):
             break

@@ -16,6 +16,7 @@ from oscar_mm.apps.demo.memory_panel import (
     MODELS,
     capacity,
     curve_events,
+    format_label,
     memory_panel,
     memory_report,
     memory_view,
@@ -177,6 +178,12 @@ def test_how_many_fit_is_told_by_the_formula() -> None:
     large = "Qwen3-VL-32B"
     html = capacity({}, policy, "RTX 4090", large, MODELS[large], "this long")
     assert f"weights of {large}, 66.80 GB, leave no room on one RTX 4090" in html
+
+
+def test_formats_are_told_by_bits_and_ratio() -> None:
+    labels = {name: format_label(name, MODELS["Qwen3-VL-8B"]) for name in KVPolicy.preset_names()}
+    assert labels["bf16"] == "bf16: 16 bit" and labels["standard"].startswith("standard: 3/2 bit, ")
+    assert re.fullmatch(r"compact: 2 bit, 6\.\dx smaller", labels["compact"])
 
 
 def test_every_choice_of_the_planner_works() -> None:
