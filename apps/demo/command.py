@@ -1,6 +1,7 @@
 """`oscar-mm demo`: the page in a browser, on this machine only."""
 
 import importlib.util
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +38,14 @@ def demo(
     kv_budget: Annotated[
         str, typer.Option(metavar="SIZE", help="Most memory of all conversations together.")
     ] = "2GB",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            file_okay=False,
+            help="Keep conversations here, so that they go on when the page is served again.",
+        ),
+    ] = None,
     max_context: options.MaxContext = None,
     device: options.Device = None,
     dtype: Annotated[
@@ -69,4 +78,5 @@ def demo(
         max_context=max_context,
         device=device,
         dtype=dtype,
+        keep=keep,
     )

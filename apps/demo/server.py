@@ -29,6 +29,8 @@ _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
 _CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S = 600, 6 * 3600
 GRACE_S = 10.0
 """Seconds in which answers end when the page is closed."""
+_KEEP_GRACE_S = 120.0
+"""Seconds in which conversations are written when the page is closed."""
 
 
 def serve(
@@ -42,6 +44,7 @@ def serve(
     max_context: int | None,
     device: str | None,
     dtype: str | None,
+    keep: Path | None,
 ) -> None:
     """Load the model and serve the page until Ctrl-C or SIGTERM, then remove all its files.
 
@@ -63,7 +66,7 @@ def serve(
         )
         settings = SessionSettings(KVPolicy.preset(policy), policy, compare=compare)
         try:
-            with serve_page(pipe, settings, port=port, host=host) as running:
+            with serve_page(pipe, settings, port=port, host=host, keep=keep) as running:
                 print(f"oscar-mm: {running.address} (Ctrl-C ends it)", file=sys.stderr)
                 wait_for_ctrl_c()
         finally:
@@ -99,12 +102,24 @@ class RunningPage:
 
 @contextmanager
 def serve_page(
-    pipe: Any, settings: SessionSettings, *, port: int, host: str = "127.0.0.1"
+    pipe: Any,
+    settings: SessionSettings,
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    keep: Path | None = None,
 ) -> Iterator[RunningPage]:
     """Serve the page inside; then end all sessions, running answers within ``GRACE_S``.
 
+    Args:
+        pipe: answers.
+        settings: settings of conversations for which the visitor has chosen none.
+        port: port of the page.
+        host: address to listen on.
+        keep: folder from which conversations go on when the page is served again.
+
     Raises:
-        InputError: the port is taken.
+        InputError: the port is taken, or the folder cannot be made.
     """
     # Answers that still run may open files in this folder.
     with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
@@ -120,7 +135,7 @@ def serve_page(
         from oscar_mm.apps.demo.page import build
         from oscar_mm.apps.guard import Guard
 
-        sessions = Sessions(pipe, settings, (folder, FOLDER))
+        sessions = Sessions(pipe, settings, (folder, FOLDER), keep)
         page = build(Handlers(sessions, folder / "made"))
         page.delete_cache = (_CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S)
         try:
@@ -160,7 +175,7 @@ def serve_page(
             closing = threading.Thread(target=sessions.close, daemon=True)
             closing.start()
             page.close(verbose=False)
-            closing.join(GRACE_S)
+            closing.join(GRACE_S if keep is None else _KEEP_GRACE_S)
 
 
 def wait_for_ctrl_c() -> None:

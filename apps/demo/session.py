@@ -203,7 +203,9 @@ class Session:
             exchange.error = f"the server failed ({type(error).__name__}); try again"
 
     def _note_end(self, exchange: Exchange) -> None:
-        exchange.answer = self.conversation.chat.turns[-1].answer
+        turn = self.conversation.chat.turns[-1]
+        self.sessions.previews.add(turn.media, [preview.html for preview in exchange.previews])
+        exchange.answer = turn.answer
         exchange.note = NOTES.get(self.conversation.finish_reason, "")
         if not exchange.answer:
             exchange.note = "the model ended without a word"
@@ -339,13 +341,30 @@ class Session:
             self.conversation.chat.save(path)
 
     def load(self, path: str | Path) -> None:
-        """Replace this conversation with a saved one."""
+        """Replace this conversation with a saved one that the visitor has uploaded."""
+        self.restore(upload_path(path, self.sessions.folders))
+
+    def restore(self, path: Path, previews: Sequence[str] | None = None) -> None:
+        """Replace this conversation with a saved one.
+
+        Args:
+            path: the file.
+            previews: HTML of the conversation's media in their order, where it is known and safe;
+                otherwise media that were shown here lately have theirs.
+        """
         with self._exclusive():
-            chat = self._pipe.load_chat(upload_path(path, self.sessions.folders))
+            chat, store = self._pipe.load_chat(path), self.sessions.previews
             self._close_chats()
             self.conversation, self.baseline = MeasuredChat(chat), None
             self.settings = replace(self.settings, system=chat.system, compare=False)
-            self.exchanges = [Exchange.loaded(turn) for turn in chat.turns]
+            if previews is not None:
+                store.add([span for turn in chat.turns for span in turn.media], previews)
+            self.exchanges = [
+                Exchange.loaded(turn, [store.preview(span) for span in turn.media])
+                for turn in chat.turns
+            ]
+            for exchange in self.exchanges:
+                exchange.hint = self.sessions.card.hint(exchange.question)
 
     def inspection(self) -> Inspection:
         """Measure what quantization does to keys and values of this conversation's media."""

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oscar_mm.apps.demo.conversation_folder import ConversationFolder
 from oscar_mm.apps.demo.model_card import ModelCard
+from oscar_mm.apps.demo.preview_store import PreviewStore
 from oscar_mm.apps.demo.session import Session, SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
@@ -39,11 +41,22 @@ class Sessions:
         pipe: answers; its ``kv_budget`` keeps visitors from filling the memory.
         settings: settings of conversations for which the visitor has chosen none.
         folders: the only folders from which files of messages are read.
+        keep: folder from which conversations go on after ``close``; None for none.
+
+    Raises:
+        InputError: the folder cannot be made.
     """
 
-    def __init__(self, pipe: Pipeline, settings: SessionSettings, folders: Sequence[Path]) -> None:
-        self.pipe, self.settings, self.folders = pipe, settings, folders
-        self.card = ModelCard.of(pipe)
+    def __init__(
+        self,
+        pipe: Pipeline,
+        settings: SessionSettings,
+        folders: Sequence[Path],
+        keep: Path | None = None,
+    ) -> None:
+        self.pipe, self.settings, self.folders = pipe, settings, tuple(folders)
+        self.card, self.previews = ModelCard.of(pipe), PreviewStore()
+        self.folder = None if keep is None else ConversationFolder(keep)
         self._pipes: weakref.WeakValueDictionary[KVPolicy, Pipeline] = weakref.WeakValueDictionary(
             {pipe.policy: pipe}
         )
@@ -88,11 +101,20 @@ class Sessions:
         Raises:
             InputError: the page is full, or closed.
         """
-        self._close(self._expired())
+        self._give_up(self._expired())
         with self._lock:
-            if session_id in self._sessions and not self._closed:
+            exists = session_id in self._sessions and not self._closed
+            if exists:
                 self._add_visit(key, session_id)
-        return self.session(key)
+        return self.session(key) if exists else self._admit(key, self._read(session_id))
+
+    def _read(self, session_id: str) -> Session:
+        """Read a conversation of the folder into a session, or make an empty one."""
+        session = Session(self)
+        if self.folder is not None and not self.folder.load(session, session_id):
+            session.close()
+            session = Session(self)
+        return session
 
     def fork(self, key: str) -> Session:
         """Have a browser visit a copy of its conversation; the other stays at its address.
@@ -109,25 +131,26 @@ class Sessions:
             del self._visits[next(iter(self._visits))]
 
     def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
-        """Add the new session, unless another thread has added one for this key meanwhile."""
-        evicted = []
+        """Add the new session, unless another thread has added one for this key or id meanwhile."""
+        evicted: list[Session] = []
+        admitted = None
         try:
             with self._lock:
                 if self._closed:
                     raise InputError("the page is being closed")
-                if not is_fork and self._visits.get(key, "") in self._sessions:
-                    evicted = [new]
-                    return self._sessions[self._visits[key]]
-                if len(self._sessions) >= MAX_SESSIONS:
-                    evicted = [self._sessions.pop(self._longest_idle())]
-                self._sessions[new.id] = new
-                self._add_visit(key, new.id)
-                return new
-        except InputError:
-            evicted = [new]
-            raise
+                visited = new.id if new.id in self._sessions else self._visits.get(key, "")
+                if not is_fork and visited in self._sessions:
+                    admitted = self._sessions[visited]
+                else:
+                    if len(self._sessions) >= MAX_SESSIONS:
+                        evicted = [self._sessions.pop(self._longest_idle())]
+                    admitted = self._sessions[new.id] = new
+                self._add_visit(key, admitted.id)
+                return admitted
         finally:
-            self._close(evicted)
+            if admitted is not new:
+                new.close()
+            self._give_up(evicted)
 
     def _longest_idle(self) -> str:
         """Choose whom to evict: among sessions without a conversation, else among those that
@@ -156,8 +179,8 @@ class Sessions:
             if not session.converses:
                 del self._sessions[session_id]
         session.stop()
-        self._close([] if session.id in self._sessions else [session])
-        self._close(self._expired())
+        self._give_up([] if session.id in self._sessions else [session])
+        self._give_up(self._expired())
 
     def _expired(self) -> list[Session]:
         """Take out the conversations that nobody visits and that are old or, together, large."""
@@ -171,19 +194,26 @@ class Sessions:
                     expired.append(self._sessions.pop(session.id))
         return expired
 
-    @staticmethod
-    def _close(sessions: Sequence[Session]) -> None:
+    def _give_up(self, sessions: Sequence[Session]) -> None:
+        """Free sessions that were taken out, and their files."""
         for session in sessions:
             session.close()
+            if self.folder is not None:
+                self.folder.remove(session.id)
 
     def close(self) -> None:
-        """End all sessions as soon as their answers end, and admit no more."""
+        """End all sessions as soon as their answers end, and admit no more; write what is kept."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())
         for session in sessions:
             session.stop()
-        self._close(sessions)
+        for session in sessions:
+            if self.folder is not None:
+                self.folder.save(session)
+            session.close()
+        if self.folder is not None:
+            self.folder.prune()
         with self._lock:
             self._sessions.clear()
             self._visits.clear()

@@ -109,11 +109,11 @@ class Exchange:
     counts: bool = False
 
     @classmethod
-    def loaded(cls, turn: Turn) -> Exchange:
+    def loaded(cls, turn: Turn, previews: list[Preview]) -> Exchange:
         """Convert a turn of a saved conversation, which has names of media but no files."""
         return cls(
             question=turn.prompt,
-            previews=[Preview.named(span.modality, span.label) for span in turn.media],
+            previews=previews,
             reasoning=turn.reasoning or "",
             answer=turn.answer,
             note=NOTES.get(turn.finish_reason, ""),
@@ -138,9 +138,9 @@ class Preview:
     html: str = ""
 
     @classmethod
-    def named(cls, modality: Modality, name: str) -> Preview:
+    def named(cls, modality: Modality, name: str, html: str = "") -> Preview:
         """Describe a medium whose file is missing."""
-        return cls(KINDS[modality], name)
+        return cls(KINDS[modality], name, html=html)
 
 
 def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[Preview]:

@@ -59,7 +59,7 @@ def test_a_port_that_is_taken(qwen3_omni_folder, capsys) -> None:
     assert said.count("\n") == 1 and "GRADIO" not in said
 
 
-def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys) -> None:
+def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys, tmp_path) -> None:
     port, seen = free_port(), []
 
     def look_and_end() -> None:
@@ -67,10 +67,12 @@ def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(server, "wait_for_ctrl_c", look_and_end)
     options = ["-m", str(qwen3_omni_folder), "--port", str(port), "--device", "cpu", "--compare"]
+    options += ["--keep", str(tmp_path / "kept")]
     assert run(["demo", *options]) == 0
     [page] = seen
     assert page.status_code == 200 and "oscar_mm" in page.text
     assert f"http://127.0.0.1:{port}/ (Ctrl-C ends it)" in capsys.readouterr().err
+    assert (tmp_path / "kept").is_dir()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/")
 

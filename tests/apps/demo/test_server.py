@@ -193,6 +193,23 @@ def test_who_comes_back_goes_on_and_who_does_not_leaves_nothing(
     assert budget.used_bytes == used
 
 
+def test_a_conversation_goes_on_after_a_restart(pipe, uploads, tmp_path) -> None:
+    ids, histories = [""], []
+    for _ in range(2):
+        with (
+            serve_page(pipe, COMPACT, port=free_port(), keep=tmp_path / "kept") as page,
+            httpx.Client(base_url=page.address, timeout=60) as visitor,
+        ):
+            data = [ids[-1], *WHERE]
+            parts = call(visitor, page, "open_page", data, "s1")[-1]["output"]["data"]
+            histories.append(parts[0])
+            ids.append(parts[-1])
+            message = {"text": "What?", "files": [upload(visitor, uploads / "0.png")]}
+            assert call(visitor, page, "ask", [message, 0, 9, *WHERE], "s1")[-1]["success"]
+    assert ids[1] == ids[2]
+    assert "What?" not in histories[0] and "What?" in histories[1] and "<img" in histories[1]
+
+
 def until(done: Callable[[], object], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not done():

@@ -1,0 +1,121 @@
+"""ConversationFolder: conversations in files, for a page that is served again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oscar_mm.apps.demo.measured_chat import MemorySample
+from oscar_mm.apps.demo.session import SessionSettings
+from oscar_mm.errors import InputError
+from oscar_mm.files import whole_file, writing
+from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from oscar_mm.apps.demo.session import Session
+
+MAX_FILES = 64
+"""Most conversations of a folder."""
+MAX_BYTES = 4 * 2**30
+"""Most bytes of a folder."""
+MAX_AGE_S = 7 * 24 * 3600.0
+"""How long a conversation stays in a folder."""
+_ID = re.compile(r"[A-Za-z0-9_-]{32}")
+_MOST_SAMPLES = 160
+_log = logging.getLogger(__name__)
+
+
+class ConversationFolder:
+    """Writes conversations to a folder, and reads one when a visitor has its id.
+
+    A conversation takes two files named by its id: ``.safetensors`` as ``Chat.save`` writes it, and
+    ``.json`` with settings, curve and previews. Whoever can write to the folder is trusted.
+
+    Args:
+        path: folder of the files, made if it is missing.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.prune()
+
+    def save(self, session: Session) -> None:
+        """Write a conversation; one without turns has no files."""
+        if not session.turns:
+            self.remove(session.id)
+            return
+        chat, store = session.conversation, session.sessions.previews
+        media = [span for turn in chat.chat.turns for span in turn.media]
+        settings = session.settings
+        record = {
+            "preset": settings.preset,
+            "bits": settings.policy.bits._asdict(),
+            "window": settings.policy.window,
+            "samples": [asdict(sample) for sample in chat.curve.thinned(_MOST_SAMPLES)],
+            "forgotten": chat.forgotten,
+            "previews": [store.html(span) for span in media],
+        }
+        try:
+            session.save(self._path(session.id, "safetensors"))
+            path = self._path(session.id, "json")
+            with writing(path), whole_file(path, private=True) as new:
+                new.write_text(json.dumps(record))
+        except InputError as error:
+            _log.warning("a conversation is not kept: %s", error)
+            self.remove(session.id)
+
+    def load(self, session: Session, session_id: str) -> bool:
+        """Have a new session go on with a conversation of the folder; False if there is none."""
+        if not _ID.fullmatch(session_id) or not self._path(session_id, "json").is_file():
+            return False
+        try:
+            record: dict[str, Any] = json.loads(self._path(session_id, "json").read_text())
+            policy = KVPolicy.preset(record["preset"], bits=record["bits"], window=record["window"])
+            session.begin(SessionSettings(policy, record["preset"]))
+            session.restore(self._path(session_id, "safetensors"), record["previews"])
+            chat = session.conversation
+            chat.curve.samples = [MemorySample(**sample) for sample in record["samples"]]
+            chat.forgotten = [(tokens, name) for tokens, name in record["forgotten"]]
+        except (InputError, OSError, ValueError, LookupError, TypeError) as error:
+            _log.warning("a conversation cannot be read: %s", error)
+            return False
+        session.id = session_id
+        return True
+
+    def remove(self, session_id: str) -> None:
+        """Remove the files of a conversation."""
+        for suffix in ("json", "safetensors"):
+            self._path(session_id, suffix).unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Remove old conversations, and the oldest of too many or too large ones."""
+        size, count = 0, 0
+        for path in sorted(self.path.glob("*.safetensors"), key=_age):
+            if not _ID.fullmatch(path.stem):
+                continue
+            age = _age(path)
+            with suppress(FileNotFoundError):
+                size, count = size + path.stat().st_size, count + 1
+            if size > MAX_BYTES or count > MAX_FILES or age > MAX_AGE_S:
+                self.remove(path.stem)
+
+    def _path(self, session_id: str, suffix: str) -> Path:
+        return self.path / f"{session_id}.{suffix}"
+
+
+def _age(path: Path) -> float:
+    """Return seconds since a file was written; a file that is gone is oldest."""
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime
+    return float("inf")
