@@ -224,6 +224,9 @@ def test_retry_edit_and_fork(browser, served, uploads) -> None:
     set_length(browser, 20)
     browser.ask("What is it?", uploads / "0.png")
     original = browser.driver.current_url
+    [copy] = browser.all("#history .copy")
+    copy.click()
+    browser.wait(lambda: browser.all("#history .copied"), "the text in the clipboard")
     browser.press("Retry")
     browser.wait_for_the_end()
     [exchange] = newest(served).exchanges
@@ -322,12 +325,17 @@ def test_save_load_and_report(browser, served, uploads, downloads) -> None:
     assert json.loads(report.read_text())["memory"] == session.conversation.chat.memory.to_dict()
     browser.press("Save")
     browser.wait(lambda: list(downloads.glob("*.safetensors")), "the conversation")
+    browser.press("Transcript")
+    browser.wait(lambda: list(downloads.glob("*.md")), "the transcript")
+    [transcript] = downloads.glob("*.md")
+    assert "- picture 1: 0.png" in transcript.read_text()
     [saved] = downloads.glob("*.safetensors")
     browser.press("New chat")
     browser.wait(lambda: browser.text("#history .welcome"), "nothing")
     [field] = browser.all("input[type=file][accept*=safetensors], #load input[type=file]")[:1]
     field.send_keys(str(saved))
     browser.wait(lambda: "What is it?" in browser.text("#history"), "the conversation")
+    assert len(browser.all("#history .asked img[alt='0.png']")) == 1
     browser.ask("And?")
     assert len(browser.all("#history .said")) == 2
 
