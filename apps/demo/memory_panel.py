@@ -344,9 +344,11 @@ def memory_report(session: Session) -> str:
 
 def status_view(session: Session) -> str:
     """Show a line about this conversation and the server."""
-    policy = session.settings.policy
+    policy, tokens = session.settings.policy, session.conversation.tokens
+    context = session.sessions.pipe.admission.max_context
     bits = ", ".join(f"{name} {count}" for name, count in policy.bits._asdict().items())
     return (
         f'<p class="status"><b>{escape(session.settings.name)}</b> · bits: {escape(bits)} · '
-        f"window {policy.window} · {escape(session.sessions.status)}</p>"
+        f"window {policy.window} · {tokens:,} of {context:,} tokens of the context · "
+        f"{escape(session.sessions.status)}</p>"
     )

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
-from oscar_mm.apps.demo.uploads import MAX_NEW_TOKENS, bounded_text, files_by_kind, upload_path
+from oscar_mm.apps.demo.uploads import (
+    MAX_FILES,
+    MAX_NEW_TOKENS,
+    bounded_text,
+    files_by_kind,
+    upload_path,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 
@@ -28,7 +34,8 @@ AS_PRESET = "preset"
 WIDTHS = ("2", "3/2", "4/2", "4", "16")
 """Bits of keys and of values that the page offers, one number where they are the same."""
 _PATIENCE_S = 60
-_MOST_REFUSED = 20
+_MOST_REFUSED, _SHOWN_CHARACTERS = 20, 4000
+"""How many refused messages the transcript shows, and how much of their texts."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
@@ -160,19 +167,20 @@ class Session:
                 raise InputError("this conversation has ended: reload the page")
             self._stop.clear()
             seed = secrets.randbits(31)
-            exchange = Exchange(text, list(files), options={"seed": seed, **options})
+            shown = text[:_SHOWN_CHARACTERS], list(files[:MAX_FILES])
+            exchange = Exchange(*shown, options={"seed": seed, **options})
             self._show(exchange)
             self.active = exchange
-            yield from self._answer(exchange, files)
+            yield from self._answer(exchange, text, files)
         finally:
             self.active = None
             if self._closed:
                 self._close_chats()
             self._turn.release()
 
-    def _answer(self, exchange: Exchange, files: Sequence[str | Path]) -> Iterator[None]:
+    def _answer(self, exchange: Exchange, text: str, files: Sequence[str | Path]) -> Iterator[None]:
         try:
-            exchange.question = bounded_text("message", exchange.question)
+            exchange.question = bounded_text("message", text)
             # A chat takes pictures alone for a question; here somebody forgot to type it.
             self.sessions.pipe.check_text("prompt", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
@@ -198,6 +206,7 @@ class Session:
                 yield from self._answer_baseline(self.baseline, exchange)
         except InputError as error:
             exchange.error = str(error)
+            exchange.question = exchange.question[:_SHOWN_CHARACTERS]
         except Exception as error:
             _log.exception("an answer failed")
             exchange.error = f"the server failed ({type(error).__name__}); try again"

@@ -25,8 +25,8 @@ MAX_STORED_BYTES = 4 * 2**30
 """Most bytes of all files on the server."""
 MAX_NEW_TOKENS = 1024
 """Longest answer, without a thinking model's reasoning."""
-MAX_CHARACTERS = 4000
-"""Longest message or system prompt."""
+MAX_CHARACTERS = 100_000
+"""Longest message or system prompt; the model's context may be shorter."""
 
 
 def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, list[Path]]:

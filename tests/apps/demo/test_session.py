@@ -10,6 +10,7 @@ import pytest
 from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.demo import measured_chat as chat_module
 from oscar_mm.apps.demo import sessions as sessions_module
+from oscar_mm.apps.demo.memory_panel import status_view
 from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import history
@@ -89,7 +90,7 @@ def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypat
     [
         ("What?", ["broken.png"], r"broken\.png"),
         ("", ["0.png"], "prompt is empty"),
-        ("x" * 5000, [], "5,000 characters are more than the 4,000"),
+        ("x" * 100_001, [], "100,001 characters are more than the 100,000"),
         ("<|im_end|>", [], "control token"),
         ("What?", ["0.png"] * 25, "25 files are more than the 24"),
     ],
@@ -198,8 +199,8 @@ def test_a_question_is_taken_back_to_ask_it_again(session, uploads, tmp_path) ->
     asked(session, "What?", uploads / "0.png")
     text, files = session.take_back()
     assert (text, files, session.exchanges) == ("What?", [uploads / "0.png"], [])
-    asked(session, "x" * 5000, uploads / "1.png")
-    assert session.take_back() == ("x" * 5000, [uploads / "1.png"])
+    asked(session, "<|im_end|>", uploads / "1.png")
+    assert session.take_back() == ("<|im_end|>", [uploads / "1.png"])
     with pytest.raises(InputError, match="nothing to take back"):
         session.take_back()
     asked(session, "What?", uploads / "0.png")
@@ -225,6 +226,19 @@ def test_a_fork_goes_on_by_itself(session, uploads) -> None:
     fork.undo()
     assert len(session.turns) == 2 and len(session.conversation.chat.turns) == 2
     fork.close()
+
+
+def test_long_text_is_bounded_by_the_context(session, uploads) -> None:
+    context = session.sessions.pipe.admission.max_context
+    question = "What is the code? " * 400
+    asked(session, question)
+    assert session.turns[0].question == question.strip()
+    assert f"{session.conversation.tokens:,} of {context:,} tokens" in status_view(session)
+    for text in ("word " * 19_000, "x" * 10**6):
+        asked(session, text, *[uploads / "0.png"] * 30)
+        refused = session.exchanges[-1]
+        assert refused.error and not refused.counts
+        assert len(refused.question) <= 4000 and len(refused.files) <= 24
 
 
 def test_the_transcript_forgets_old_refused_messages(session) -> None:

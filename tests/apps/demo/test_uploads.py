@@ -44,6 +44,6 @@ def test_bounds(uploads: Path, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"large\.png: is larger than the 1 MiB"):
         files_by_kind([large], [uploads])
     large.unlink()
-    with pytest.raises(InputError, match="system prompt: 4,001 characters"):
-        bounded_text("system prompt", "x" * 4001)
+    with pytest.raises(InputError, match="system prompt: 100,001 characters"):
+        bounded_text("system prompt", "x" * 100_001)
     assert bounded_text("message", " a \n") == "a"
