@@ -28,7 +28,7 @@ def comparison_view(session: Session) -> str:
     if baseline is None:
         return _NOT_COMPARED
     pairs = [turn for turn in session.turns if turn.baseline is not None][-_MOST_PAIRS:]
-    complete = [turn for turn in pairs if turn is not session.compared]
+    complete = [turn for turn in pairs if turn is not session.baseline_exchange]
     same = sum(turn.answer == turn.baseline for turn in complete)
     verdict = "The next answer is compared."
     if complete:

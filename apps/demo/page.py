@@ -194,7 +194,7 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
         formats,
         value=settings.preset,
         label="Cache format",
-        info="Bits of keys/values, and the ratio to 16 bit of 32K tokens, most of them of pictures",
+        info="Bits of keys/values, and the ratio to 16 bit for 32K tokens, mostly of pictures",
     )
     with gr.Row():
         for modality in Modality:

@@ -108,7 +108,7 @@ class Session:
         baseline: the same chat over a 16-bit cache, or None.
         exchanges: what the transcript shows.
         active: the exchange whose answer the model writes now, or None.
-        compared: the exchange that the 16-bit cache answers now, or None.
+        baseline_exchange: the exchange that the 16-bit cache answers now, or None.
         last_active: ``time.monotonic()`` when the visitor last did something.
     """
 
@@ -127,7 +127,7 @@ class Session:
         self.conversation, self.settings = conversation, settings
         self.exchanges: list[Exchange] = []
         self.active: Exchange | None = None
-        self.compared: Exchange | None = None
+        self.baseline_exchange: Exchange | None = None
 
     def _new_chat(self, policy: KVPolicy, settings: SessionSettings) -> MeasuredChat:
         return MeasuredChat(self.sessions.pipeline(policy).chat(settings.system))
@@ -230,14 +230,14 @@ class Session:
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
         """Answer over the 16-bit cache; the comparison ends with an incomplete answer."""
-        complete, self.compared = False, exchange
+        complete, self.baseline_exchange = False, exchange
         try:
             with closing(self._texts(chat, exchange)) as texts:
                 for exchange.baseline in texts:
                     yield
             complete = not self._stop.is_set()
         finally:
-            self.compared = None
+            self.baseline_exchange = None
             if not complete:
                 self._drop_baseline()
 

@@ -24,9 +24,9 @@ MAX_SESSIONS = 64
 """Most conversations on the server."""
 IDLE_S = 900.0
 """A full page gives up a conversation whose visitor has done nothing for so long."""
-KEPT_S = 6 * 3600.0
+MAX_UNVISITED_S = 6 * 3600.0
 """How long a conversation that nobody visits stays."""
-KEPT_BYTES = 2**30
+MAX_UNVISITED_BYTES = 2**30
 """Most bytes of keys and values of all conversations that nobody visits."""
 _MAX_VISITS = 4 * MAX_SESSIONS
 
@@ -62,6 +62,8 @@ class Sessions:
         )
         self._sessions: dict[str, Session] = {}
         self._visits: dict[str, str] = {}
+        # A browser whose connection broke comes back with its old session hash.
+        self._former_visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
@@ -85,6 +87,8 @@ class Sessions:
             InputError: the page is full, or closed.
         """
         with self._lock:
+            if key in self._former_visits:
+                self._add_visit(key, self._former_visits[key])
             session = self._sessions.get(self._visits.get(key, ""))
         if session is None:
             session = self._admit(key, Session(self))
@@ -125,10 +129,8 @@ class Sessions:
         return self._admit(key, self.session(key).fork(), is_fork=True)
 
     def _add_visit(self, key: str, session_id: str) -> None:
-        self._visits.pop(key, None)
-        self._visits[key] = session_id
-        if len(self._visits) > _MAX_VISITS:
-            del self._visits[next(iter(self._visits))]
+        self._former_visits.pop(key, None)
+        _set_latest(self._visits, key, session_id)
 
     def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
         """Add the new session, unless another thread has added one for this key or id meanwhile."""
@@ -174,8 +176,12 @@ class Sessions:
         with self._lock:
             session_id = self._visits.pop(key, "")
             session = self._sessions.get(session_id)
-            if session is None or session_id in self._visits.values():
+            if session is None:
                 return
+            _set_latest(self._former_visits, key, session_id)
+            if session_id in self._visits.values():
+                return
+            session.last_active = time.monotonic()
             if not session.converses:
                 del self._sessions[session_id]
         session.stop()
@@ -190,7 +196,7 @@ class Sessions:
             left = [session for session in self._sessions.values() if session.id not in visited]
             for session in sorted(left, key=lambda session: -session.last_active):
                 size += session.used_bytes
-                if size > KEPT_BYTES or now - session.last_active > KEPT_S:
+                if size > MAX_UNVISITED_BYTES or now - session.last_active > MAX_UNVISITED_S:
                     expired.append(self._sessions.pop(session.id))
         return expired
 
@@ -217,6 +223,7 @@ class Sessions:
         with self._lock:
             self._sessions.clear()
             self._visits.clear()
+            self._former_visits.clear()
 
     @property
     def is_empty(self) -> bool:
@@ -233,3 +240,11 @@ class Sessions:
         with self.pipe.lock:
             used = budget.used_bytes
         return f"{people}, {format_bytes(used)} of {format_bytes(budget.limit)} in use"
+
+
+def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
+    """Add a visit as the latest one; the oldest of too many goes."""
+    visits.pop(key, None)
+    visits[key] = session_id
+    if len(visits) > _MAX_VISITS:
+        del visits[next(iter(visits))]

@@ -188,7 +188,7 @@ def test_who_comes_back_goes_on_and_who_does_not_leaves_nothing(
     ]
     assert "What?" in parts[0] and address == session.id
     assert sessions.session("s7") is session
-    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)
     sessions.leave("s7")
     assert budget.used_bytes == used
 

@@ -354,7 +354,7 @@ def test_who_left_long_ago_holds_nothing(sessions, session, uploads, monkeypatch
     asked(session, "What?", uploads / "0.png")
     sessions.leave("a")
     assert sessions.pipe.budget.used_bytes > used
-    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)
     sessions.visit("a", session.id)
     sessions.leave("a")
     assert sessions.pipe.budget.used_bytes == used
@@ -366,7 +366,7 @@ def test_who_left_long_ago_holds_nothing(sessions, session, uploads, monkeypatch
 def test_who_leaves_while_it_is_answered_holds_nothing(sessions, session, monkeypatch) -> None:
     used = sessions.pipe.budget.used_bytes
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
-    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)
     running = session.ask("What?", [], max_new_tokens=500)
     for _ in range(4):
         next(running)

@@ -144,6 +144,17 @@ def test_a_conversation_goes_on_by_its_id(sessions, uploads) -> None:
     assert sessions.session("c") is first and sessions.status.startswith("1 visitor here")
 
 
+def test_a_browser_whose_connection_broke_goes_on(sessions) -> None:
+    session = sessions.session("a")
+    asked(session, "What?")
+    sessions.leave("a")
+    assert sessions.session("a") is session and sessions.status.startswith("1 visitor here")
+    for index in range(1000):
+        sessions.visit(str(index), session.id)
+        sessions.leave(str(index))
+    assert len(sessions._former_visits) <= 4 * sessions_module.MAX_SESSIONS
+
+
 def test_nobody_chooses_an_id(sessions) -> None:
     mine = sessions.session("mine")
     asked(mine, "What?")
@@ -162,12 +173,12 @@ def test_conversations_that_nobody_visits_are_bounded(sessions, uploads, monkeyp
     left = [sessions.session(str(index)) for index in range(4)]
     for session in left:
         asked(session, "What?", uploads / "0.png")
-    monkeypatch.setattr(sessions_module, "KEPT_BYTES", 2 * left[0].used_bytes)
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_BYTES", 2 * left[0].used_bytes)
     for index in range(3):
         sessions.leave(str(index))
     again = [sessions.visit("new", session.id) is session for session in left]
     assert again == [False, True, True, True]
-    monkeypatch.setattr(sessions_module, "KEPT_S", -1.0)
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)
     sessions.leave("new")
     assert [sessions.visit("new", session.id) is session for session in left] == 3 * [False] + [
         True
