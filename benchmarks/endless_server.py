@@ -16,6 +16,8 @@ import torch
 import oscar_mm.pipelines
 from benchmarks.random_model import NEVER, RELEASED, build
 from oscar_mm import cli
+from oscar_mm.apps import options as command_options
+from oscar_mm.models import source
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.placement import device_of
@@ -84,6 +86,11 @@ def main() -> int:
             return lambda name, **options: make_endless(random_pipeline(name, tiny=tiny, **options))
         return lambda name, **options: make_endless(usual(model)(name, **options))
 
-    # The command takes the function from there when it runs.
+    def check_source(model: str | Path) -> None:
+        if model not in RELEASED:
+            source.check_source(model)
+
+    # The command takes the functions from there when it runs.
     setattr(oscar_mm.pipelines, "pipeline_for", pipeline_for)  # noqa: B010
+    setattr(command_options, "check_source", check_source)  # noqa: B010
     return cli.run(["serve", *(option for option in arguments if option != "--tiny")])

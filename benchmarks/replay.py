@@ -14,7 +14,7 @@ import torch
 from transformers import Cache
 
 from oscar_mm import OscarCache
-from oscar_mm.generation import engine
+from oscar_mm.generation import prompt_reader
 from oscar_mm.generation.decode_loop import read_prompt
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.modality import Modality
@@ -52,7 +52,7 @@ def record_calls(model: Any) -> Iterator[list[Call]]:
             calls.append(Call(prompt, logits[0].float().cpu()))
         return logits
 
-    with patch.object(engine, "read_prompt", read_and_record):
+    with patch.object(prompt_reader, "read_prompt", read_and_record):
         yield calls
 
 

@@ -9,6 +9,7 @@ import typer
 from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.models import BUNDLED
+from oscar_mm.models.source import check_source
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
@@ -58,13 +59,14 @@ def demo(
 ) -> None:
     """A web page: a long conversation with its memory live.
 
-    Needs gradio: pip install 'oscar-mm[demo]'. The default model is a tiny one that reads printed
-    codes and hears digits.
+    Needs gradio: pip install '.[demo]' in a clone. The default model is a tiny one that reads
+    printed codes and hears digits.
     """
     KVPolicy.preset(policy)
     parse_bytes("--kv-budget", kv_budget)
     if importlib.util.find_spec("gradio") is None:
-        raise InputError("the demo needs gradio: pip install 'oscar-mm[demo]'")
+        raise InputError("the demo needs gradio: pip install '.[demo]' in a clone")
+    check_source(model)
     terminal.quiet_transformers()
     from oscar_mm.apps.demo.server import serve  # brings gradio and torch
 

@@ -85,5 +85,5 @@ def test_page_needs_nothing_else(found, picture) -> None:
 def test_without_matplotlib(monkeypatch) -> None:
     require_matplotlib()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pip install 'oscar-mm\[plots\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[plots\]'"):
         require_matplotlib()

@@ -424,7 +424,7 @@ def test_missing_packages_are_told(monkeypatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(InputError, match=r"package soxr; pip install 'oscar-mm\[audio\]'"):
+    with pytest.raises(InputError, match=r"package soxr; pip install '\.\[audio\]'"):
         load_audio(tone(1))
 
 

@@ -32,7 +32,7 @@ def test_without_gradio_it_says_what_to_install(monkeypatch, capsys) -> None:
         importlib.util, "find_spec", lambda name: None if name == "gradio" else find(name)
     )
     assert run(["demo"]) == 2
-    assert "pip install 'oscar-mm[demo]'" in capsys.readouterr().err
+    assert "pip install '.[demo]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
