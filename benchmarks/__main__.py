@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import accuracy, fidelity, kernels, memory, packing
+from benchmarks import accuracy, cpu, fidelity, kernels, memory, packing
 from benchmarks.record import parser
 
 # A CPU does these in minutes.
@@ -13,7 +13,8 @@ _SHORT_TASKS = [f"--tasks={name}" for name in ("read 30 images", "read 10 clips"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run memory, fidelity, accuracy and, with CUDA, kernels; a CPU runs few tasks of accuracy."""
+    """Run memory, fidelity, accuracy and, with CUDA, kernels; a CPU runs few tasks of accuracy, and
+    its loops."""
     parser("benchmarks", __doc__).parse_args(arguments)
     memory.main(arguments)
     fidelity.main(arguments)
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     accuracy.main([*arguments, *short])
     if not torch.cuda.is_available():
         print("no CUDA device: benchmarks.kernels and benchmarks.packing do not run")
-        return 0
+        return cpu.main(arguments)
     return kernels.main(arguments) or packing.main(arguments)
 
 
