@@ -53,6 +53,8 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/pip
 	@echo "installing into $(VENV) (several minutes, about 6.5 GB)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[audio,test]"
+	@echo "compiling loops for this CPU"
+	@$(BIN)/python -m oscar_mm.apps.loop_checks
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)

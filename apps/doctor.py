@@ -64,6 +64,8 @@ def doctor(
     checks = [_video_check()]
     for device in devices:
         checks += [_roundtrip_check(name, device["name"]) for name in KVPolicy.preset_names()]
+        if device["attention"] == BY_LOOPS:
+            checks += _loop_checks()
         if device["attention"] == BY_KERNEL:
             checks += _kernel_checks(device["name"])
     healthy = all(check.ok for check in checks)
@@ -222,6 +224,20 @@ def _roundtrip_check(preset: str, device: str) -> Check:
         return is_right, detail
 
     return _run_check(f"roundtrip {preset} on {device}", trial)
+
+
+def _loop_checks() -> list[Check]:
+    """Compare loops for CPUs with PyTorch operations."""
+    from oscar_mm.apps.loop_checks import check_all
+
+    return [
+        Check(
+            f"loops, {name}",
+            verdict.agrees,
+            f"disagreement with PyTorch {verdict.disagreement:.1e}, at most {verdict.bound:g}",
+        )
+        for name, verdict in check_all().items()
+    ]
 
 
 def _kernel_checks(device: str) -> list[Check]:
