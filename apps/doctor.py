@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,7 +110,7 @@ def _devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
-    from oscar_mm.kernels.launch import architecture, switched_off
+    from oscar_mm.kernels.launch import architecture, numba_failure, switched_off
 
     memory = psutil.virtual_memory()
     devices = [
@@ -120,7 +119,7 @@ def _devices() -> list[dict[str, Any]]:
             "model": platform.processor() or platform.machine(),
             "total_bytes": memory.total,
             "free_bytes": memory.available,
-            "attention": BY_LOOPS if find_spec("numba") and not switched_off() else BY_TORCH,
+            "attention": BY_TORCH if switched_off() or numba_failure() else BY_LOOPS,
         }
     ]
     for index in range(torch.cuda.device_count()):

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +127,19 @@ def has_loops(what: str) -> bool:
     once in the log."""
     if switched_off():
         return False
-    if not _has_numba():
-        tell_once(what, "numba is not installed")
-    return _has_numba()
+    if failure := numba_failure():
+        tell_once(what, failure)
+    return not failure
 
 
 @cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
+def numba_failure() -> str | None:
+    """Why numba cannot be imported, such as a numpy that it does not know; None if it can."""
+    try:
+        import_module("numba")
+    except Exception as error:
+        return f"numba cannot be imported ({error})"
+    return None
 
 
 def load_kernel(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +14,34 @@ import torch
 from numba import njit
 
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
-compiled = njit(cache=True, **_HOW)
-"""Of a function that Python calls."""
+_log = logging.getLogger(__name__)
+
+
+class compiled:  # a decorator
+    """Of a function that Python calls, and that raises nothing: compiled at its first call. The
+    code stays in a file for the next process, where a file can be written and read."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        try:
+            self._compiled = njit(cache=True, **_HOW)(function)
+        except RuntimeError as error:  # No folder can be written.
+            self._do_without_file(error)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the loops."""
+        try:
+            self._compiled(*arguments)
+        except Exception as error:  # a full disk, or a damaged file
+            self._do_without_file(error)
+            self._compiled(*arguments)
+
+    def _do_without_file(self, error: Exception) -> None:
+        name = self._function.__name__
+        _log.warning("%s is compiled at each start, which takes seconds: %s", name, error)
+        self._compiled = njit(**_HOW)(self._function)
+
+
 # A function that is called is there twice, once in the caller's own code, and which of the two is
 # run, with other bits as a result, depends on whether the code comes from the cache.
 inlined = njit(inline="always", **_HOW)
@@ -55,15 +83,33 @@ def shares(tasks: np.ndarray) -> list[np.ndarray]:
     return [tasks[first::threads].copy() for first in range(threads)]
 
 
-def call_all(calls: list[tuple[Any, ...]]) -> None:
-    """Call functions with their arguments, at once if torch has several threads."""
-    if torch.get_num_threads() == 1 or len(calls) == 1:
-        for function, *arguments in calls:
-            function(*arguments)
-        return
-    pool = _pool(os.getpid(), torch.get_num_threads())
-    for made in [pool.submit(*call) for call in calls]:
-        made.result()
+def call_all(calls: Sequence[tuple[Any, ...]]) -> None:
+    """Call functions with their arguments, at once if torch has several threads. None of them runs
+    any more when this returns or raises."""
+    threads = torch.get_num_threads()
+    begun: list[Future[Any]] = []
+    if threads > 1 and len(calls) > 1:
+        try:
+            pool = _pool(os.getpid(), threads)
+            for call in calls:
+                begun.append(pool.submit(*call))
+        except RuntimeError:  # Python is ending, and waits for this thread: pools take no more.
+            pass
+        finally:
+            _wait_for_all(begun)
+    for future in begun:
+        future.result()
+    for function, *arguments in calls[len(begun) :]:
+        function(*arguments)
+
+
+def _wait_for_all(futures: Sequence[Future[Any]]) -> None:
+    """Wait, by Ctrl-C too: what the calls write to may be another's afterwards."""
+    try:
+        wait(futures)
+    except BaseException:
+        _wait_for_all(futures)
+        raise
 
 
 @lru_cache(maxsize=1)
