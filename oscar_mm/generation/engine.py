@@ -137,6 +137,7 @@ class Engine:
             try:
                 with self.lock:
                     if not done():
+                        self._drop_left()
                         self._advance()
                         if not (self.running or done()):
                             self._advance_twins()
@@ -163,6 +164,7 @@ class Engine:
         with ExitStack() as waiting:
             while True:
                 with self.lock:
+                    self._drop_left()
                     try:
                         begun = begin()
                     except Busy:
@@ -205,6 +207,12 @@ class Engine:
             finally:
                 self.lock.release()
 
+    def _drop_left(self) -> None:
+        """Let go of answers that ended while another thread had the lock, of twins too."""
+        for twin in list(self._twins):
+            if twin._left:
+                twin.drop_ended()
+
     def _takes_lead(self, done: Callable[[], bool]) -> bool:
         """Whether this thread is to make the next step; waits while another one does."""
         with self._changed:
@@ -223,8 +231,10 @@ class Engine:
         self._advancing = True
         try:
             self._groups.settle_ended()
-            if self._groups.freed or not self.running:
-                self._groups.freed = self._blocked = False
+            twins = list(self._twins)
+            if not self.running or any(twin._groups.freed for twin in twins):
+                for twin in twins:
+                    twin._groups.freed = twin._blocked = False
             if not self.running:
                 self._prepare()
             self._admit()

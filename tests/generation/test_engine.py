@@ -658,6 +658,26 @@ def test_a_request_waits_for_the_answers_of_another_policy(qwen3_vl_folder) -> N
         together(twin, [late])
 
 
+def test_a_request_begins_when_an_answer_of_another_policy_has_ended(qwen3_vl_folder) -> None:
+    """Not only when one of its own policy has."""
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    twin = pipe.with_policy("standard")
+    assert pipe.budget is not None
+    other = made(twin, SHORT[0], max_new_tokens=20)
+    running, waiting = (made(pipe, prompt, max_new_tokens=100) for prompt in SHORT[1:3])
+    for engine, answer in ((twin.engine, other), (pipe.engine, running)):
+        engine.submit(answer)
+        engine.run_until(lambda x=answer: len(x.tokens) > 2)
+    pipe.budget.limit = pipe.budget.taken_bytes + needed(pipe, waiting) - 1
+    pipe.engine.submit(waiting)
+    pipe.engine.run_until(lambda: len(running.tokens) > 5)
+    assert not waiting.tokens
+    run(twin, [other])
+    pipe.budget.limit = 1 << 24
+    pipe.engine.run_until(lambda: bool(waiting.tokens))
+    assert not running.ended
+
+
 def test_requests_of_two_policies_wait_for_each_other(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
     pair = [pipe, pipe.with_policy("bf16")]
@@ -714,6 +734,28 @@ def test_a_chat_on_disk_is_not_overtaken_for_ever(qwen3_vl_folder) -> None:
     assert sum(answer.ended for answer in small) < 20
     run(pipe, small)
     assert not any(answer.error for answer in small)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard"])
+@pytest.mark.parametrize("waits", ["request", "chat"])
+def test_room_of_an_answer_that_ends_while_another_thread_has_the_lock(
+    qwen3_vl_folder, policy: str, waits: str
+) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24)
+    twin = pipe if policy == "bf16" else pipe.with_policy(policy)
+    assert pipe.budget is not None
+    chat = pipe.chat()
+    chat.ask(SHORT[0] * 5, max_new_tokens=4)
+    spill(pipe, chat)
+    stream = iter(twin.stream(None, SHORT[1] * 5, max_new_tokens=400))
+    next(stream)
+    pipe.budget.limit = pipe.budget.taken_bytes + 1000
+    with ThreadPoolExecutor(1) as threads, pipe.lock:
+        threads.submit(stream.close).result(60)
+    if waits == "chat":
+        chat.undo()
+    else:
+        assert together(pipe, [made(pipe, SHORT[0])])
 
 
 def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
