@@ -87,16 +87,22 @@ class ConversationFolder:
             chat = session.conversation
             chat.curve.samples = [MemorySample(**sample) for sample in record["samples"]]
             chat.forgotten = [(tokens, name) for tokens, name in record["forgotten"]]
-        except (InputError, OSError, ValueError, LookupError, TypeError) as error:
+        except (
+            *(InputError, OSError, ValueError, LookupError, TypeError),
+            RecursionError,  # brackets in brackets
+        ) as error:
             _log.warning("a conversation cannot be read: %s", error)
             return False
         session.id = session_id
         return True
 
     def remove(self, session_id: str) -> None:
-        """Remove the files of a conversation."""
+        """Remove the files of a conversation; the log tells of those that stay."""
         for suffix in ("json", "safetensors"):
-            self._path(session_id, suffix).unlink(missing_ok=True)
+            try:
+                self._path(session_id, suffix).unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("a conversation's file cannot be removed: %s", error)
 
     def prune(self) -> None:
         """Remove old conversations, and the oldest of too many or too large ones."""

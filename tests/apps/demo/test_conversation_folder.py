@@ -87,7 +87,13 @@ def test_only_ids_name_files(serve, uploads, folder) -> None:
 
 def test_files_that_cannot_be_read_are_left(serve, uploads, folder, caplog) -> None:
     session = converse(serve(), uploads)
-    for broken in ("[]", "{}", "{", json.dumps({"preset": "compact", "bits": {}, "window": -1})):
+    for broken in (
+        "[]",
+        "{}",
+        "{",
+        "[" * 100_000,
+        json.dumps({"preset": "compact", "bits": {}, "window": -1}),
+    ):
         sessions = serve()
         (folder / f"{session.id}.json").write_text(broken)
         other = sessions.visit("b", session.id)
@@ -95,6 +101,18 @@ def test_files_that_cannot_be_read_are_left(serve, uploads, folder, caplog) -> N
         assert "cannot be read" in caplog.text
         caplog.clear()
     assert (folder / f"{session.id}.safetensors").is_file()
+
+
+def test_files_that_cannot_be_removed_keep_no_other_conversation_out(
+    serve, uploads, folder, caplog
+) -> None:
+    sessions = serve()
+    lost, saved = (converse(sessions, uploads, key) for key in "ab")
+    (folder / f"{lost.id}.safetensors").mkdir()
+    again = serve()
+    assert "cannot be removed" in caplog.text
+    assert again.visit("b", saved.id).id == saved.id
+    assert again.visit("a", lost.id).id != lost.id
 
 
 def test_two_windows_at_once_have_one_conversation(serve, uploads) -> None:
