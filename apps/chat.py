@@ -238,7 +238,7 @@ def _only_path(command: str, line: str, of: str) -> Path:
     paths = paths_of(line)
     if len(paths) != 1:
         raise InputError(f"{command} needs the PATH of {of}, one; quote a name with spaces")
-    return Path(paths[0]).expanduser()
+    return Path(os.path.expanduser(paths[0]))
 
 
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:

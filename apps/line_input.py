@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 
@@ -50,14 +49,19 @@ def completions(line: str, commands: Iterable[str]) -> list[str]:
     """The lines that a line may become: a command, or a command's last path with more letters."""
     if not line.startswith("/"):
         return []
-    before, space, path = line.rpartition(" ")
-    if not space:
-        return [f"{command} " for command in commands if command.startswith(line)]
-    found = sorted(glob.glob(glob.escape(os.path.expanduser(path)) + "*"))
-    return [
-        f"{before} {name}/" if os.path.isdir(name) else f"{before} {shlex.quote(name)}"
-        for name in found
-    ]
+    command, *words = line.split(" ")
+    if not words:
+        return [f"{name} " for name in commands if name.startswith(line)]
+    # Names may have spaces: the longest end of the line that a path begins with.
+    for first in range(len(words)):
+        path = " ".join(words[first:]).lstrip("'\"").replace("\\ ", " ")
+        before = " ".join([command, *words[:first]])
+        if found := sorted(glob.glob(glob.escape(os.path.expanduser(path)) + "*")):
+            return [
+                f"{before} {name}/" if os.path.isdir(name) else f"{before} {shlex.quote(name)}"
+                for name in found
+            ]
+    return []
 
 
 def paths_of(text: str) -> list[str]:
@@ -66,7 +70,7 @@ def paths_of(text: str) -> list[str]:
     A file whose name has spaces needs no quotes where it is alone.
     """
     text = text.strip()
-    if Path(text).expanduser().is_file():
+    if os.path.isfile(os.path.expanduser(text)):
         return [text]
     try:
         words = shlex.split(text)

@@ -254,7 +254,8 @@ def _parsed_value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     numbers = text.split("/")
-    if all(number.isascii() and number.isdecimal() for number in numbers):
+    # Python refuses to read numbers of thousands of digits.
+    if all(number.isascii() and number.isdecimal() and len(number) < 20 for number in numbers):
         return int(text) if len(numbers) == 1 else tuple(map(int, numbers))
     return text
 

@@ -264,6 +264,7 @@ def test_a_name_may_hold_changes() -> None:
         "compact:windows=128": "no field windows; did you mean window?",
         "compact:window=-1": "window='-1'",
         "compact:window=many": "window='many'",
+        f"compact:window={'9' * 5000}": "must be a number of tokens",
         "compact:bits=3/2/1": "bits of text",
         "compact:fit=lq": "fit='lq': must be one of 'minmax', 'lsq'",
         "compct:window=128": "unknown policy 'compct'.*; did you mean compact",

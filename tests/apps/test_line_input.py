@@ -86,3 +86,19 @@ def test_a_pipe_is_read_as_it_is(monkeypatch) -> None:
         monkeypatch.setattr(sys, "stdin", lines)
         with no_echo():
             assert list(typed_lines(COMMANDS)) == ["/image a.png", "", "What?"]
+
+
+@pytest.mark.parametrize("typed", ["/image a b", "/image 'a b", '/image "a b', "/image a\\ b"])
+def test_a_name_with_spaces_is_completed(tmp_path, monkeypatch, typed: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "c.png").touch()
+    (tmp_path / "b.png").touch()
+    assert completions(typed, ["/image"]) == ["/image a b/"]
+    assert completions(f"{typed}/", ["/image"]) == ["/image 'a b/c.png'"]
+    assert completions("/image b.png a", ["/image"]) == ["/image b.png a b/"]
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-this-name/x", "a" * 5000, "\0"])
+def test_paths_that_cannot_be(text: str) -> None:
+    assert paths_of(text) == [text]
