@@ -6,12 +6,15 @@ import base64
 import binascii
 import http.client
 import re
+import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, Self, TypeGuard
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
@@ -136,13 +139,60 @@ def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
         raise InputError(f"{label}: the base64 text is damaged ({error})") from error
 
 
-def _opener() -> urllib.request.OpenerDirector:
+class _Deadline(urllib.request.AbstractHTTPHandler):
+    """Ends the request for an address, its redirects too, while headers are read: urllib bounds
+    each pause only."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.end = time.monotonic() + seconds
+        self._connections: list[http.client.HTTPConnection] = []
+        self._timer = threading.Timer(seconds, self._disconnect)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left."""
+        return time.monotonic() > self.end
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self._open(http.client.HTTPConnection, request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self._open(http.client.HTTPSConnection, request)
+
+    http_request = urllib.request.AbstractHTTPHandler.do_request_
+    https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+    def _open(self, kind: Any, request: urllib.request.Request) -> Any:
+        if self.is_over:
+            raise TimeoutError
+
+        def connection(*arguments: Any, **options: Any) -> http.client.HTTPConnection:
+            self._connections.append(kind(*arguments, **options))
+            return self._connections[-1]
+
+        return self.do_open(connection, request)  # pyright: ignore[reportArgumentType]
+
+    def _disconnect(self) -> None:
+        for connection in self._connections:
+            with suppress(OSError, AttributeError):  # It has no socket any more.
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _opener(deadline: _Deadline) -> urllib.request.OpenerDirector:
     # Only http and https have a handler, so that no redirect can lead to a local file or to ftp.
     opener = urllib.request.OpenerDirector()
+    opener.add_handler(deadline)
     for handler in (
         urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
         urllib.request.HTTPRedirectHandler,
         urllib.request.HTTPErrorProcessor,
         urllib.request.HTTPDefaultErrorHandler,
@@ -153,11 +203,16 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _fetch(url: str, limits: MediaLimits, label: str) -> bytes:
-    deadline = time.monotonic() + limits.remote_timeout_s
+    deadline = _Deadline(limits.remote_timeout_s)
     parts = bytearray()
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "oscar_mm"})
-        with _opener().open(request, timeout=limits.remote_timeout_s) as answer:
+        with (
+            deadline,
+            _opener(deadline).open(request, timeout=limits.remote_timeout_s) as answer,
+        ):
+            if deadline.is_over:
+                raise TimeoutError
             kind = answer.headers.get_content_type()
             if kind.startswith(("text/", "application/json")):
                 raise InputError(f"{label}: the server answered {kind}, not a media file")
@@ -167,7 +222,7 @@ def _fetch(url: str, limits: MediaLimits, label: str) -> bytes:
             while chunk := answer.read1(_CHUNK):
                 parts += chunk
                 limits.check_bytes(len(parts), label)
-                if time.monotonic() > deadline:
+                if deadline.is_over:
                     raise TimeoutError
             if announced.isdecimal() and len(parts) != int(announced):
                 raise InputError(
@@ -179,7 +234,7 @@ def _fetch(url: str, limits: MediaLimits, label: str) -> bytes:
         raise InputError(f"{label}: the server answered {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
+        if isinstance(reason, TimeoutError) or deadline.is_over:
             raise InputError(
                 f"{label}: no full answer in {limits.remote_timeout_s:g} s; try again or raise "
                 "MediaLimits.remote_timeout_s"

@@ -63,6 +63,23 @@ class Pages(BaseHTTPRequestHandler):
     def silent(self) -> None:
         time.sleep(1)
 
+    def slow_headers(self) -> None:
+        try:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n")
+            for _ in range(30):
+                self.wfile.write(b"X-Slow: 1\r\n")
+                time.sleep(0.2)
+        except OSError:
+            pass  # as above
+
+    def slow_hops(self) -> None:
+        time.sleep(0.3)
+        self.redirect("/slow_more_hops")
+
+    def slow_more_hops(self) -> None:
+        time.sleep(0.3)
+        self.redirect("/good")
+
     def short(self) -> None:
         self.answer(png()[:20], length=len(png()))
 
@@ -134,6 +151,8 @@ def test_nothing_is_fetched_unless_allowed(site: str) -> None:
         ("endless", "more than the limit of 100,000"),
         ("drip", "no full answer in 0.4 s"),
         ("silent", "no full answer in 0.4 s"),
+        ("slow_headers", "no full answer in 0.4 s"),
+        ("slow_hops", "no full answer in 0.4 s"),
         ("short", "broke after 20 of"),
         ("page", "answered text/html"),
         ("noise", "not an image"),
@@ -146,7 +165,7 @@ def test_nothing_is_fetched_unless_allowed(site: str) -> None:
 def test_bad_answers(site: str, page: str, reason: str) -> None:
     start = time.monotonic()
     # Only who waits for nothing is to be given up on so soon: a busy machine is slow too.
-    limits = LIMITS if page in ("drip", "silent") else replace(LIMITS, remote_timeout_s=10)
+    limits = LIMITS if "0.4 s" in reason else replace(LIMITS, remote_timeout_s=10)
     with pytest.raises(InputError, match=reason) as caught:
         load_image(f"{site}/{page}", allow_remote=True, limits=limits)
     assert str(caught.value).startswith(f"{site}/{page}: ")
