@@ -43,7 +43,8 @@ class compiled:  # a decorator
 
 
 # A function that is called is there twice, once in the caller's own code, and which of the two is
-# run, with other bits as a result, depends on whether the code comes from the cache.
+# run, with other bits as a result, depends on whether the code comes from the cache. That looks at
+# the file of the compiled function alone: after a change of ``floats`` touch those that call it.
 inlined = njit(inline="always", **_HOW)
 """Of a function that a compiled one calls."""
 
