@@ -72,7 +72,10 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_no_call_outlives_an_interrupt() -> None:
+def test_no_call_outlives_an_interrupt(request: pytest.FixtureRequest) -> None:
+    # A shell lets what it runs in the background ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     ended = []
 
     def interrupt() -> None:
