@@ -59,6 +59,14 @@ def as_bits(states: torch.Tensor) -> np.ndarray:
 
 
 @inlined
+def widen(row, bits):
+    """Write the numbers of a row of ``as_bits`` as bits of float32 ones."""
+    shift = np.uint32(32 - 8 * row.itemsize)
+    for index in range(len(row)):
+        bits[index] = np.uint32(row[index]) << shift
+
+
+@inlined
 def floats(halves, places):
     """float16 numbers as float32; none of them is infinite or NaN.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.kernels.loops import as_bits, call_all, compiled, floats, inlined, shares
+from oscar_mm.kernels.loops import as_bits, call_all, compiled, floats, inlined, shares, widen
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
@@ -55,14 +55,11 @@ class _Side(NamedTuple):
     def of(cls, recipe: Recipe, name: str) -> _Side:
         """For "key" or "value"."""
         page_format, is_key = recipe.page_format, name == "key"
-        heads, head_dim = page_format.kv_heads, page_format.head_dim
+        heads = page_format.kv_heads
         bits = page_format.bits.keys if is_key else page_format.bits.values
         group = page_format.key_group if is_key else page_format.value_group
-        names = [f"{name}_codes", f"{name}_codes_high"]
-        names = [one for one in names if one in page_format.fields]
-        fields = [page_format.fields[one] for one in names]
-        widths = [8 * field.nbytes // (PAGE_TOKENS * head_dim) for field in fields]
-        tables = [page_format.token_elements(one) for one in names]
+        planes = page_format.planes(f"{name}_codes")
+        tables = [page_format.token_elements(plane) for plane, _, _ in planes]
         numbers = page_format.number_places(f"{name}_scales", f"{name}_zeros")
         has_center = page_format.center and is_key
         unbiased = recipe.norm if is_key else recipe.value_scale
@@ -73,10 +70,7 @@ class _Side(NamedTuple):
             part=first_range(bits, group),
             unbiased=unbiased == "unbiased" and (recipe.fit == "lsq" or not is_key),
             planes=np.array(
-                [
-                    [field.offset, width, sum(widths[:index])]
-                    for index, (field, width) in enumerate(zip(fields, widths, strict=True))
-                ]
+                [[page_format.fields[plane].offset, width, first] for plane, first, width in planes]
             ),
             elements=np.stack([places.numpy() for places, _ in tables]),
             channels=np.stack([channels.numpy() for _, channels in tables]),
@@ -139,7 +133,6 @@ def _store(
 ):
     """Write the tokens of jobs; arrays as in ``store_on_cpu``."""
     heads, head_dim = balancing.shape[1:]
-    shift = np.uint32(32 - 8 * recent.itemsize)
     bits = np.empty(head_dim, np.uint32)
     raw = bits.view(np.float32)
     vector, apart = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
@@ -156,11 +149,8 @@ def _store(
                 head, is_value = index >> 1, index & 1
                 side = value_side if is_value else key_side
                 states = values if is_value else keys
-                for channel in range(head_dim):
-                    if source < 0:
-                        bits[channel] = np.uint32(recent[~source, is_value, head, channel]) << shift
-                    else:
-                        bits[channel] = np.uint32(states[row, head, source, channel]) << shift
+                token = recent[~source, is_value, head] if source < 0 else states[row, head, source]
+                widen(token, bits)
                 for channel in range(head_dim):
                     vector[channel] = (
                         raw[channel] if is_value else raw[channel] / sigma[head, channel]

@@ -24,6 +24,7 @@ group, tile % 4, half.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,10 @@ class Order:
         lead = values.shape[: values.ndim - len(self.shape)]
         dims = [*range(len(lead)), *(len(lead) + axis for axis in self.axes)]
         return values.reshape(*lead, *self.split).permute(dims).reshape(*lead, -1)
+
+    def elements(self) -> torch.Tensor:
+        """(elements,) int64: which element is stored at each place, counted in natural order."""
+        return self.stored(torch.arange(math.prod(self.shape)).view(self.shape))
 
     def natural(self, stored: torch.Tensor) -> torch.Tensor:
         """(..., elements) in stored order -> (..., *shape)."""

@@ -39,7 +39,6 @@ values, as the attention layer made them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -181,7 +180,7 @@ class PageFormat:
         """Arrays that codes are stored in."""
         return [
             (plane, (PAGE_TOKENS, self.head_dim * bits // 8), torch.uint8, "codes")
-            for plane, _, bits in self._planes(name)
+            for plane, _, bits in self.planes(name)
         ]
 
     @cached_property
@@ -234,7 +233,7 @@ class PageFormat:
         key_scales = self.fields["key_scales"].shape
         return plain_orders(tokens, d, key_scales, d // self.value_group, by_token=self.by_token)
 
-    def _planes(self, name: str) -> list[tuple[str, int, int]]:
+    def planes(self, name: str) -> list[tuple[str, int, int]]:
         """Arrays of codes: name, first bit of a code that it has, and how many."""
         bits = self.bits.keys if name.startswith("key") else self.bits.values
         low, *high = _PLANES[bits]
@@ -254,7 +253,7 @@ class PageFormat:
             self._view(pages, name).copy_(self.orders[name].stored(values))
             return
         codes = values.to(torch.uint8)
-        for plane, first, bits in self._planes(name):
+        for plane, first, bits in self.planes(name):
             part = codes >> first & (1 << bits) - 1
             stored = self.orders[plane].stored(part)
             self._view(pages, plane).copy_(pack_bits(stored, bits))
@@ -277,7 +276,7 @@ class PageFormat:
         """
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
         is_codes = self.fields[name].kind == "codes"
-        planes = self._planes(name) if is_codes else [(name, 0, 8)]
+        planes = self.planes(name) if is_codes else [(name, 0, 8)]
         for plane, first, bits in planes:
             elements, order = (
                 table.to(pages.device)[places][:, None] for table in self.token_elements(plane)
@@ -298,7 +297,7 @@ class PageFormat:
             view = self._view(pages, name)
             return self.orders[name].natural((view if slots is None else view[slots]).float())
         codes: torch.Tensor | None = None
-        for plane, first, bits in self._planes(name):
+        for plane, first, bits in self.planes(name):
             stored = unpack_bits(self._view(pages, plane), bits)
             part = self.orders[plane].natural(stored) << first
             codes = part if codes is None else codes | part
@@ -324,9 +323,7 @@ class PageFormat:
         heads, places = np.arange(self.kv_heads)[:, None] * (self.head_bytes // 2), []
         for name in names:
             if (field := self.fields.get(name)) is not None:
-                order = self.orders[name]
-                natural = torch.arange(math.prod(order.shape)).view(order.shape)
-                of_head = field.offset // 2 + np.argsort(order.stored(natural).numpy())
+                of_head = field.offset // 2 + np.argsort(self.orders[name].elements().numpy())
                 places.append(of_head + heads * field.per_head)
         return np.concatenate(places, axis=1)
 
@@ -361,7 +358,7 @@ def _aligned(offset: int) -> int:
 @lru_cache(maxsize=256)
 def _token_elements(page_format: PageFormat, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     order = page_format.orders[name]
-    natural = order.stored(torch.arange(math.prod(order.shape)).view(order.shape))
+    natural = order.elements()
     token, element = natural // order.shape[1], natural % order.shape[1]
     stored = token.argsort(stable=True)
     return stored.view(order.shape), element[stored].view(order.shape)
