@@ -10,7 +10,8 @@
 //
 // store_layers: the same jobs in each of several layers, of tokens that are there in 16 bit.
 //
-// centers: the mean of some tokens' keys -> the center of a page. A warp for a page and KV head.
+// centers: the mean of some tokens' keys -> the center of a page; of no tokens the center of another
+// page. A warp for a page and KV head.
 // Where there are few jobs, as in a decode step, each looks for its page among those that begin and
 // does this itself: a launch less, though two jobs of a page both do it, to the same bytes.
 //
@@ -43,7 +44,7 @@ struct Work {
   const ELEMENT* keys;  // (batch, KV heads, tokens, HEAD_DIM), strides in elements
   const ELEMENT* values;
   const int* jobs;      // (count, 20): page, tile, row, 0, sources of 16 tokens
-  const int* begins;    // (begin_count, 36): page, row, tokens, 0, their sources
+  const int* begins;    // (begin_count, 36): page, row, tokens, page before, their sources
   int64_t key_stride[3];
   int64_t value_stride[3];
   int count, begin_count, kv_heads;  // begin_count: 0 where `centers` is launched before
@@ -240,6 +241,15 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, begin[1], head,
                                  work.kv_heads);
   const int count = begin[2];
+  uint8_t* center = head_of(work, layer, begin[0], head) + P::center;
+  if (count == 0) {
+    const uint8_t* other = head_of(work, layer, begin[3], head) + P::center;
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 2; ++i)
+      reinterpret_cast<uint32_t*>(center)[i * 32 + lane] =
+          reinterpret_cast<const uint32_t*>(other)[i * 32 + lane];
+    return 0.0f;
+  }
   // A lane has PER_LANE channels that follow each other.
   float sums[PER_LANE] = {};
 #pragma unroll 8
@@ -260,7 +270,6 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
 #if ROTATE
   hadamard(sums, lane);
 #endif
-  uint8_t* center = head_of(work, layer, begin[0], head) + P::center;
   float not_finite = 0.0f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i += 2) {

@@ -233,13 +233,16 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         self._kernel = self._load("decode/decode.cu", macros)
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 
-    def __call__(self, arguments: DecodeArguments) -> torch.Tensor:
-        """Launch."""
+    def __call__(
+        self, arguments: DecodeArguments, output: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Launch; the result is written to ``output`` if it is given, which is like the result."""
         queries, keys, values, pages, recent, sigma, items, recents, counts, assignments, *_ = (
             arguments
         )
         batch, query_heads, tokens, head_dim = queries.shape
-        keys, values, output = aligned_rows(keys), aligned_rows(values), arguments.result()
+        keys, values = aligned_rows(keys), aligned_rows(values)
+        output = arguments.result() if output is None else output
         kv_heads = keys.shape[1]
         stream = current_stream(queries.device)
         columns = query_heads // kv_heads * tokens

@@ -174,13 +174,13 @@ def assign(
 
 
 def _shares(lengths: np.ndarray, workers: int) -> list[int]:
-    """Thread blocks for each segment: at least one, no more than have enough to do, the longest
-    part minimal."""
-    shares, most = np.ones(len(lengths), dtype=np.int64), -(-lengths // FEWEST_ITEMS)
-    for _ in range(workers - len(lengths)):
-        load = np.where(shares < most, lengths / shares, 0.0)
-        longest = int(load.argmax())
-        if not load[longest]:
-            break
-        shares[longest] += 1
-    return shares.tolist()
+    """Thread blocks for each segment: the longest part is as short as it can be, but no shorter
+    than ``FEWEST_ITEMS``."""
+    longest, high = FEWEST_ITEMS, max(FEWEST_ITEMS, int(lengths.max()))
+    while longest < high:
+        middle = (longest + high) // 2
+        if (-(-lengths // middle)).sum() <= workers:
+            high = middle
+        else:
+            longest = middle + 1
+    return (-(-lengths // longest)).tolist()

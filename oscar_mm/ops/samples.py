@@ -107,8 +107,8 @@ def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.dev
 
     Jobs of new tokens, of stored ones, of both, of a single token, of a few whose places another
     job of the tile has, and one that does nothing and names tokens that are not there. Of pages
-    with a center some get a new one, of one token or of many. Keys of the second row have a mean
-    far from zero.
+    with a center some get a new one, of one token, of many or of another page. Keys of the second
+    row have a mean far from zero.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, slots = 120, 40
@@ -124,9 +124,10 @@ def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.dev
         *((0, 4, 1, 0, *both), (1, 5, 1, 0, *single), (-1, 99, 99, 0, *(new + (1 << 30)))),
         *((3, 6, 0, 0, *even), (3, 6, 1, 0, *odd), (1, 2, 0, 0, *(new + 100))),
     ]
-    at_first = torch.zeros(4, HEAD + CENTER_TOKENS, dtype=torch.int64)
-    at_first[:, 0], at_first[:, 1] = torch.tensor([[4, -1, 0, 1], [1, 99, 0, 1]])
-    at_first[:, 2] = torch.tensor([CENTER_TOKENS, 99, 1, 21])
+    at_first = torch.zeros(5, HEAD + CENTER_TOKENS, dtype=torch.int64)
+    at_first[:, :HEAD] = torch.tensor(
+        [(4, 1, CENTER_TOKENS, 0), (-1, 99, 99, 0), (0, 0, 1, 0), (1, 1, 21, 0), (3, 99, 0, 2)]
+    )
     at_first[0, HEAD:], at_first[2, HEAD:] = torch.arange(CENTER_TOKENS) + 80, stored[5]
     at_first[3, HEAD:] = torch.randint(-slots, tokens, (CENTER_TOKENS,), generator=generator)
     begins = at_first if page_format.center else at_first[:0]

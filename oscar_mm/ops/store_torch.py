@@ -38,9 +38,10 @@ class StoreArguments(NamedTuple):
             fixed n), tile (0 to 7), row of the batch, 0, and for each of the tile's 16 places the
             token that it gets: the index of a new one, ~slot of ``recent``, or ``NOTHING`` for a
             place that is left alone. No two jobs have a place in common.
-        begins: (m, 36) int32, of formats with a center: page (below 0: nothing), row, count, 0,
-            and the sources of ``count`` (1 to 32) tokens, the mean of whose keys becomes the
-            page's center, before any job needs it; of as many beginnings as jobs each page must
+        begins: (m, 36) int32, of formats with a center: page (below 0: nothing), row, count,
+            another page, and the sources of ``count`` (0 to 32) tokens, the mean of whose keys
+            becomes the page's center, before any job needs it; with a count of 0 the other page's
+            center does, which must not begin here. Of as many beginnings as jobs each page must
             have a job.
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 where a center, scale or zero is NaN, infinite or beyond
@@ -141,7 +142,7 @@ def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:
     """Write the centers of pages."""
     recipe, pages = arguments.recipe, arguments.pages
     page_format = recipe.page_format
-    slots, rows, counts, _ = begins[:, :HEAD].long().unbind(1)
+    slots, rows, counts, others = begins[:, :HEAD].long().unbind(1)
     sources = begins[:, HEAD:]
     used = torch.arange(sources.shape[1], device=begins.device) < counts[:, None]
     at, places = used.nonzero().unbind(1)
@@ -150,6 +151,9 @@ def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:
     turned = basis.keys_in(keys[:, :, None])[:, :, 0]
     sums = turned.new_zeros(len(begins), *turned.shape[1:]).index_add_(0, at, turned)
     centers = sums / counts.clamp(min=1)[:, None, None]
+    if bool((counts == 0).any()):
+        copied = page_format.read(pages, "center", others.where(counts == 0, 0))
+        centers = torch.where(counts[:, None, None] == 0, copied, centers)
     arguments.not_finite.bitwise_or_((~centers.half().isfinite().all()).int())
     there = pages[slots]
     page_format.write(there, "center", centers)

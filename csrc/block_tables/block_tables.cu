@@ -1,0 +1,216 @@
+// block_tables: what a scheduler of requests knows of a batch -> the tables of decode and of store.
+//
+// Thread block 0 shares the line of items out to the thread blocks of decode; then come a thread
+// block for each row that decodes, which lists its pages, and a warp for each job and for each page
+// that may begin. (oscar_mm/ops/block_tables.py says what all of them are, and does the same on a
+// CPU.)
+
+#include "common/types.cuh"
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int MOST_ROWS = 4096;
+constexpr int PAGE_TOKENS = 128;
+constexpr int TILE = 16;
+constexpr int HEAD = 4;            // numbers of a job, or a beginning, before its sources
+constexpr int CENTER_TOKENS = 32;
+constexpr int FIELDS = 16;         // of an assignment
+constexpr int FEWEST_ITEMS = 8;    // of a thread block of decode, where there are as many
+constexpr int NOTHING = -2147483647 - 1;
+
+struct Params {
+  const int* blocks;         // (rows, block_stride): pages of each row
+  const int* lengths;        // (rows): tokens of each row, new ones included
+  const int* starts;         // (rows + 1): of the new tokens of each row
+  const int64_t* slots;      // (tokens): page * 128 + place of each new token; below 0: is not stored
+  int2* items;               // (rows, item_stride)
+  int2* counts;              // (rows)
+  int* assignments;          // (workers, FIELDS)
+  int* jobs;                 // (job_count, HEAD + TILE)
+  int* begins;               // (begin_count, HEAD + CENTER_TOKENS)
+  int64_t block_stride, item_stride;
+  int rows, decodes, row_tiles;  // row_tiles: jobs of a row where all rows have the same; else 0
+  int job_count, begin_count;
+  int heads, column_tiles, workers;
+};
+
+__device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
+
+// Tokens of a row before its new ones.
+__device__ __forceinline__ int past_of(const Params& params, int row) {
+  return max(params.lengths[row] - (params.starts[row + 1] - params.starts[row]), 0);
+}
+
+// The largest of `count` rows whose number, of numbers that do not descend, is at most `wanted`.
+template <class Number>
+__device__ __forceinline__ int row_at(int count, int wanted, const Number& number) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (number(middle) <= wanted)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+__device__ __forceinline__ int sum_of(int x) {
+  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// before[row] becomes the sum of amount(row) over the rows before; before[decodes] the sum of all.
+// One warp.
+template <class Amount>
+__device__ __forceinline__ void sums_before(int* before, int rows, int lane, const Amount& amount) {
+  int sum = 0;
+  for (int first = 0; first < rows; first += 32) {
+    const int row = first + lane;
+    const int own = row < rows ? amount(row) : 0;
+    int upto = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, step);
+      if (lane >= step) upto += other;
+    }
+    if (row < rows) before[row] = sum + upto - own;
+    sum += __shfl_sync(~0u, upto, 31);
+  }
+  if (lane == 0) before[rows] = sum;
+}
+
+// As `assign` of oscar_mm/ops/decode_tables.py, of rows without tokens in 16 bit.
+__device__ __forceinline__ void assign(const Params& params, int* before) {
+  const int rows = params.decodes, per_row = params.heads * params.column_tiles;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto items_of = [&](int row) { return 1 + ceil_div(past_of(params, row), PAGE_TOKENS); };
+  if (warp == 0) sums_before(before, rows, lane, items_of);
+  __syncthreads();
+  const int total = per_row * before[rows];
+  const bool few = rows * per_row <= params.workers;
+  int longest = 1;  // items of a part, where each thread block has one segment
+  if (few) {
+    int low = FEWEST_ITEMS, high = FEWEST_ITEMS;
+    for (int row = 0; row < rows; ++row) high = max(high, items_of(row));
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      int parts = 0;
+      for (int row = lane; row < rows; row += 32) parts += ceil_div(items_of(row), middle);
+      if (sum_of(parts) * per_row <= params.workers)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    longest = low;
+    __syncthreads();
+    if (warp == 0)
+      sums_before(before, rows, lane, [&](int row) { return ceil_div(items_of(row), longest); });
+    __syncthreads();
+  }
+  const int used = few ? per_row * before[rows] : min(params.workers, total);
+  const auto first_of = [&](int row) { return per_row * before[row]; };
+  for (int worker = threadIdx.x; worker < params.workers; worker += THREADS) {
+    int fields[FIELDS] = {};
+    if (worker < used) {
+      const int begin =
+          few ? worker : static_cast<int>(static_cast<int64_t>(total) * worker / used);
+      const int row = row_at(rows, begin, first_of), items = items_of(row);
+      const int size = few ? ceil_div(items, longest) : items;
+      const int within = (begin - first_of(row)) / size;
+      const int head = within / params.column_tiles, tile = within % params.column_tiles;
+      int first = begin, last = 0, start = first_of(row) + within * items;
+      if (few) {
+        start = 0;
+        for (int other = 0; other < row; ++other) start += per_row * items_of(other);
+        start += within * items;
+        const int part = worker - first_of(row) - within * size;
+        first = start + items * part / size, last = start + items * (part + 1) / size;
+      } else {
+        last = static_cast<int>(static_cast<int64_t>(total) * (worker + 1) / used);
+      }
+      const int segment = row * per_row + within;
+      const int found[] = {first, last, total, min(params.workers, total), row, head, tile, segment,
+                           start, 0, items - 1, few ? first_of(row) + within * size : 0,
+                           few ? size : 0};
+      for (int i = 0; i < 13; ++i) fields[i] = found[i];
+    }
+    for (int i = 0; i < FIELDS; ++i) params.assignments[worker * FIELDS + i] = fields[i];
+  }
+}
+
+__device__ __forceinline__ void list_pages(const Params& params, int row) {
+  const int past = past_of(params, row), pages = ceil_div(past, PAGE_TOKENS);
+  for (int page = threadIdx.x; page < pages; page += THREADS)
+    params.items[row * params.item_stride + page] = {
+        params.blocks[row * params.block_stride + page],
+        min(past - page * PAGE_TOKENS, PAGE_TOKENS)};
+  if (threadIdx.x == 0) params.counts[row] = {0, pages};
+}
+
+// Where the lines of a row begin, of rows of any number of tokens: as many as a row may need, told
+// by where its tokens begin, so that the host knows the number of all.
+__device__ __forceinline__ int first_job(const Params& params, int row) {
+  return params.row_tiles ? row * params.row_tiles : 2 * row + params.starts[row] / TILE;
+}
+
+__device__ __forceinline__ int first_begin(const Params& params, int row) {
+  return params.row_tiles ? row : row + params.starts[row] / PAGE_TOKENS;
+}
+
+__device__ __forceinline__ void write_job(const Params& params, int line, int lane) {
+  const int row =
+      row_at(params.rows, line, [&](int other) { return first_job(params, other); });
+  const int start = params.starts[row], past = past_of(params, row);
+  const int place = (past / TILE + line - first_job(params, row)) * TILE + lane % TILE;
+  const int token = start + place - past;
+  int64_t slot = -1;
+  if (lane < TILE && place >= past && token < params.starts[row + 1]) slot = params.slots[token];
+  const uint32_t stored = __ballot_sync(~0u, slot >= 0);
+  const int64_t one = __shfl_sync(~0u, slot, stored ? __ffs(stored) - 1 : 0);
+  int* job = params.jobs + static_cast<int64_t>(line) * (HEAD + TILE);
+  const int page = stored ? static_cast<int>(one / PAGE_TOKENS) : -1;
+  const int tile = stored ? static_cast<int>(one % PAGE_TOKENS) / TILE : 0;
+  if (lane < HEAD) job[lane] = lane == 0 ? page : lane == 1 ? tile : 0;
+  if (lane < TILE) job[HEAD + lane] = slot >= 0 ? token : NOTHING;
+}
+
+__device__ __forceinline__ void write_begin(const Params& params, int line, int lane) {
+  const int row =
+      row_at(params.rows, line, [&](int other) { return first_begin(params, other); });
+  const int start = params.starts[row], stop = params.starts[row + 1];
+  const int past = past_of(params, row);
+  const int number = ceil_div(past, PAGE_TOKENS) + line - first_begin(params, row);
+  const int token = start + number * PAGE_TOKENS - past;
+  const int64_t slot = token < stop ? params.slots[token] : -1;
+  // The page's own first tokens, or the last that there are.
+  const int source = max(start, min(token, stop - CENTER_TOKENS));
+  const int found = min(stop - source, CENTER_TOKENS);
+  const bool begins = slot >= 0, copies = found < CENTER_TOKENS && number > 0;
+  const int count = begins && !copies ? found : 0;
+  int* begin = params.begins + static_cast<int64_t>(line) * (HEAD + CENTER_TOKENS);
+  if (lane == 0) begin[0] = begins ? static_cast<int>(slot / PAGE_TOKENS) : -1;
+  if (lane == 1) begin[1] = 0;
+  if (lane == 2) begin[2] = count;
+  if (lane == 3)
+    begin[3] = begins && copies ? params.blocks[row * params.block_stride + number - 1] : 0;
+  begin[HEAD + lane] = lane < count ? source + lane : NOTHING;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    block_tables(const __grid_constant__ Params params) {
+  __shared__ int before[MOST_ROWS + 1];
+  if (blockIdx.x == 0) {
+    assign(params, before);
+    return;
+  }
+  const int row = blockIdx.x - 1;
+  if (row < params.decodes) {
+    list_pages(params, row);
+    return;
+  }
+  const int line = (row - params.decodes) * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (line < params.job_count)
+    write_job(params, line, lane);
+  else if (line - params.job_count < params.begin_count)
+    write_begin(params, line - params.job_count, lane);
+}

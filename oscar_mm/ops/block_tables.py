@@ -1,0 +1,243 @@
+"""block_tables: what a scheduler of requests knows of a batch -> the tables of decode and store.
+
+For engines whose scheduler gives each request a row of a block table, such as vLLM's: a block is a
+stream page, and all tokens are packed at once. The tables are made on the device, as nobody on the
+host knows how long the requests are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oscar_mm.kernels.launch import addresses, current_stream, ints, pointers
+from oscar_mm.kernels.self_check import OperationKernel
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, assign
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from oscar_mm.pages.layout import PAGE_TOKENS
+
+MOST_ROWS = 4096
+"""Requests of a batch."""
+_WARPS = 8
+
+
+class BlockTables(NamedTuple):
+    """Arguments of ``block_tables``, all int32 but the slots; the last five are written to.
+
+    Attributes:
+        blocks: (rows, most pages): the pages of each request, those of its new tokens too.
+        lengths: (rows,) tokens of each request, new ones included.
+        starts: (rows + 1,): where the new tokens of each request begin in the batch; requests
+            without any have no tokens at all.
+        slots: (tokens,) int64, page * 128 + place of each new token; below 0 it is not stored.
+        decodes: how many requests, the first ones, have the same few tokens and take decode.
+        row_tiles: ``row_tiles`` of the tokens of a request, where all decode; else 0.
+        kv_heads: of a layer.
+        columns: new tokens of a request that decodes times query heads of a KV head.
+        items: (decodes or more, most pages, 2), as of ``oscar_mm.ops.decode``: a request's pages
+            without its new tokens.
+        counts: (decodes or more, 2), likewise.
+        assignments: (thread blocks, 16), likewise.
+        jobs: (``job_count``, 20), as of ``oscar_mm.ops.store``, of new tokens in one row. Jobs
+            beyond those of the requests store nothing.
+        begins: (``begin_count``, 36), likewise. A page's center is the mean of its first 32 tokens
+            if they are all new; else of the last 32 of the request's new tokens; with fewer of
+            them, it is that of the page before.
+    """
+
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+    decodes: int
+    row_tiles: int
+    kv_heads: int
+    columns: int
+    items: torch.Tensor
+    counts: torch.Tensor
+    assignments: torch.Tensor
+    jobs: torch.Tensor
+    begins: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """Requests."""
+        return len(self.lengths)
+
+
+def row_tiles(tokens: int) -> int:
+    """Jobs that so many tokens in a row may take, wherever the first one's place is."""
+    return (tokens + 2 * (TILE - 1)) // TILE
+
+
+def job_count(rows: int, tokens: int, of_row: int) -> int:
+    """Jobs that requests may take which have so many tokens together.
+
+    Args:
+        of_row: ``BlockTables.row_tiles``.
+    """
+    return rows * of_row if of_row else 2 * rows + tokens // TILE
+
+
+def begin_count(rows: int, tokens: int, of_row: int) -> int:
+    """Pages that may begin where requests have so many tokens together."""
+    return rows if of_row else rows + tokens // PAGE_TOKENS
+
+
+class Params(ctypes.Structure):
+    """``Params`` of csrc/block_tables/block_tables.cu, field for field."""
+
+    _fields_ = (
+        *pointers("blocks", "lengths", "starts", "slots"),
+        *pointers("items", "counts", "assignments", "jobs", "begins"),
+        *((name, ctypes.c_int64) for name in ("block_stride", "item_stride")),
+        *ints("rows", "decodes", "row_tiles", "job_count", "begin_count"),
+        *ints("heads", "column_tiles", "workers"),
+    )
+
+
+class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0.0):
+    """The kernel, which is the same for all formats."""
+
+    def __init__(self, specialization: None, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        self._kernel = self._load("block_tables/block_tables.cu", {})
+
+    def __call__(self, given: BlockTables) -> None:
+        """Launch."""
+        params = Params(
+            *addresses(given.blocks, given.lengths, given.starts, given.slots),
+            *addresses(*given[-5:]),
+            *(given.blocks.stride(0), given.items.stride(0) // 2),
+            *(given.rows, given.decodes, given.row_tiles, len(given.jobs), len(given.begins)),
+            *(given.kv_heads, -(-given.columns // COLUMNS), len(given.assignments)),
+        )
+        lines = len(given.jobs) + len(given.begins)
+        grid = (1 + given.decodes + -(-lines // _WARPS), 1, 1)
+        stream = current_stream(given.blocks.device)
+        self._kernel.launch(grid, (32 * _WARPS, 1, 1), 0, params, stream)
+
+    @staticmethod
+    def disagreement(
+        specialization: None, kernel: Callable[[Any], None], device: torch.device
+    ) -> float:
+        """Share of the numbers that differ, of batches that decode and mixed ones."""
+        differing = []
+        for past, new, decodes in _CHECKED:
+            found, expected = (checked_tables(past, new, decodes, device) for _ in range(2))
+            kernel(found)
+            block_tables_by_numpy(expected)
+            differing += [
+                float((one != other).float().mean())
+                for one, other in zip(found[-5:], expected[-5:], strict=True)
+            ]
+        return max(differing)
+
+
+_CHECKED = (
+    ([0, 100, 128, 5000, 127], [1, 1, 1, 1, 1], 5),
+    ([12, 255, 0, 384], [5, 5, 5, 5], 4),
+    ([200] * 70 + [90_000] + [0] * 9, [1] * 71 + [0] * 9, 80),
+    ([33, 400, 0, 250, 100, 1280, 256], [1, 1, 300, 10, 40, 1, 640], 2),
+    ([0, 7], [2000, 31], 0),
+)
+"""Past and new tokens of requests, and how many decode."""
+
+
+def checked_tables(
+    past: list[int], new: list[int], decodes: int, device: torch.device, workers: int = 132
+) -> BlockTables:
+    """Arguments of ``block_tables`` for requests of so many past and new tokens, the pages of which
+    are in any order; one token is not stored."""
+    generator = torch.Generator().manual_seed(0)
+    rows, tokens, most = len(past), sum(new), max(map(sum, zip(past, new, strict=True)))
+    of_row = row_tiles(new[0]) if decodes == rows else 0
+    width = -(-most // PAGE_TOKENS) + 1
+    blocks = torch.randperm(rows * width, generator=generator).view(rows, width)
+    starts = torch.tensor([0, *new]).cumsum(0)
+    slots = [
+        int(blocks[row, place // PAGE_TOKENS]) * PAGE_TOKENS + place % PAGE_TOKENS
+        for row in range(rows)
+        for place in range(past[row], past[row] + new[row])
+    ]
+    slots[tokens // 2] = -1
+    lengths = torch.tensor(past) + torch.tensor(new)
+    shapes = (
+        *((max(decodes, 1), width, 2), (max(decodes, 1), 2), (workers, FIELDS)),
+        (job_count(rows, tokens, of_row), HEAD + TILE),
+        (begin_count(rows, tokens, of_row), HEAD + CENTER_TOKENS),
+    )
+    kv_heads, columns = 2, 4 * max(new[:decodes], default=1)
+    return BlockTables(
+        *(x.to(device, torch.int32) for x in (blocks, lengths, starts)),
+        torch.tensor(slots, device=device),
+        *(decodes, of_row, kv_heads, columns),
+        *(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes),
+    )
+
+
+def block_tables(given: BlockTables) -> None:
+    """Write the tables of decode and store for the requests of a batch."""
+    kernel = BlockTablesKernel.of(None, given.blocks.device)
+    (kernel or block_tables_by_numpy)(given)
+
+
+def block_tables_by_numpy(given: BlockTables) -> None:
+    """``block_tables`` on the host; waits for the device."""
+    blocks, lengths, starts, slots = (x.cpu().numpy() for x in given[:4])
+    items, counts, assignments, jobs, begins = (x.cpu().numpy().copy() for x in given[-5:])
+    past = np.maximum(lengths - np.diff(starts), 0)
+    pages = -(-past // PAGE_TOKENS)
+    for row in range(given.decodes):
+        count, places = pages[row], np.arange(pages[row]) * PAGE_TOKENS
+        items[row, :count, 0] = blocks[row, :count]
+        items[row, :count, 1] = np.minimum(past[row] - places, PAGE_TOKENS)
+        counts[row] = 0, count
+    if given.decodes:
+        in_items = tuple((0, int(count)) for count in pages[: given.decodes])
+        shared = (given.kv_heads, given.columns, len(assignments))
+        assignments[:] = assign(in_items, *shared)
+    else:
+        assignments[:] = 0
+    jobs[:], begins[:] = 0, 0
+    jobs[:, 0] = begins[:, 0] = -1
+    jobs[:, HEAD:], begins[:, HEAD:] = NOTHING, NOTHING
+    of_row = given.row_tiles
+    for row in range(given.rows):
+        at = (row, starts[row], of_row)
+        own = (past[row], starts[row], starts[row + 1], slots)
+        _write_jobs(jobs[job_count(*at) :], *own)
+        _write_begins(begins[begin_count(*at) :], *own, blocks[row])
+    for target, table in zip(given[-5:], (items, counts, assignments, jobs, begins), strict=True):
+        target.copy_(torch.from_numpy(table))
+
+
+def _write_jobs(jobs: np.ndarray, past: int, start: int, stop: int, slots: np.ndarray) -> None:
+    for token in range(start, stop):
+        place = past + token - start
+        if slots[token] >= 0:
+            job = jobs[place // TILE - past // TILE]
+            job[:2] = slots[token] // PAGE_TOKENS, slots[token] % PAGE_TOKENS // TILE
+            job[HEAD + place % TILE] = token
+
+
+def _write_begins(
+    begins: np.ndarray, past: int, start: int, stop: int, slots: np.ndarray, blocks: np.ndarray
+) -> None:
+    first = -(-past // PAGE_TOKENS)
+    for line, number in enumerate(range(first, -(-(past + stop - start) // PAGE_TOKENS))):
+        token = start + number * PAGE_TOKENS - past
+        source = max(start, min(token, stop - CENTER_TOKENS))
+        count = min(stop - source, CENTER_TOKENS)
+        if slots[token] < 0:
+            continue
+        begins[line, 0] = slots[token] // PAGE_TOKENS
+        if count < CENTER_TOKENS and number > 0:
+            begins[line, 3] = blocks[number - 1]
+        else:
+            begins[line, 2] = count
+            begins[line, HEAD : HEAD + count] = source + np.arange(count)

@@ -1,0 +1,206 @@
+"""PagedAttention: attention of a layer whose tokens are all in stream pages.
+
+Knows nothing of vLLM, which calls it with the requests of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from oscar_mm.errors import InputError
+from oscar_mm.ops.block_tables import BlockTablesKernel
+from oscar_mm.ops.decode import DecodeArguments, decode, decode_kernel
+from oscar_mm.ops.library import numbers_of, recipe_arguments
+from oscar_mm.ops.store import store
+from oscar_mm.ops.store_kernel import Specialization as StoreSpecialization
+from oscar_mm.ops.store_kernel import StoreKernel
+from oscar_mm.ops.unpack import Specialization as UnpackSpecialization
+from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
+from oscar_mm.quant.balance import sigma_from_prompt
+from oscar_mm.quant.quantize import Recipe
+from oscar_mm.vllm_plugin.step import Reading, Step
+
+Flash = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, Reading],
+    None,
+]
+"""Causal attention of the requests of a reading: queries (tokens, query heads, head_dim), keys and
+values, the output, the factor of the scores, the reading. Keys and values are new ones, (tokens, KV
+heads, head_dim), or of all tokens where requests have a past: (pages, 128, KV heads, head_dim)."""
+
+
+class PagedAttention:
+    """Stores new tokens of a layer in pages, and attends to them and to pages.
+
+    Requests that decode attend to packed pages. Prompts attend to their own tokens as they came; to
+    tokens from before as they were stored.
+
+    Args:
+        recipe: how pages are made.
+        heads: query heads.
+        scale: factor of the scores.
+        flash: attention of prompts.
+
+    Attributes:
+        group: query heads of a KV head.
+        sigma: (KV heads or 1, head_dim) float32 balancing; None for none.
+        waits: whether the first prompt decides on the balancing, and none has come yet.
+    """
+
+    def __init__(self, recipe: Recipe, heads: int, scale: float, flash: Flash) -> None:
+        self._recipe, self._scale, self._flash = recipe, scale, flash
+        self._page_format = recipe.page_format
+        self._formats = numbers_of(self._page_format)
+        self.group = heads // self._page_format.kv_heads
+        self.waits = False
+        self.sigma: torch.Tensor | None = None
+        self._not_finite = torch.zeros(1, dtype=torch.int32)
+
+    def balance(self, sigma: torch.Tensor | None, *, by_prompt: bool) -> None:
+        """Say how queries and keys are balanced.
+
+        Args:
+            sigma: (KV heads or 1, head_dim) float32; None for no balancing.
+            by_prompt: the first prompt decides instead.
+        """
+        heads, head_dim = self._page_format.kv_heads, self._page_format.head_dim
+        self.sigma, self.waits = torch.ones(heads, head_dim) if by_prompt else sigma, by_prompt
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, query_tokens: int) -> None:
+        """Make what a captured step needs: kernels, and tensors at addresses that stay.
+
+        Args:
+            device: of the layer.
+            dtype: of queries, keys and values.
+            query_tokens: most new tokens of a request that decodes.
+
+        Raises:
+            InputError: the kernels do not run on this GPU.
+        """
+        self._not_finite = self._not_finite.to(device)
+        if self.sigma is not None:
+            self.sigma = self.sigma.to(device).contiguous()
+        if device.type != "cuda":
+            return
+        kernels: list[object] = [
+            decode_kernel(*self._decoded_as(dtype), self.group * tokens, device)
+            for tokens in range(1, query_tokens + 1)
+        ]
+        unpacked = UnpackSpecialization(self._page_format, self._recipe.rotate, dtype)
+        kernels += [
+            StoreKernel.of(StoreSpecialization(self._recipe, dtype), device),
+            UnpackKernel.of(unpacked, device),
+            BlockTablesKernel.of(None, device),
+        ]
+        if None in kernels:
+            raise InputError(
+                "--attention-backend CUSTOM (oscar_mm): the kernels do not run on this GPU; "
+                "`oscar-mm doctor` says why"
+            )
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        step: Step,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend.
+
+        Args:
+            query: (tokens, query heads, head_dim), after RoPE.
+            key, value: (tokens, KV heads, head_dim).
+            pages: (pages, page_bytes) uint8, to write to.
+            step: the requests; tokens beyond theirs are padding.
+            output: (tokens, query heads, head_dim), to write to.
+        """
+        if step.readings and self.waits:
+            self._balance_by(query, key, step)
+        begins = step.tables.begins if self._page_format.center else step.tables.begins[:0]
+        store(
+            *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], self._no_recent(key)),
+            *(step.tables.jobs, begins, pages, self._not_finite, self.sigma),
+            *recipe_arguments(self._recipe),
+        )
+        if step.decodes:
+            part = slice(step.decode_tokens)
+            self._decode(query[part], key[part], value[part], pages, step, output[part])
+        for reading in step.readings:
+            part = reading.tokens
+            self._read(query[part], key[part], value[part], pages, reading, output[part])
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        step: Step,
+        output: torch.Tensor,
+    ) -> None:
+        shape = (step.decodes, step.query_tokens)
+        queries, keys, values, outputs = (
+            x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value, output)
+        )
+        tables = step.tables
+        arguments = DecodeArguments(
+            *(queries, keys, values, [pages], self._no_recent(key), self.sigma),
+            *(tables.items, step.recents, tables.counts, tables.assignments),
+            *(self._scale, self._formats, self._recipe.rotate),
+        )
+        columns = self.group * step.query_tokens
+        kernel = decode_kernel(*self._decoded_as(query.dtype), columns, query.device)
+        if kernel is not None:
+            kernel(arguments, outputs)
+        else:
+            outputs.copy_(decode(*arguments))
+
+    def _read(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        reading: Reading,
+        output: torch.Tensor,
+    ) -> None:
+        past = reading.past
+        if past is None:
+            self._flash(query, key, value, output, self._scale, reading)
+            return
+        how = (self._formats, self._recipe.rotate, key.dtype)
+        unpacked = unpack_slots(pages, past.slots, self.sigma, *how)
+        keys, values = (
+            _with_new(side, new, past.places)
+            for side, new in zip(unpacked, (key, value), strict=True)
+        )
+        self._flash(query, keys, values, output, self._scale, reading)
+
+    def _balance_by(self, query: torch.Tensor, key: torch.Tensor, step: Step) -> None:
+        """Balance by the first prompt; from then on it stays."""
+        tokens = slice(step.readings[0].tokens.start, step.readings[-1].tokens.stop)
+        # Runs that warm up store nothing. The host waits, until the first prompt has come.
+        if not bool((step.tables.slots[tokens] >= 0).all()):
+            return
+        queries, keys = (x[tokens].transpose(0, 1)[None] for x in (query, key))
+        assert self.sigma is not None
+        self.sigma.copy_(sigma_from_prompt(queries, keys, centered=False))
+        self.waits = False
+
+    def _decoded_as(self, dtype: torch.dtype) -> tuple:
+        return (self._page_format,), self._page_format.head_dim, self._recipe.rotate, dtype
+
+    def _no_recent(self, key: torch.Tensor) -> torch.Tensor:
+        return key.new_empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)
+
+
+def _with_new(side: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(pages, KV heads, 128, d) keys or values with new tokens as they came at some places, as
+    (pages, 128, KV heads, d)."""
+    by_head = side.transpose(0, 1)
+    by_head.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
+    return by_head.permute(1, 2, 0, 3)

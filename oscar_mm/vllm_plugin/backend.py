@@ -1,0 +1,327 @@
+"""What vLLM calls: the backend, its metadata builder, and the attention of a layer.
+
+For vLLM 0.25 to 0.33. What they do not have in common is the size of a block: newer ones ask the
+backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from oscar_mm.errors import InputError
+from oscar_mm.ops.decode import MAX_QUERY_TOKENS
+from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
+from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.quant.balance import sigma_of_weights
+from oscar_mm.vllm_plugin.attention import PagedAttention
+from oscar_mm.vllm_plugin.settings import DTYPES, Settings
+from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
+
+_LEAST_CAPABILITY = (8, 0)
+
+
+class OscarMetadata(Step, AttentionMetadata):
+    """The requests of a step."""
+
+
+class OscarBackend(AttentionBackend):
+    """Attention over stream pages, which are vLLM's blocks.
+
+    Attributes:
+        settings: of the model that was made last; methods that vLLM calls on the class know of no
+            other.
+    """
+
+    settings: ClassVar[Settings] = Settings.of({})
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """As vLLM's enumeration has it."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[OscarImpl]:
+        """Of a layer."""
+        return OscarImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OscarMetadataBuilder]:
+        """Of a step."""
+        return OscarMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
+        """Tokens of a page."""
+        return [PAGE_TOKENS]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Those of the kernels."""
+        return list(KERNEL_HEAD_DIMS)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Those of the kernels."""
+        return (capability.major, capability.minor) >= _LEAST_CAPABILITY
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Pages (older vLLM)."""
+        recipe = OscarBackend.settings.recipe(num_kv_heads, head_size)
+        return num_blocks, recipe.page_format.page_bytes
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec of a layer with the bytes of our pages (newer vLLM)."""
+        size = cls.settings.token_bytes(spec.num_kv_heads, spec.head_size)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Blocks whose bytes follow each other (newer vLLM)."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)
+
+
+class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
+    """Makes the tables of each step."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._most_tokens = int(self.reorder_batch_threshold or 1)
+        if self._most_tokens > MAX_QUERY_TOKENS:
+            raise InputError(
+                f"speculative decoding with {self._most_tokens} tokens a step: must be at most "
+                f"{MAX_QUERY_TOKENS} with this attention"
+            )
+        layers = vllm_config.compilation_config.static_forward_context
+        self._impls: list[OscarImpl] = [layers[name].impl for name in layer_names]
+        config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+        pages = -(-config.max_model_len // PAGE_TOKENS) + 1
+        self._tables = StepTables(
+            max(scheduler.max_num_seqs, *sizes),
+            max(scheduler.max_num_batched_tokens, *sizes),
+            *(pages, kv_cache_spec.num_kv_heads, self._impls[0].attention.group, pages, device),
+        )
+        for impl in self._impls:
+            impl.attention.prepare(device, config.dtype, self._most_tokens)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> OscarMetadata:
+        """Tables of a step, at the same addresses each time."""
+        common = common_attn_metadata
+        decodes, readings, _, _ = split_decodes_and_prefills(
+            common, decode_threshold=self._most_tokens, require_uniform=True
+        )
+        host_starts = common.query_start_loc_cpu.numpy()
+        tokens = int(common.max_query_len if not readings else host_starts[1]) if decodes else 1
+        lengths = common.seq_lens_cpu_upper_bound
+        if readings and lengths is None:
+            lengths = common.seq_lens.cpu()
+        step = self._tables.step(
+            *(common.block_table_tensor, common.seq_lens, common.query_start_loc),
+            *(common.slot_mapping, decodes, tokens, host_starts),
+            np.zeros(0) if lengths is None else lengths.numpy(),
+        )
+        return OscarMetadata(**vars(step))
+
+
+class OscarImpl(AttentionImpl[OscarMetadata]):
+    """Attention of a layer of vLLM.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads, ...: as vLLM gives them.
+
+    Raises:
+        InputError: the layer is of a kind that pages cannot serve.
+    """
+
+    supports_quant_query_input = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        config = get_current_vllm_config()
+        parallel = config.parallel_config
+        given = {
+            "sliding windows": sliding_window,
+            "ALiBi": alibi_slopes,
+            "capped logits": logits_soft_cap,
+            "layers that share another's cache": kv_sharing_target_layer_name,
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype != "auto",
+            "context parallelism": parallel.decode_context_parallel_size > 1
+            or parallel.prefill_context_parallel_size > 1,
+            **{name: value is not None for name, value in others.items()},
+        }
+        if refused := [name for name, value in given.items() if value]:
+            raise InputError(
+                f"--attention-backend CUSTOM (oscar_mm) does not support {', '.join(refused)}; "
+                "leave the option away, and vLLM takes its own attention in 16 bit"
+            )
+        OscarBackend.settings = found = Settings.of(config.additional_config)
+        self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
+        self._balance = found.policy.balance
+        self.attention = PagedAttention(
+            found.recipe(self.num_kv_heads, head_size), num_heads, self.scale, flash_attention
+        )
+        self._most_past = config.model_config.max_model_len
+        self._module: weakref.ref[nn.Module] | None = None
+        self._layer: weakref.ref[nn.Module] | None = None
+        self._hook = register_module_module_registration_hook(self._registered)
+
+    def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is not None and getattr(submodule, "impl", None) is self:
+            self._module, self._layer = weakref.ref(module), weakref.ref(submodule)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Balance by the weights of the queries' and keys' norms, where there are such; and give
+        the layer our spec, where vLLM does not ask the backend."""
+        self._hook.remove()
+        config = get_current_vllm_config()
+        module = None if self._module is None else self._module()
+        sigma = None
+        if self._balance in ("auto", "weights") and module is not None:
+            sigma = sigma_of_weights(module, self.head_size)
+        by_prompt = sigma is None and self._balance in ("auto", "prompt")
+        if by_prompt and config.kv_transfer_config is not None:
+            raise InputError(
+                "a KV connector with balancing by the first prompt: pages of one process mean "
+                "nothing to another; set policy 'standard:balance=none'"
+            )
+        self.attention.balance(sigma, by_prompt=by_prompt)
+        layer = None if self._layer is None else self._layer()
+        if layer is not None and not hasattr(AttentionBackend, "customize_spec"):
+            layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _spec(self, vllm_config: VllmConfig) -> Any:
+        from vllm.v1.kv_cache_interface import TQFullAttentionSpec  # our pages are opaque bytes too
+
+        return TQFullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size,
+            dtype=torch.uint8,
+            tq_slot_size=self._token_bytes,
+        )
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: OscarMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store new keys and values, and attend.
+
+        Args:
+            layer: of vLLM.
+            query: (tokens, query heads, head_dim), after RoPE.
+            key, value: (tokens, KV heads, head_dim).
+            kv_cache: the layer's pages, in any shape with blocks first.
+            attn_metadata: the step; None in a run that measures memory.
+            output: (tokens, query heads, head_dim), to write to.
+            output_scale, output_block_scale: None.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("outputs in 8 bit or fewer")
+        if attn_metadata is None:
+            # As much as unpacking the longest past takes is to be left free.
+            tokens = -(-self._most_past // PAGE_TOKENS) * PAGE_TOKENS
+            key.new_empty(2, tokens, self.num_kv_heads, self.head_size)
+            return output.fill_(0)
+        pages = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
+        self.attention(query, key, value, pages, attn_metadata, output)
+        return output
+
+
+def flash_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    scale: float,
+    reading: Reading,
+) -> None:
+    """vLLM's flash attention, as ``oscar_mm.vllm_plugin.attention.Flash`` says."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    past = reading.past
+    if past is None:
+        of_keys = {"cu_seqlens_k": reading.starts, "max_seqlen_k": reading.longest}
+    else:
+        of_keys = {"seqused_k": past.lengths, "max_seqlen_k": past.longest}
+        of_keys["block_table"] = past.table
+    flash_attn_varlen_func(
+        *(query, keys, values),
+        out=output,
+        cu_seqlens_q=reading.starts,
+        max_seqlen_q=reading.longest,
+        softmax_scale=scale,
+        causal=True,
+        fa_version=get_flash_attn_version(head_size=query.shape[-1]),
+        **of_keys,
+    )

@@ -1,0 +1,219 @@
+"""What attention needs to know of the requests of a step: the tables of decode and store, and where
+the tokens of prompts are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from oscar_mm.kernels.launch import multiprocessors
+from oscar_mm.ops.block_tables import (
+    MOST_ROWS,
+    BlockTables,
+    begin_count,
+    block_tables,
+    job_count,
+    row_tiles,
+)
+from oscar_mm.ops.decode_tables import FIELDS
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
+from oscar_mm.pages.layout import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Past:
+    """Pages of requests some of whose tokens were read before.
+
+    Attributes:
+        slots: (pages,) int32: all pages of the requests, one request after the other.
+        places: (tokens,) int64: where the new tokens are, in all tokens of these pages.
+        table: (requests, most pages) int32: which of ``slots`` a request has.
+        lengths: (requests,) int32 tokens of each, new ones included.
+        longest: of the lengths.
+    """
+
+    slots: torch.Tensor
+    places: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Requests that follow each other and read tokens of their prompts.
+
+    Attributes:
+        tokens: of the batch, which they read.
+        starts: (requests + 1,) int32: where the tokens of each begin among them.
+        longest: most tokens of a request.
+        past: what was read before; None if nothing was.
+    """
+
+    tokens: slice
+    starts: torch.Tensor
+    longest: int
+    past: Past | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The requests of a step, the same for all layers of a model.
+
+    Attributes:
+        tables: of decode and store.
+        recents: (requests, 1) int32, zeros: no token is in 16 bit.
+        decodes: how many requests decode, the first ones.
+        query_tokens: new tokens of each of them.
+        readings: the others.
+    """
+
+    tables: BlockTables
+    recents: torch.Tensor
+    decodes: int
+    query_tokens: int
+    readings: tuple[Reading, ...]
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the requests that decode, which come first."""
+        return self.decodes * self.query_tokens
+
+
+class StepTables:
+    """Tables of one step after the other, at addresses that stay for captured graphs.
+
+    Args:
+        rows: most requests of a step.
+        tokens: most new tokens of a step.
+        pages: most pages of a request.
+        kv_heads: of a layer.
+        group: query heads of a KV head.
+        most_unpacked: pages of past tokens that are unpacked at a time; a single request may have
+            more.
+        device: of all of them.
+
+    Raises:
+        ValueError: more requests than tables have room for.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        tokens: int,
+        pages: int,
+        kv_heads: int,
+        group: int,
+        most_unpacked: int,
+        device: torch.device,
+    ) -> None:
+        if rows > MOST_ROWS:
+            raise ValueError(f"max_num_seqs={rows}: must be at most {MOST_ROWS}")
+        self._kv_heads, self._group, self._most_unpacked = kv_heads, group, most_unpacked
+        self._device = device
+        shapes = (
+            *((rows, pages, 2), (rows, 2), (multiprocessors(device), FIELDS)),
+            (job_count(rows, tokens, 0), HEAD + TILE),
+            *((begin_count(rows, tokens, 0), HEAD + CENTER_TOKENS), (rows, 1)),
+        )
+        self._items, self._counts, self._assignments, self._jobs, self._begins, self._recents = (
+            torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes
+        )
+
+    def step(
+        self,
+        blocks: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        decodes: int,
+        query_tokens: int,
+        host_starts: np.ndarray,
+        host_lengths: np.ndarray,
+    ) -> Step:
+        """Tables of a step; those of the step before are overwritten.
+
+        Args:
+            blocks, lengths, starts, slots: as of ``BlockTables``.
+            decodes: how many requests decode, the first ones.
+            query_tokens: of each of them.
+            host_starts: ``starts`` on the host.
+            host_lengths: ``lengths`` on the host, of requests that do not decode.
+        """
+        rows = len(lengths)
+        of_row = row_tiles(query_tokens) if decodes == rows else 0
+        tokens = rows * query_tokens if of_row else int(host_starts[rows])
+        tables = BlockTables(
+            *(blocks, lengths, starts, slots, decodes, of_row),
+            *(self._kv_heads, self._group * query_tokens),
+            *(self._items[: max(decodes, 1)], self._counts[: max(decodes, 1)], self._assignments),
+            self._jobs[: job_count(rows, tokens, of_row)],
+            self._begins[: begin_count(rows, tokens, of_row)],
+        )
+        block_tables(tables)
+        readings = tuple(self._readings(blocks, decodes, host_starts[: rows + 1], host_lengths))
+        recents = self._recents[: max(decodes, 1)]
+        return Step(tables, recents, decodes, query_tokens, readings)
+
+    def _readings(
+        self, blocks: torch.Tensor, first: int, starts: np.ndarray, lengths: np.ndarray
+    ) -> Iterator[Reading]:
+        """Requests from ``first`` on: runs with a past and without, of bounded size."""
+        new, rows = np.diff(starts), len(starts) - 1
+        pages = -(-lengths[:rows] // PAGE_TOKENS)
+        has_past = lengths[:rows] > new
+        while first < rows:
+            stop = first + 1
+            while (
+                stop < rows
+                and has_past[stop] == has_past[first]
+                and (not has_past[first] or pages[first : stop + 1].sum() <= self._most_unpacked)
+            ):
+                stop += 1
+            run = slice(first, stop)
+            past = self._past(blocks, run, new[run], lengths[run], pages[run])
+            begin, end = int(starts[first]), int(starts[stop])
+            yield Reading(
+                slice(begin, end),
+                self._upload(starts[first : stop + 1] - begin, np.int32),
+                int(new[run].max()),
+                past if has_past[first] else None,
+            )
+            first = stop
+
+    def _past(
+        self,
+        blocks: torch.Tensor,
+        run: slice,
+        new: np.ndarray,
+        lengths: np.ndarray,
+        pages: np.ndarray,
+    ) -> Past:
+        firsts = np.cumsum(pages) - pages
+        columns = np.arange(int(pages.max()))
+        table = np.where(columns < pages[:, None], firsts[:, None] + columns, 0)
+        # Not by a mask on the device, the length of which the host would wait for.
+        requests = np.repeat(np.arange(run.start, run.stop), pages)
+        numbers = np.arange(int(pages.sum())) - np.repeat(firsts, pages)
+        places = np.concatenate(
+            [
+                first * PAGE_TOKENS + np.arange(length - count, length)
+                for first, length, count in zip(firsts, lengths, new, strict=True)
+            ]
+        )
+        return Past(
+            blocks[self._upload(requests, np.int64), self._upload(numbers, np.int64)],
+            self._upload(places, np.int64),
+            self._upload(table, np.int32),
+            self._upload(lengths, np.int32),
+            int(lengths.max()),
+        )
+
+    def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

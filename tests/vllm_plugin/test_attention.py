@@ -1,0 +1,184 @@
+"""Attention over blocks: every schedule gives what attention's definition gives."""
+
+import pytest
+import torch
+
+from oscar_mm import KVPolicy
+from oscar_mm.errors import InputError
+from oscar_mm.ops.block_tables import (
+    BlockTablesKernel,
+    block_tables_by_numpy,
+    checked_tables,
+)
+from oscar_mm.vllm_plugin.settings import Settings, servable
+from tests.vllm_plugin.requests import Layer, Request
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+POLICIES = ["standard", "standard:bits=4/2", "standard:bits=2", "quarot"]
+
+
+@pytest.fixture(params=DEVICES)
+def place(request: pytest.FixtureRequest) -> dict:
+    """Arguments of a layer."""
+    if request.param == "cpu":
+        return {"device": "cpu", "dtype": torch.float32}
+    return {"device": "cuda:0", "dtype": torch.bfloat16}
+
+
+def check(layer: Layer, request: Request, start: int, stop: int) -> None:
+    found = request.outputs[-1].cpu().double()
+    expected = layer.expected(request, start, stop)
+    assert not found.isnan().any()
+    bound = 1e-4 if layer.dtype == torch.float32 else 0.02
+    assert float((found - expected).norm() / expected.norm()) < bound
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_schedule(policy: str, place: dict) -> None:
+    """Prompts alone, together and in chunks, beside requests that decode, then all decode."""
+    layer = Layer(policy, **place)
+    first, second, third = layer.request(400), layer.request(700), layer.request(300)
+    plan = [
+        [(first, 137)],
+        [(first, 1), (second, 300)],
+        [(first, 1), (second, 129), (third, 40)],
+        [(first, 1), (third, 1), (second, 31)],
+        *[[(second, 1), (third, 1), (first, 1)]] * 100,
+    ]
+    for number, scheduled in enumerate(plan):
+        before = [request.read for request, _ in scheduled]
+        layer.step(scheduled, padding=number % 3 if all(n == 1 for _, n in scheduled) else 0)
+        if number < 6 or number % 9 == 0:
+            for (request, n), start in zip(scheduled, before, strict=True):
+                check(layer, request, start, start + n)
+    for request in (first, second, third):
+        keys, values = layer.stored(request, request.read)
+        for stored, came in zip((keys, values), request.states[1:], strict=True):
+            came = came[: request.read].cpu().float()
+            errors = (stored - came).norm(dim=(1, 2)) / came.norm(dim=(1, 2))
+            assert errors.max() < {4: 0.2, 3: 0.4, 2: 0.75}[layer.format.bits.values + 0]
+
+
+def test_several_new_tokens_at_once(place: dict) -> None:
+    """As speculative decoding asks, also where a page begins among them."""
+    layer = Layer(query_tokens=5, **place)
+    first, second = layer.request(200), layer.request(200)
+    layer.step([(first, 120), (second, 20)], decodes=0)
+    for _ in range(4):
+        before = first.read, second.read
+        layer.step([(first, 5), (second, 5)], decodes=2)
+        for request, start in zip((first, second), before, strict=True):
+            check(layer, request, start, start + 5)
+    # Of the last five tokens three are taken back; others come in their place.
+    first.read, second.read = first.read - 3, second.read - 3
+    layer.step([(first, 5), (second, 5)], decodes=2)
+    check(layer, first, first.read - 5, first.read)
+
+
+def test_known_beginnings(place: dict) -> None:
+    """A request that shares another's blocks attends to them, and writes to none of them."""
+    layer = Layer(**place)
+    first = layer.request(400)
+    layer.step([(first, 400)])
+    before = layer.pages[first.blocks].clone()
+    second = layer.request(500, like=first, shared=256)
+    third = layer.request(257, like=first, shared=256)
+    layer.step([(third, 1), (second, 200)])
+    check(layer, third, 256, 257)
+    check(layer, second, 256, 456)
+    assert torch.equal(layer.pages[first.blocks], before)
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+
+
+def test_pieces_of_a_prompt_are_stored_alike() -> None:
+    """In pieces that end where pages end: the same bytes. Cut elsewhere: the same values, and keys
+    about as exact."""
+    whole, pieces, odd = (Layer() for _ in range(3))
+    requests = [layer.request(600) for layer in (whole, pieces, odd)]
+    whole.step([(requests[0], 600)])
+    for count in (256, 128, 216):
+        pieces.step([(requests[1], count)])
+    for count in (100, 60, 7, 1, 332, 100):
+        odd.step([(requests[2], count)])
+    assert torch.equal(whole.pages, pieces.pages)
+    keys, values = whole.stored(requests[0], 600)
+    odd_keys, odd_values = odd.stored(requests[2], 600)
+    assert torch.equal(values, odd_values)
+    right = requests[0].states[1]
+    error, odd_error = ((x - right).norm() / right.norm() for x in (keys, odd_keys))
+    assert odd_error < 1.1 * error
+
+
+def test_small_workspace() -> None:
+    """Requests with a past are read some at a time."""
+    one, few = Layer(), Layer(most_unpacked=3)
+    for layer in (one, few):
+        requests = [layer.request(300) for _ in range(3)]
+        layer.step([(request, 130) for request in requests])
+        step = layer.step([(request, 100) for request in requests])
+        assert len(step.readings) == (1 if layer is one else 3)
+        for request in requests:
+            check(layer, request, 130, 230)
+
+
+def test_the_first_prompt_balances() -> None:
+    layer = Layer(by_prompt=True)
+    scale = torch.linspace(0.1, 5, 64)
+    first, second = layer.request(200), layer.request(200)
+    for request in (first, second):
+        request.states[1].mul_(scale)
+    assert layer.attention.waits and (layer.attention.sigma == 1).all()
+    layer.step([(first, 150)])
+    sigma = layer.attention.sigma.clone()
+    assert not layer.attention.waits and sigma[:, -1].mean() > 3 * sigma[:, 0].mean()
+    layer.step([(first, 1), (second, 100)])
+    assert torch.equal(layer.attention.sigma, sigma)
+    check(layer, first, 150, 151)
+
+
+def test_what_is_not_stored_does_not_balance() -> None:
+    """Runs that warm up have no slots."""
+    layer = Layer(by_prompt=True)
+    request = layer.request(100)
+    request.blocks = [-1]
+    layer.step([(request, 100)])
+    assert layer.attention.waits and (layer.pages == 255).all()
+
+
+@pytest.mark.gpu
+def test_tables_on_a_gpu() -> None:
+    verdict = BlockTablesKernel.checked.check(None, torch.device("cuda:0"))
+    assert verdict.agrees, verdict
+
+
+def test_tables_are_checked_on_all_kinds_of_batches() -> None:
+    """What a kernel is compared on: rows with and without new pages, mixed and uniform ones."""
+    tables = checked_tables([100, 0], [60, 31], 0, torch.device("cpu"))
+    block_tables_by_numpy(tables)
+    assert (tables.begins[:, 0] >= 0).sum() == 2 and (tables.jobs[:, 0] >= 0).sum() >= 6
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"policy": "compact"}, "key_axis 'token'"),
+        ({"policy": "standard:bits=16"}, "same 2 to 4 bits"),
+        ({"policy": "standart"}, "did you mean"),
+        ({"polcy": "standard"}, "no option polcy"),
+        ("standard", "must be a mapping"),
+    ],
+)
+def test_settings_that_cannot_be(config: object, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Settings.of({"oscar_mm": config})
+
+
+def test_bits_by_modality_are_refused() -> None:
+    policy = KVPolicy.preset("standard", bits={"image": 2})
+    with pytest.raises(InputError, match="same 2 to 4 bits"):
+        servable(policy)
+
+
+@pytest.mark.parametrize(("policy", "size"), [("standard", 90), ("standard:bits=2", 74)])
+def test_bytes_of_a_token(policy: str, size: int) -> None:
+    assert Settings(servable(policy)).token_bytes(8, 128) == size
