@@ -172,12 +172,10 @@ def checked_tables(
         (begin_count(rows, tokens, of_row), HEAD + CENTER_TOKENS),
     )
     kv_heads, columns = 2, 4 * max(new[:decodes], default=1)
-    return BlockTables(
-        *(x.to(device, torch.int32) for x in (blocks, lengths, starts)),
-        torch.tensor(slots, device=device),
-        *(decodes, of_row, kv_heads, columns),
-        *(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes),
-    )
+    written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
+    known = [x.to(device, torch.int32) for x in (blocks, lengths, starts)]
+    how = (torch.tensor(slots, device=device), decodes, of_row, kv_heads, columns)
+    return BlockTables(*known, *how, *written)  # pyright: ignore[reportCallIssue]
 
 
 def block_tables(given: BlockTables) -> None:

@@ -11,6 +11,9 @@ what vLLM calls.
 
 def register() -> None:
     """Make the attention known to vLLM, in each of its processes; may be called again."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
+        AttentionBackendEnum,
+        register_backend,
+    )
 
     register_backend(AttentionBackendEnum.CUSTOM, "oscar_mm.vllm_plugin.backend.OscarBackend")

@@ -11,7 +11,7 @@ import torch
 
 from oscar_mm.errors import InputError
 from oscar_mm.ops.block_tables import BlockTablesKernel
-from oscar_mm.ops.decode import DecodeArguments, decode, decode_kernel
+from oscar_mm.ops.decode import DecodeArguments, DecodeKernel, decode, decode_kernel
 from oscar_mm.ops.library import numbers_of, recipe_arguments
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_kernel import Specialization as StoreSpecialization
@@ -85,8 +85,7 @@ class PagedAttention:
         if device.type != "cuda":
             return
         kernels: list[object] = [
-            decode_kernel(*self._decoded_as(dtype), self.group * tokens, device)
-            for tokens in range(1, query_tokens + 1)
+            self._decode_kernel(dtype, tokens, device) for tokens in range(1, query_tokens + 1)
         ]
         unpacked = UnpackSpecialization(self._page_format, self._recipe.rotate, dtype)
         kernels += [
@@ -152,8 +151,7 @@ class PagedAttention:
             *(tables.items, step.recents, tables.counts, tables.assignments),
             *(self._scale, self._formats, self._recipe.rotate),
         )
-        columns = self.group * step.query_tokens
-        kernel = decode_kernel(*self._decoded_as(query.dtype), columns, query.device)
+        kernel = self._decode_kernel(query.dtype, step.query_tokens, query.device)
         if kernel is not None:
             kernel(arguments, outputs)
         else:
@@ -191,8 +189,12 @@ class PagedAttention:
         self.sigma.copy_(sigma_from_prompt(queries, keys, centered=False))
         self.waits = False
 
-    def _decoded_as(self, dtype: torch.dtype) -> tuple:
-        return (self._page_format,), self._page_format.head_dim, self._recipe.rotate, dtype
+    def _decode_kernel(
+        self, dtype: torch.dtype, tokens: int, device: torch.device
+    ) -> DecodeKernel | None:
+        formats, head_dim = (self._page_format,), self._page_format.head_dim
+        columns = self.group * tokens
+        return decode_kernel(formats, head_dim, self._recipe.rotate, dtype, columns, device)
 
     def _no_recent(self, key: torch.Tensor) -> torch.Tensor:
         return key.new_empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)

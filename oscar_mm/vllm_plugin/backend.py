@@ -4,6 +4,8 @@ For vLLM 0.25 to 0.33. What they do not have in common is the size of a block: n
 backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import weakref
@@ -249,7 +251,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.attention.balance(sigma, by_prompt=by_prompt)
         layer = None if self._layer is None else self._layer()
         if layer is not None and not hasattr(AttentionBackend, "customize_spec"):
-            layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportAttributeAccessIssue]
+            layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
 
     def _spec(self, vllm_config: VllmConfig) -> Any:
         from vllm.v1.kv_cache_interface import TQFullAttentionSpec  # our pages are opaque bytes too
