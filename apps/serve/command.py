@@ -2,10 +2,11 @@
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -29,7 +30,19 @@ _RELEASE_S = 2.0
 @options.grouped
 def serve(
     *,
+    context: typer.Context,
+    passed: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="VLLM_OPTIONS", help="After --, for --engine vllm: passed on."),
+    ] = None,
     model: options.Model = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="oscar, or vllm: start vLLM's server, with pages of this package, in its place.",
+        ),
+    ] = "oscar",
     policy: options.Policy = DEFAULT,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
@@ -94,6 +107,15 @@ def serve(
     if not 0 <= grace <= 3600:
         raise InputError(f"--grace {grace:g}: must be seconds from 0 to 3600")
     key = api_key(api_key_file)
+    if engine not in ("oscar", "vllm"):
+        raise InputError(f"--engine {engine}: must be oscar or vllm")
+    if engine == "vllm":
+        given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+        if budget is not None:
+            given["kv_budget"] = budget
+        _serve_with_vllm(model, policy, host, port, given, passed or (), key)
+    if passed:
+        raise InputError(f"{passed[0]!r} is unexpected: only --engine vllm takes such arguments")
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -105,7 +127,6 @@ def serve(
     sockets = bind(host, port)
     model = options.model_or_bundled(model, hears=True)
     terminal.quiet_transformers()
-    from oscar_mm.apps.guard import is_loopback
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
     from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.pipelines import pipeline_for
@@ -119,8 +140,7 @@ def serve(
         kv_budget=budget,
         prefix_cache=prefixes,
     )
-    if not is_loopback(host) and key is None:
-        print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
+    _warn_of_no_key(host, key)
     limits = ServerLimits(
         api_key=key,
         max_request_bytes=size,
@@ -145,6 +165,43 @@ def serve(
         sys.stderr.flush()
         os._exit(0)
     pipe.lock.release()
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the user has given an option, even with its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _serve_with_vllm(
+    model: str | None,
+    policy: str,
+    host: str,
+    port: int,
+    given: Mapping[str, Any],
+    passed: Sequence[str],
+    key: str | None,
+) -> NoReturn:
+    """Replace this process by vLLM's server; see ``vllm_arguments``."""
+    from oscar_mm.apps.serve.vllm_server import become_vllm, check_installed, vllm_arguments
+
+    if passed and not passed[0].startswith("-"):
+        raise InputError(
+            f"{passed[0]!r} is unexpected: --model names the model, and only vLLM's own options "
+            "follow --"
+        )
+    model = options.model_or_bundled(model, hears=True)
+    arguments = vllm_arguments(model, policy, host, port, given, passed, has_key=key is not None)
+    check_installed()
+    _warn_of_no_key(host, key)
+    become_vllm(arguments, key)
+
+
+def _warn_of_no_key(host: str, key: str | None) -> None:
+    from oscar_mm.apps.guard import is_loopback  # needs the packages of a server
+
+    if key is None and not is_loopback(host):
+        print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
 
 
 def prefix_bytes(size: str | None, budget: int | None) -> int | None:

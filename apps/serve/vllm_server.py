@@ -1,0 +1,140 @@
+"""vLLM's OpenAI server with pages of this package: its command line, and how it is started."""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from oscar_mm.errors import InputError
+from oscar_mm.models.source import source_of
+from oscar_mm.policy import KVPolicy
+
+_BLOCK_TOKENS = 128
+"""Tokens of a page; the module that defines it imports torch."""
+_MODULE = "vllm.entrypoints.openai.api_server"
+_KEY_VARIABLE = "VLLM_API_KEY"
+_NO_DOMAIN = "remote-media-are-off.invalid"
+"""No address has a name that ends on .invalid (RFC 2606)."""
+_ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
+    "kv_budget": lambda size: ["--kv-cache-memory-bytes", str(size)],
+    "max_context": lambda tokens: ["--max-model-len", str(tokens)],
+    "max_new_tokens": lambda tokens: [
+        "--override-generation-config",
+        json.dumps({"max_new_tokens": tokens}),
+    ],
+    "running": lambda answers: ["--max-num-seqs", str(answers)],
+    "grace": lambda seconds: ["--shutdown-timeout", str(math.ceil(seconds))],
+    "dtype": lambda name: ["--dtype", name],
+}
+"""vLLM's arguments for the value of an option of ``oscar-mm serve``."""
+_REFUSED = {
+    "max_request": "vLLM does not bound a request's bytes",
+    "waiting": "vLLM does not bound its queue",
+    "conversations": "vLLM keeps prefixes of prompts, as many as its KV memory holds",
+    "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
+    "device_map": "-- --tensor-parallel-size N spreads a model over N GPUs",
+}
+"""Options that vLLM has no equal of, and what to know instead."""
+
+
+def vllm_arguments(
+    model: str,
+    policy: str,
+    host: str,
+    port: int,
+    options: Mapping[str, Any],
+    passed: Sequence[str] = (),
+    *,
+    has_key: bool = False,
+) -> list[str]:
+    """Return the arguments of vLLM's server for those of ``oscar-mm serve``.
+
+    Args:
+        model: name of a bundled model, folder or hub id.
+        policy: preset, with changes or without, whose pages vLLM stores.
+        host, port: where to listen.
+        options: other options that the user has given, by name, with ``kv_budget`` in bytes; vLLM
+            has its own defaults for those not given.
+        passed: arguments for vLLM, which follow and so override the others.
+        has_key: whether clients must send a key. Without one no web page may ask.
+
+    Raises:
+        InputError: vLLM cannot store the policy, or has no equal of an option.
+    """
+    _check_policy(policy)
+    source = source_of(model)
+    arguments = ["--model", source]
+    if source != model:
+        arguments += ["--served-model-name", model]
+    arguments += ["--host", host, "--port", str(port)]
+    arguments += ["--attention-backend", "CUSTOM", "--block-size", str(_BLOCK_TOKENS)]
+    arguments += ["--additional-config", json.dumps({"oscar_mm": {"policy": policy}})]
+    if not options.get("allow_remote"):
+        arguments += ["--allowed-media-domains", _NO_DOMAIN]
+    if not has_key:
+        arguments += ["--allowed-origins", "[]"]
+    for name, value in options.items():
+        if name in _REFUSED:
+            raise InputError(f"--{name.replace('_', '-')} with --engine vllm: {_REFUSED[name]}")
+        if name in _ARGUMENTS:
+            arguments += _ARGUMENTS[name](value)
+    arguments += _prefix_arguments(options.get("prefix_cache"))
+    return [*arguments, *passed]
+
+
+def _prefix_arguments(size: str | None) -> list[str]:
+    if size is None:
+        return []
+    if size not in ("0", "off"):
+        raise InputError(
+            f"--prefix-cache {size} with --engine vllm: vLLM keeps prefixes in all KV memory that "
+            'no answer uses; only "off" can be said'
+        )
+    return ["--no-enable-prefix-caching"]
+
+
+def _check_policy(policy: str) -> None:
+    """Refuse a policy whose pages vLLM cannot store.
+
+    Raises:
+        InputError: the policy is unknown, or vLLM cannot store it.
+    """
+    checked = KVPolicy.preset(policy)
+    if not checked.by_token:
+        problem = f'key_axis="{checked.key_axis}"'
+    elif len(set(checked.bits)) > 1 or not checked.packs:
+        problem = "16 bits, or bits that differ by modality"
+    else:
+        return
+    raise InputError(
+        f"--policy {policy} with --engine vllm: has {problem}; vLLM stores policies with "
+        'key_axis="token" and the same 2, 3 or 4 bits for all modalities, such as standard, '
+        "quarot or standard:bits=4/2"
+    )
+
+
+def check_installed() -> None:
+    """Refuse to go on without vLLM.
+
+    Raises:
+        InputError: names the command that installs vLLM.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise InputError("--engine vllm needs the package vllm: pip install '.[vllm]' in a clone")
+
+
+def become_vllm(arguments: Sequence[str], api_key: str | None) -> NoReturn:
+    """Replace this process by vLLM's server, so that signals and the exit code are vLLM's.
+
+    Args:
+        arguments: see ``vllm_arguments``.
+        api_key: key that clients must send, or None. It goes through the environment, as all users
+            of a machine see arguments.
+    """
+    environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", _MODULE, *arguments], environment)

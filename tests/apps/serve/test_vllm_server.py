@@ -1,0 +1,144 @@
+"""`oscar-mm serve --engine vllm`: vLLM's arguments, what is refused, and the process it becomes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oscar_mm.apps.serve.command import KEY_VARIABLE
+from oscar_mm.apps.serve.vllm_server import vllm_arguments
+from oscar_mm.cli import run
+from oscar_mm.errors import InputError
+from oscar_mm.models import bundled
+from oscar_mm.pages.layout import PAGE_TOKENS
+
+ROOT = Path(__file__).parents[3]
+SERVER = """
+import json, os, signal, sys
+shown = {"arguments": sys.argv[1:], "pid": os.getpid(), "key": os.environ.get("VLLM_API_KEY")}
+print(json.dumps(shown), flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+signal.pause()
+"""
+
+
+def arguments(*passed: str, model: str = "org/model", policy: str = "standard", **options) -> list:
+    return vllm_arguments(model, policy, "127.0.0.1", 8000, options, passed)
+
+
+def value(found: list[str], option: str) -> str:
+    assert found.count(option) == 1
+    return found[found.index(option) + 1]
+
+
+def test_arguments_of_the_defaults() -> None:
+    found = arguments()
+    assert value(found, "--model") == "org/model" and "--served-model-name" not in found
+    assert (value(found, "--host"), value(found, "--port")) == ("127.0.0.1", "8000")
+    assert value(found, "--attention-backend") == "CUSTOM"
+    assert value(found, "--block-size") == str(PAGE_TOKENS)
+    assert json.loads(value(found, "--additional-config")) == {"oscar_mm": {"policy": "standard"}}
+    assert value(found, "--allowed-media-domains").endswith(".invalid")
+    assert value(found, "--allowed-origins") == "[]"
+    assert len(found) == 16, "all else is vLLM's default"
+
+
+def test_arguments_of_options() -> None:
+    given = {
+        "kv_budget": 8 * 10**9,
+        "max_context": 4096,
+        "max_new_tokens": 50,
+        "running": 3,
+        "grace": 1.5,
+        "dtype": "bfloat16",
+        "prefix_cache": "off",
+        "allow_remote": True,
+        "engine": "vllm",
+    }
+    found = arguments("--seed", "1", model="pocket-vl", policy="standard:bits=4/2", **given)
+    assert value(found, "--model") == str(bundled("pocket-vl"))
+    assert value(found, "--served-model-name") == "pocket-vl"
+    assert json.loads(value(found, "--additional-config"))["oscar_mm"]["policy"].endswith("4/2")
+    for option, expected in {
+        "--kv-cache-memory-bytes": "8000000000",
+        "--max-model-len": "4096",
+        "--override-generation-config": '{"max_new_tokens": 50}',
+        "--max-num-seqs": "3",
+        "--shutdown-timeout": "2",
+        "--dtype": "bfloat16",
+    }.items():
+        assert value(found, option) == expected
+    assert "--no-enable-prefix-caching" in found and "--allowed-media-domains" not in found
+    assert found[-2:] == ["--seed", "1"], "later arguments win"
+
+
+@pytest.mark.parametrize("policy", ["quarot", "standard:bits=2", "standard:window=0"])
+def test_policies_of_stream_pages(policy: str) -> None:
+    assert policy in value(arguments(policy=policy), "--additional-config")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"policy": "compact"}, '--policy compact with --engine vllm: has key_axis="channel"'),
+        ({"policy": "bf16"}, 'has key_axis="channel"; vLLM stores policies with key_axis="token"'),
+        ({"policy": "standard:bits=16"}, "has 16 bits, or bits that"),
+        ({"policy": "standrd"}, "did you mean standard"),
+        ({"waiting": 64}, "--waiting with --engine vllm: vLLM does not bound its queue"),
+        ({"max_request": "1GB"}, "--max-request with --engine vllm"),
+        ({"conversations": 2}, "--conversations with --engine vllm"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES chooses"),
+        ({"device_map": "auto"}, "--tensor-parallel-size N spreads"),
+        ({"prefix_cache": "1GB"}, "--prefix-cache 1GB with --engine vllm"),
+    ],
+)
+def test_refused(options: dict, expected: str) -> None:
+    with pytest.raises(InputError) as refused:
+        arguments(**options)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--engine", "vllm", "--waiting", "64"], "--waiting with --engine vllm"),
+        (["--engine", "vllm", "pocket-vl"], "'pocket-vl' is unexpected: --model names the model"),
+        (["--engine", "sglang"], "--engine sglang: must be oscar or vllm"),
+        (["--", "--seed", "1"], "'--seed' is unexpected: only --engine vllm takes such"),
+        (["--engine", "vllm"], "--engine vllm needs the package vllm: pip install '.[vllm]'"),
+    ],
+)
+def test_refused_by_the_command(words: list[str], expected: str, monkeypatch, capsys) -> None:
+    """An option counts as given also with its default."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert run(["serve", "--model", "pocket-vl", *words]) == 2
+    shown = capsys.readouterr().err
+    assert expected in shown and shown.count("\n") == 1
+
+
+def test_the_process_becomes_vllm(tmp_path) -> None:
+    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parents[1]):
+        (package / "__init__.py").touch()
+    (folder / "api_server.py").write_text(SERVER)
+    words = ["serve", "--engine", "vllm", "--model", "pocket-omni", "--host", "0.0.0.0"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", KEY_VARIABLE: "secret"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "oscar_mm.cli", *words, "--", "--tensor-parallel-size", "2"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        shown = json.loads(process.stdout.readline())
+        assert (shown["pid"], shown["key"]) == (process.pid, "secret")
+        assert value(shown["arguments"], "--host") == "0.0.0.0"
+        assert "secret" not in shown["arguments"] and "--allowed-origins" not in shown["arguments"]
+        assert shown["arguments"][-2:] == ["--tensor-parallel-size", "2"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 7
