@@ -1,4 +1,4 @@
-"""Cluster: answers rows on Ray Data, with a model in each actor of a pool."""
+"""Cluster: answers rows on Ray Data, with a worker in each actor of a pool."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any
 from uuid import uuid4
 
 from oscar_mm.apps.audio_qa.answer_file import AnswerFile
-from oscar_mm.apps.audio_qa.engine import Worker, WorkerSettings
+from oscar_mm.apps.audio_qa.engine import WorkerSettings
 from oscar_mm.apps.audio_qa.results import Work, error_result
 from oscar_mm.apps.audio_qa.rows import Row, by_recording
+from oscar_mm.apps.audio_qa.server_worker import ServerSettings
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 
@@ -43,15 +44,15 @@ class Attempts:
 
 
 class ClusterWorker:
-    """An actor that loads the model once, then answers groups of rows.
+    """An actor that starts its worker once, then answers groups of rows.
 
     Args:
-        plan: what to load, and how to answer.
+        plan: what to load or which server to ask, and how to answer.
         begin: counts how often a group, named by the id of its first row, was begun.
     """
 
-    def __init__(self, plan: WorkerSettings, begin: Callable[[str], int]) -> None:
-        self._worker, self._name, self._begin = Worker(plan), uuid4().hex, begin
+    def __init__(self, plan: WorkerSettings | ServerSettings, begin: Callable[[str], int]) -> None:
+        self._worker, self._name, self._begin = plan.start(), uuid4().hex, begin
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         """Answer groups of rows in JSON; yield results with what the worker has done so far."""
@@ -74,7 +75,7 @@ class ClusterWorker:
 
 
 def run_on_cluster(
-    plan: WorkerSettings,
+    plan: WorkerSettings | ServerSettings,
     rows: list[Row],
     answers: AnswerFile,
     address: str,
@@ -87,7 +88,7 @@ def run_on_cluster(
     Another worker begins the group of a dead one anew.
 
     Args:
-        plan: what each worker loads, and how it answers.
+        plan: what each worker loads or asks, and how it answers.
         rows: rows to answer.
         answers: file that this process writes.
         address: address of the cluster, or "local" to start one on this machine for this job.
@@ -148,7 +149,7 @@ def _check_reachable(address: str) -> None:
 
 def _run(
     ray: Any,
-    plan: WorkerSettings,
+    plan: WorkerSettings | ServerSettings,
     rows: list[Row],
     answers: AnswerFile,
     workers: int | None,
@@ -199,13 +200,16 @@ def _run(
 
 
 def _share_cluster(
-    cluster: dict[str, float], plan: WorkerSettings, workers: int | None, cpus: int
+    cluster: dict[str, float],
+    plan: WorkerSettings | ServerSettings,
+    workers: int | None,
+    cpus: int,
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of workers, and the resources of each."""
     for name, value in (("workers", workers), ("cpus_per_worker", cpus)):
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
-    gpus = 0 if plan.device == "cpu" else int(cluster.get("GPU", 0))
+    gpus = int(cluster.get("GPU", 0)) if plan.uses_gpu else 0
     most = gpus or int(cluster.get("CPU", 0) // cpus)
     wanted = most if workers is None else workers
     if not 1 <= wanted <= most:

@@ -1,10 +1,12 @@
 """`oscar-mm audio-qa`: many questions about recordings, images and videos, into a file."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from oscar_mm.apps import options, terminal
+from oscar_mm.apps.api_key import KEY_VARIABLE, api_key
 from oscar_mm.apps.audio_qa.rows import read_rows
 from oscar_mm.apps.terminal import warnings_as_lines
 from oscar_mm.media import MediaLimits
@@ -62,6 +64,22 @@ def audio_qa_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     allow_remote: options.AllowRemote = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask an OpenAI server, whose name for the model --model is, and load none.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(metavar="N", help="Most requests to the server at once.")
+    ] = 32,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help=f"Holds the server's key; default: {KEY_VARIABLE}, or none."
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" for this machine.'),
@@ -82,7 +100,9 @@ def audio_qa_command(
     limits = MediaLimits()
     if max_audio_seconds is not None:
         limits = MediaLimits(max_audio_seconds=max_audio_seconds)
-    model = options.model_or_bundled(model, hears=audio_in_video or any(row.audio for row in rows))
+    if server is None:
+        hears = audio_in_video or any(row.audio for row in rows)
+        model = options.model_or_bundled(model, hears=hears)
     terminal.quiet_transformers()
     from oscar_mm.apps.audio_qa.job import audio_qa  # brings torch
     from oscar_mm.apps.audio_qa.results import print_summary
@@ -108,6 +128,9 @@ def audio_qa_command(
             allow_remote=allow_remote,
             device=device,
             dtype=dtype,
+            server=server,
+            concurrency=concurrency,
+            api_key=None if server is None else api_key(api_key_file),
             ray=ray,
             workers=workers,
             cpus_per_worker=cpus_per_worker,

@@ -28,7 +28,7 @@ from oscar_mm.media.media import Media
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.multiple_choice import Choice, Question, choose
 from oscar_mm.pipelines.shared_media import SharedMedia
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import DEFAULT, KVPolicy
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -42,7 +42,7 @@ class AnswerSettings:
     """How all rows of a run are answered.
 
     Attributes:
-        policy: how keys and values are stored.
+        policy: how keys and values are stored; None where a server decides.
         system: system prompt.
         max_new_tokens: longest free answer.
         list_choices: write the choices under the question, with letters, and score the letters;
@@ -55,7 +55,7 @@ class AnswerSettings:
         InputError: a value is not allowed.
     """
 
-    policy: KVPolicy
+    policy: KVPolicy | None
     system: str | None = None
     max_new_tokens: int = 64
     list_choices: bool = False
@@ -83,7 +83,8 @@ class AnswerSettings:
         """Return what answers depend on.
 
         Args:
-            model: ``Pipeline.fingerprint``, or None while no model is loaded.
+            model: ``Pipeline.fingerprint`` or a server's name of its model; None while it is
+                unknown.
         """
         values = {"format": _FORMAT, "model": model}
         for name, value in asdict(self).items():
@@ -284,6 +285,15 @@ class WorkerSettings:
     allow_remote: bool = False
     limits: MediaLimits = field(default_factory=MediaLimits)
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether a worker takes a GPU where there is one."""
+        return self.device != "cpu"
+
+    def start(self) -> Worker:
+        """Load the model, and return a worker with it."""
+        return Worker(self)
+
 
 class Worker:
     """A loaded model that answers rows, in this process or as an actor of Ray.
@@ -297,7 +307,7 @@ class Worker:
         settings = plan.settings
         self._pipe = pipeline_for(plan.model)(
             plan.model,
-            policy=settings.policy,
+            policy=settings.policy or DEFAULT,
             device=plan.device,
             dtype=settings.dtype,
             limits=plan.limits,
@@ -334,6 +344,11 @@ def _process_peak() -> int:
     if torch.cuda.is_available():
         pools = bytes_in_ranges(torch.device("cuda", torch.cuda.current_device()))[1]
         return torch.cuda.max_memory_allocated() + pools
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
     if sys.platform == "win32":
         import psutil
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.apps.audio_qa.answer_file import RUN, AnswerFile
-from oscar_mm.apps.audio_qa.engine import AnswerSettings, Worker, WorkerSettings
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
 from oscar_mm.apps.audio_qa.results import Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.apps.audio_qa.server_worker import ServerSettings
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
@@ -28,7 +29,7 @@ SUMMARY = ".summary.json"
 def audio_qa(
     questions: str | Path | Iterable[Mapping[str, Any]],
     out: str | Path,
-    model: str | Path,
+    model: str | Path | None = None,
     *,
     policy: str | KVPolicy = DEFAULT,
     question: str | None = None,
@@ -47,6 +48,9 @@ def audio_qa(
     allow_remote: bool = False,
     device: str | None = None,
     dtype: str | None = None,
+    server: str | None = None,
+    concurrency: int = 32,
+    api_key: str | None = None,
     ray: str | None = None,
     workers: int | None = None,
     cpus_per_worker: int = 1,
@@ -65,7 +69,8 @@ def audio_qa(
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
         out: JSONL file of the answers, see ``results.Result``. Two files go beside it:
             ``out``.run.json identifies the run, and ``out``.summary.json sums it up.
-        model: name of a bundled model, folder or hub id.
+        model: name of a bundled model, folder or hub id; with ``server`` the server's name of the
+            model, or None for its only one.
         policy: how keys and values are stored.
         question: question of rows that have none, and of all media of a folder.
         system: system prompt.
@@ -83,17 +88,24 @@ def audio_qa(
         allow_remote: fetch media that are http(s) addresses.
         device: torch device of the model; by default a GPU if there is one.
         dtype: dtype of the weights.
+        server: address of an OpenAI server, which answers in the place of a model of this process.
+            It is shown recordings and images, and answers choices only with ``list_choices``: its
+            reply names a letter. ``policy``, ``batch_size``, ``kv_budget``,
+            ``use_audio_in_video``, ``video_fps``, ``device`` and ``dtype`` concern only a model of
+            this process.
+        concurrency: most requests to the server at once, of each worker.
+        api_key: key of the server.
         ray: address of a Ray cluster, "local" for one on this machine; None for no Ray.
-        workers: workers of Ray, each with its model; by default one per GPU, or without GPUs as
-            many as the CPUs allow.
+        workers: workers of Ray, each of which loads the model or asks the server; by default one
+            per GPU, or without GPUs and with ``server`` as many as the CPUs allow.
         cpus_per_worker: CPUs of a worker.
 
     Returns:
         the summary, see ``summary.summarize``.
 
     Raises:
-        InputError: a file or argument cannot be used, ``out`` belongs to another run, or the disk
-            is full; answers so far stay.
+        InputError: a file or argument cannot be used, ``out`` belongs to another run, the disk is
+            full, or the server does not answer any more; answers so far stay.
     """
     rows = read_rows(questions, question=question, group_by=group_by)
     _check_overwrites(questions if isinstance(questions, str | Path) else None, rows, out, samples)
@@ -102,7 +114,7 @@ def audio_qa(
     if kv_budget is not None:
         kv_budget = parse_bytes("kv_budget", kv_budget)
     settings = AnswerSettings(
-        policy=KVPolicy.of(policy),
+        policy=KVPolicy.of(policy) if server is None else None,
         system=system,
         max_new_tokens=max_new_tokens,
         list_choices=list_choices,
@@ -110,9 +122,27 @@ def audio_qa(
         video_fps=video_fps,
         dtype=dtype,
     )
-    plan = WorkerSettings(
-        str(model), settings, batch_size, kv_budget, device, allow_remote, limits or MediaLimits()
-    )
+    limits = limits or MediaLimits()
+    plan: WorkerSettings | ServerSettings
+    if server is None:
+        if model is None:
+            raise InputError("model: must be a bundled model's name, a folder or a hub id")
+        plan = WorkerSettings(
+            str(model), settings, batch_size, kv_budget, device, allow_remote, limits
+        )
+    else:
+        local = {
+            "policy": (policy, DEFAULT),
+            "batch_size": (batch_size, 32),
+            "kv_budget": (kv_budget, None),
+            "use_audio_in_video": (use_audio_in_video, False),
+            "video_fps": (video_fps, 2.0),
+            "device": (device, None),
+            "dtype": (dtype, None),
+        }
+        _check_for_server(rows, local, list_choices)
+        name = None if model is None else str(model)
+        plan = ServerSettings(server, settings, name, concurrency, api_key, allow_remote, limits)
     answers = AnswerFile(out, settings.fingerprint(), overwrite=overwrite)
     try:
         answers.resume(rows, retry_failed=retry_failed)
@@ -137,9 +167,9 @@ def audio_qa(
     return summary
 
 
-def _run_here(plan: WorkerSettings, rows: list[Row], answers: AnswerFile) -> Work:
+def _run_here(plan: WorkerSettings | ServerSettings, rows: list[Row], answers: AnswerFile) -> Work:
     """Answer rows in this process."""
-    worker = Worker(plan)
+    worker = plan.start()
     answers.confirm(worker.fingerprint)
     start = time.perf_counter()
     with rows_bar(len(rows)) as shown:
@@ -148,6 +178,27 @@ def _run_here(plan: WorkerSettings, rows: list[Row], answers: AnswerFile) -> Wor
             audio = worker.report["audio_seconds"]
             shown.update(count, audio, time.perf_counter() - start, worker.kv_bytes)
     return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
+
+
+def _check_for_server(
+    rows: Iterable[Row], local: Mapping[str, tuple[Any, Any]], list_choices: bool
+) -> None:
+    """Refuse options that concern only a model of this process, and choices that nothing scores.
+
+    Args:
+        rows: the questions.
+        local: value and default of each such option.
+        list_choices: whether choices are listed in the prompt.
+    """
+    given = [name for name, (value, default) in local.items() if value != default]
+    if given:
+        raise InputError(f"server: {', '.join(given)}: only a model of this process takes it")
+    count = sum(bool(row.choices) for row in rows)
+    if count and not list_choices:
+        raise InputError(
+            f"server: {count} rows have choices, which a server does not score; with list_choices "
+            "(--list-choices) its reply names a letter"
+        )
 
 
 def _check_overwrites(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.rows import Row, is_correct
+from oscar_mm.apps.audio_qa.rows import Row, is_correct, named_choice
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
@@ -24,10 +24,11 @@ Result = dict[str, Any]
 - id, group: id and group of the row. digest: ``Row.digest``.
 - answer: text of the answer, or of the choice. choice: index of the choice, from 0.
 - correct: true, false, or null where the row has no answer.
-- scores: log-likelihood of each choice. finish_reason: "stop", "length" or "choice".
+- scores: log-likelihood of each choice; null from a server, whose reply names a choice, or none.
+- finish_reason: "stop", "length" or "choice".
 - tokens: tokens of prompt and answer, media included.
 - kv_bytes: bytes of the pages, blocks and tables of these tokens, also of those that other rows
-  share; kv_ratio: bytes of as many tokens in 16 bit, divided by kv_bytes.
+  share; kv_ratio: bytes of as many tokens in 16 bit, divided by kv_bytes. 0 and null from a server.
 - seconds: the row's share of reading the media and of its batch.
 - error: why there is no answer, else null.
 """
@@ -56,6 +57,20 @@ def choice_result(row: Row, choice: Choice) -> Result:
         scores=[round(score, 4) for score in choice.scores],
         finish_reason="choice",
         tokens=choice.prompt_tokens,
+    )
+
+
+def reply_result(row: Row, text: str, finish_reason: str, tokens: int) -> Result:
+    """Describe the reply of a server; one to a row with choices names a choice, or is wrong."""
+    choice = named_choice(row, text)
+    return _result(
+        row,
+        None,
+        answer=text if choice is None else row.choices[choice],
+        choice=choice,
+        correct=is_correct(row, text, choice),
+        finish_reason="choice" if row.choices else finish_reason,
+        tokens=tokens,
     )
 
 
@@ -127,8 +142,8 @@ def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any
 
 def _counts(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     answered = [row for row in rows if row["error"] is None]
-    with_choices = [row for row in answered if row["choice"] is not None]
-    without_choices = [row for row in answered if row["choice"] is None]
+    with_choices = [row for row in answered if row["finish_reason"] == "choice"]
+    without_choices = [row for row in answered if row["finish_reason"] != "choice"]
     kv_bytes = sum(row["kv_bytes"] for row in answered)
     in_16_bit = sum(row["kv_bytes"] * (row["kv_ratio"] or 0) for row in answered)
     return {
@@ -194,8 +209,8 @@ def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]
     """Write a line for each answered row, as lmms-eval's ``--log_samples`` does; count them.
 
     A line has doc_id, input, target, resps, filtered_resps and doc_hash, and a metric:
-    ``exact_match``, or for choices ``acc``. The resps of choices are pairs of a log-likelihood
-    and whether it is the highest.
+    ``exact_match``, or for choices ``acc``. The resps of scored choices are pairs of a
+    log-likelihood and whether it is the highest.
 
     Raises:
         InputError: the file cannot be written.
@@ -222,7 +237,9 @@ def _sample(number: int, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
     }
     metric = "exact_match"
     if row.choices:
-        metric, best = "acc", result["choice"]
+        metric = "acc"
+    if result["scores"] is not None:
+        best = result["choice"]
         pairs = [[score, index == best] for index, score in enumerate(result["scores"])]
         sample |= {"resps": [[pair] for pair in pairs], "filtered_resps": pairs}
     if correct is not None:

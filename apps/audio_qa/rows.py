@@ -7,6 +7,7 @@ import csv
 import hashlib
 import itertools
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -322,6 +323,19 @@ def right_choices(row: Row) -> set[int]:
             raise InputError(f"answer {answer!r} is none of the choices")
         right.update(matches)
     return right
+
+
+def named_choice(row: Row, reply: str) -> int | None:
+    """Return the index of the choice that a reply names; None if it names none.
+
+    A reply names a choice by its text, or by its letter at the beginning: "B", "b.", "(B) white".
+    """
+    texts = [normal_form(choice) for choice in row.choices]
+    if (text := normal_form(reply)) in texts:
+        return texts.index(text)
+    letter = re.match(r"[\s(*]*([A-Za-z])(?:[).:*]|\s*$)", reply)
+    index = -1 if letter is None else ord(letter[1].upper()) - ord("A")
+    return index if 0 <= index < len(texts) else None
 
 
 def is_correct(row: Row, text: str, choice: int | None) -> bool | None:

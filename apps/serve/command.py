@@ -11,18 +11,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from oscar_mm.apps import options, terminal
+from oscar_mm.apps.api_key import KEY_VARIABLE, api_key
 from oscar_mm.apps.server_process import bind, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
-KEY_VARIABLE = "OSCAR_MM_API_KEY"
 _LONGEST_TEXT = 1024
 """Longest answer by default, in tokens, without a thinking model's reasoning."""
 _PREFIXES = "1GB"
 """Size of the prefix cache without a budget."""
-_KEY_BYTES = 4096
-"""Largest file of a key."""
 _RELEASE_S = 2.0
 """Seconds in which the model must end its step after the server has stopped."""
 
@@ -213,26 +211,3 @@ def prefix_bytes(size: str | None, budget: int | None) -> int | None:
     if size is None:
         return parse_bytes("--prefix-cache", _PREFIXES if budget is None else max(1, budget // 4))
     return None if size in ("0", "off") else parse_bytes("--prefix-cache", size)
-
-
-def api_key(file: Path | None) -> str | None:
-    """Read the key from a file or the environment; the process list would show an option.
-
-    Raises:
-        InputError: the file cannot be read, or holds no key.
-    """
-    name = KEY_VARIABLE if file is None else str(file)
-    if file is None:
-        key = os.environ.get(KEY_VARIABLE)
-        if key is None:
-            return None
-    else:
-        try:
-            with file.open("rb") as opened:
-                key = opened.read(_KEY_BYTES + 1).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
-    key = key.strip()
-    if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
-        raise InputError(f"{name}: must hold one key, without spaces, and nothing else")
-    return key

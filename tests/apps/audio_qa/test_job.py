@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.apps.audio_qa import audio_qa, job
-from oscar_mm.apps.audio_qa.engine import Worker
+from oscar_mm.apps.audio_qa import audio_qa
+from oscar_mm.apps.audio_qa.engine import Worker, WorkerSettings
 from oscar_mm.cli import run
 from tests.apps.audio_qa.conftest import assert_same, questions, read_lines, write_lines
 from tests.processes import Forked, command
@@ -28,7 +28,7 @@ def loaded(worker, monkeypatch) -> Worker:
         assert replace(plan, settings=worker.plan.settings) == worker.plan
         return worker
 
-    monkeypatch.setattr(job, "Worker", load)
+    monkeypatch.setattr(WorkerSettings, "start", load)
     worker._engine.audio_seconds = 0.0
     return worker
 

@@ -14,9 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from oscar_mm.apps.serve.command import KEY_VARIABLE, api_key, prefix_bytes
+from oscar_mm.apps.api_key import KEY_VARIABLE
+from oscar_mm.apps.serve.command import prefix_bytes
 from oscar_mm.cli import run
-from oscar_mm.errors import InputError
 from tests.apps.serve.conftest import user
 from tests.apps.serve.test_server import ask
 from tests.processes import Forked, command
@@ -73,23 +73,6 @@ def test_where_it_cannot_listen(capsys) -> None:
             said = capsys.readouterr().err
             assert said.startswith("oscar-mm: error: ") and said.count("\n") == 1
             assert expected in said
-
-
-def test_key_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert api_key(None) is None
-    monkeypatch.setenv(KEY_VARIABLE, "from-environment")
-    assert api_key(None) == "from-environment"
-    file = tmp_path / "key"
-    file.write_text("from-file\n")
-    assert api_key(file) == "from-file"
-    for wrong in ("", "two keys", "k" * 5000):
-        file.write_text(wrong)
-        with pytest.raises(InputError, match="key: must hold one key"):
-            api_key(file)
-    monkeypatch.setenv(KEY_VARIABLE, "")
-    with pytest.raises(InputError, match=f"{KEY_VARIABLE}: must hold one key"):
-        api_key(None)
 
 
 def command_that_reads_for_ever(*arguments: str) -> None:

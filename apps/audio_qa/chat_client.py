@@ -1,0 +1,192 @@
+"""ChatClient: asks an OpenAI server for chat completions, again where a failure may pass."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+from oscar_mm.errors import InputError
+
+TRIES = 8
+"""A request that fails so often has failed."""
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_PATIENCE_S = 900.0
+"""Seconds after which a request is not sent again, however few tries there were."""
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
+_PASSING = frozenset({408, 409, 425, 429})
+"""Statuses, beside 5xx, of failures that may pass."""
+_PIECE = 1 << 20
+"""Bytes of a body that are handed to the connection at a time, which copies what it has to keep."""
+_LONGEST_MESSAGE = 500
+
+
+class ServerLost(InputError):
+    """The server does not answer any more, or not to this key."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A chat completion.
+
+    Attributes:
+        text: content of the message.
+        finish_reason: "stop", "length", ...
+        tokens: tokens of prompt and answer; 0 if the server does not tell.
+    """
+
+    text: str
+    finish_reason: str
+    tokens: int
+
+
+class ChatClient:
+    """Connections to a server, for use in ``async with``.
+
+    Args:
+        url: address that ends where the protocol's paths begin, "http://127.0.0.1:8000/v1".
+        api_key: key of the server, or None.
+        connections: most requests at once.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, connections: int = 1) -> None:
+        self.url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=_TIMEOUT,
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def model(self, wanted: str | None) -> str:
+        """Return the name of the model to ask.
+
+        Args:
+            wanted: name that the user has given; None takes the server's only model.
+
+        Raises:
+            InputError: the server cannot be reached, refuses, or has not this one model.
+        """
+        try:
+            response = await self._http.get("models")
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ServerLost(f"{self.url}: cannot be reached ({_described(error)})") from None
+        if response.status_code == httpx.codes.NOT_FOUND and wanted is not None:
+            return wanted  # Some servers do not list their models.
+        if response.is_error:
+            raise ServerLost(f"{self.url}: {_refusal(response)}")
+        try:
+            names = [str(entry["id"]) for entry in response.json()["data"]]
+        except (ValueError, LookupError, TypeError):
+            raise InputError(f"{self.url}: is no OpenAI server: it lists no models") from None
+        if wanted is None and len(names) == 1:
+            return names[0]
+        if wanted not in names:
+            which = "--model must name one" if wanted is None else f"--model {wanted} is not there"
+            raise InputError(f"{self.url}: {which} of {', '.join(names) or 'no models at all'}")
+        return wanted
+
+    async def complete(self, body: Sequence[bytes]) -> Reply:
+        """Send a request until it is answered, a bounded number of times.
+
+        Args:
+            body: parts of the JSON, which are not joined, so that requests can share them.
+
+        Raises:
+            InputError: the server refuses the request, or fails again and again.
+            ServerLost: nothing answers there any more, or the key is refused.
+        """
+        start, problem = time.monotonic(), ""
+        for attempt in range(TRIES):
+            pause = 0.0
+            try:
+                response = await self._post(body)
+            except httpx.TransportError as error:
+                problem = f"the connection failed ({_described(error)})"
+            else:
+                if response.is_success:
+                    return _reply(response)
+                problem, status = _refusal(response), response.status_code
+                if status == httpx.codes.UNAUTHORIZED:
+                    raise ServerLost(f"{self.url}: {problem}")
+                if status < 500 and status not in _PASSING:
+                    raise InputError(problem)
+                pause = _retry_after(response)
+            if attempt + 1 == TRIES or time.monotonic() - start > _PATIENCE_S:
+                break
+            backoff = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
+            await asyncio.sleep(max(pause, backoff * random.uniform(0.5, 1.0)))
+        if not await self._answers():
+            raise ServerLost(f"{self.url}: does not answer any more: {problem}")
+        raise InputError(f"{problem}, {attempt + 1} times")
+
+    async def _post(self, body: Sequence[bytes]) -> httpx.Response:
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(sum(map(len, body))),
+        }
+        return await self._http.post("chat/completions", content=_pieces(body), headers=headers)
+
+    async def _answers(self) -> bool:
+        """Whether anything answers there."""
+        try:
+            return (await self._http.get("models")).status_code < 500
+        except httpx.TransportError:
+            return False
+
+
+async def _pieces(body: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for part in body:
+        for start in range(0, len(part), _PIECE):
+            yield part[start : start + _PIECE]
+
+
+def _reply(response: httpx.Response) -> Reply:
+    try:
+        content = response.json()
+        choice = content["choices"][0]
+        usage = content.get("usage") or {}
+        return Reply(
+            text=str(choice["message"].get("content") or ""),
+            finish_reason=str(choice.get("finish_reason") or "stop"),
+            tokens=sum(int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise InputError("the server's answer is no chat completion") from None
+
+
+def _refusal(response: httpx.Response) -> str:
+    """Describe a response that is no answer in a line."""
+    try:
+        content: Any = response.json()
+        about = content.get("error", content)
+        message = about if isinstance(about, str) else about["message"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message = response.text or response.reason_phrase
+    line = " ".join(str(message).split())[:_LONGEST_MESSAGE]
+    return f"the server answered {response.status_code}: {line}"
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Return the seconds that the server asks to wait, as far as they are few; else 0."""
+    try:
+        return min(_LONGEST_PAUSE_S, max(0.0, float(response.headers.get("Retry-After", 0))))
+    except ValueError:  # a date
+        return 0.0
+
+
+def _described(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

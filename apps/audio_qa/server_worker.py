@@ -1,0 +1,334 @@
+"""ServerWorker: an OpenAI server answers rows, in the place of a model of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import time
+import wave
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from anyio.from_thread import start_blocking_portal
+from PIL import Image
+
+from oscar_mm.apps.audio_qa.chat_client import ChatClient, ServerLost
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, resident_peak
+from oscar_mm.apps.audio_qa.results import Result, error_line, error_result, reply_result
+from oscar_mm.apps.audio_qa.rows import Row, is_correct
+from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits
+from oscar_mm.media.image import opened_image
+from oscar_mm.media.media import MediaReader
+from oscar_mm.media.mono import RATE, Audio
+from oscar_mm.media.source import describe, read_bytes
+
+_READERS = 4
+"""Threads that decode recordings."""
+_MOST_BYTES = 512 << 20
+"""Media in base64 that are in memory together, beside those of the next group."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Which server a worker asks, and how.
+
+    Attributes:
+        url: the server's address, with or without the path "/v1".
+        settings: how to answer; ``policy`` is None.
+        model: name of the model at the server; None for its only one.
+        concurrency: most requests at once.
+        api_key: key of the server, or None.
+        allow_remote: fetch media that are http(s) addresses.
+        limits: bounds on media.
+
+    Raises:
+        InputError: ``url`` or ``concurrency`` cannot be used.
+    """
+
+    url: str
+    settings: AnswerSettings
+    model: str | None = None
+    concurrency: int = 32
+    api_key: str | None = field(default=None, repr=False)
+    allow_remote: bool = False
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+    def __post_init__(self) -> None:
+        if type(self.concurrency) is not int or self.concurrency < 1:
+            raise InputError(
+                f"concurrency={self.concurrency!r}: must be a whole number, at least 1"
+            )
+        try:
+            parts = urlsplit(self.url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:
+            usable = False
+        if not usable:
+            raise InputError(
+                f"--server {self.url}: must be an address such as http://127.0.0.1:8000/v1"
+            )
+
+    @property
+    def endpoint(self) -> str:
+        """Address that ends where the protocol's paths begin."""
+        url = self.url.rstrip("/")
+        return url if urlsplit(url).path else f"{url}/v1"
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether a worker takes a GPU."""
+        return False
+
+    def start(self) -> ServerWorker:
+        """Return a worker that asks the server."""
+        return ServerWorker(self)
+
+
+class ServerWorker:
+    """Asks a server about rows, as ``Worker`` asks its model.
+
+    Args:
+        plan: which server to ask, and how.
+
+    Attributes:
+        model: the server's name of the model.
+        fingerprint: what the answers depend on, as far as the server tells.
+        audio_seconds: length of the recordings sent so far, each once.
+        kv_bytes: 0, as a server does not tell.
+
+    Raises:
+        InputError: the server cannot be reached, or has not the model.
+    """
+
+    kv_bytes = 0
+
+    def __init__(self, plan: ServerSettings) -> None:
+        self.plan = plan
+        with start_blocking_portal() as portal:
+            self.model = portal.call(self._find_model)
+        self.fingerprint = plan.settings.fingerprint(self.model)
+        self._media = MediaReader(plan.limits, plan.allow_remote)
+        self._begun, self.audio_seconds = time.process_time(), 0.0
+
+    def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
+        """Ask about groups of rows about the same media; yield results as they are ready.
+
+        Raises:
+            ServerLost: the server does not answer any more; rows without a result stay open.
+        """
+        ready: SimpleQueue[Result | None] = SimpleQueue()
+        since = time.perf_counter()
+        # A thread of its own runs the requests, because the caller may have a running loop, and
+        # because they go on while the caller writes. Leaving the block cancels what still runs.
+        with start_blocking_portal() as portal:
+            asked = portal.start_task_soon(self._ask_all, groups, ready)
+            while (result := ready.get()) is not None:
+                before, since = since, time.perf_counter()
+                yield result | {"seconds": round(since - before, 4)}
+            asked.result()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The fields of ``Work`` that only this worker knows, so far."""
+        return {
+            "cpu_seconds": time.process_time() - self._begun,
+            "audio_seconds": self.audio_seconds,
+            "kv_peak_bytes": self.kv_bytes,
+            "process_peak_bytes": resident_peak(),
+        }
+
+    def _client(self) -> ChatClient:
+        plan = self.plan
+        return ChatClient(plan.endpoint, plan.api_key, plan.concurrency)
+
+    async def _find_model(self) -> str:
+        async with self._client() as client:
+            return await client.model(self.plan.model)
+
+    async def _ask_all(
+        self, groups: Iterable[list[Row]], ready: SimpleQueue[Result | None]
+    ) -> None:
+        try:
+            async with self._client() as client:
+                await _Requests(self, client, ready).send(groups)
+        finally:
+            ready.put(None)
+
+    def shown(self, rows: list[Row]) -> _Shown:
+        """Return what requests about the media of a group show.
+
+        Raises:
+            InputError: a medium that cannot be read, or that a server is not shown.
+        """
+        row = next((row for row in rows if not row.error), Row("", ""))
+        if row.videos:
+            raise InputError("a server is shown recordings and images, not videos")
+        limits = self.plan.limits
+        limits.check_count(len(row.images) + len(row.audio))
+        parts = [
+            _image_part(source, self._media, f"images[{index}]")
+            for index, source in enumerate(row.images)
+        ]
+        recordings, seconds = self._media.read(audio=list(row.audio)), 0.0
+        for recording, label in zip(recordings.audio, recordings.labels, strict=True):
+            sound = wav(recording)
+            limits.check_bytes(len(sound), label)
+            seconds += recording.seconds
+            parts.append(_part("input_audio", {"format": "wav"}, "data", b"", sound))
+        return _Shown(b"".join(parts), seconds)
+
+
+@dataclass
+class _Shown:
+    """Media of a group as parts of a message.
+
+    Attributes:
+        parts: JSON, each part with a comma after it.
+        seconds: length of the recordings.
+        open_rows: rows of the group without a result.
+    """
+
+    parts: bytes
+    seconds: float
+    open_rows: int = 0
+
+
+class _Requests:
+    """The requests of one run, in an event loop."""
+
+    def __init__(
+        self, worker: ServerWorker, client: ChatClient, ready: SimpleQueue[Result | None]
+    ) -> None:
+        self._worker, self._client, self._ready = worker, client, ready
+        self._slots = asyncio.Semaphore(worker.plan.concurrency)
+        self._bytes, self._freed = 0, asyncio.Event()
+
+    async def send(self, groups: Iterable[list[Row]]) -> None:
+        """Ask about all rows.
+
+        Raises:
+            ServerLost: the server does not answer any more.
+        """
+        reading: deque[tuple[list[Row], asyncio.Future[_Shown]]] = deque()
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(_READERS) as readers:
+                async with asyncio.TaskGroup() as tasks:
+                    for group in groups:
+                        shown = loop.run_in_executor(readers, self._worker.shown, group)
+                        reading.append((group, shown))
+                        if len(reading) > _READERS:
+                            await self._begin(tasks, *reading.popleft())
+                    while reading:
+                        await self._begin(tasks, *reading.popleft())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _begin(
+        self, tasks: asyncio.TaskGroup, rows: list[Row], reading: asyncio.Future[_Shown]
+    ) -> None:
+        """Begin the requests of a group, as there is room for its media and then for each row."""
+        for row in rows:
+            if row.error:
+                self._ready.put(error_result(row, row.error))
+        rows = [row for row in rows if not row.error]
+        try:
+            shown = await reading
+        except Exception as error:  # A file may make a library raise anything.
+            for row in rows:
+                self._ready.put(error_result(row, error_line(error)))
+            return
+        while self._bytes and self._bytes + len(shown.parts) > _MOST_BYTES:
+            self._freed.clear()
+            await self._freed.wait()
+        self._bytes += len(shown.parts)
+        self._worker.audio_seconds += shown.seconds
+        shown.open_rows = len(rows)
+        for row in rows:
+            await self._slots.acquire()
+            tasks.create_task(self._ask(row, shown))
+
+    async def _ask(self, row: Row, shown: _Shown) -> None:
+        try:
+            try:
+                reply = await self._client.complete(self._body(row, shown))
+                self._ready.put(reply_result(row, reply.text, reply.finish_reason, reply.tokens))
+            except ServerLost:
+                raise
+            except Exception as error:
+                self._ready.put(error_result(row, error_line(error)))
+        finally:
+            self._slots.release()
+            shown.open_rows -= 1
+            if not shown.open_rows:
+                self._bytes -= len(shown.parts)
+                self._freed.set()
+
+    def _body(self, row: Row, shown: _Shown) -> list[bytes]:
+        """Return the JSON of a request in three parts, of which the media are not copied.
+
+        Raises:
+            InputError: the choices cannot be listed, or none of them is right.
+        """
+        settings = self._worker.plan.settings
+        text, _ = settings.prompt(row.question, row.choices)
+        is_correct(row, "", 0 if row.choices else None)
+        system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        body = {
+            "model": self._worker.model,
+            "temperature": 0,
+            "max_tokens": settings.max_new_tokens,
+            "messages": [*system, {"role": "user", "content": [{"type": "text", "text": text}]}],
+        }
+        before, content, after = json.dumps(body).encode().rpartition(b'[{"type": "text"')
+        return [before + content[:1], shown.parts, content[1:] + after]
+
+
+def wav(recording: Audio) -> bytes:
+    """Encode a recording as WAV in 16 bit; one read from 16 bit at 16 kHz does not change."""
+    samples = np.rint(recording.samples * 2**15).clip(-(2**15), 2**15 - 1).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, RATE, len(samples), "NONE", ""))
+        writer.writeframesraw(samples.tobytes())
+    return file.getvalue()
+
+
+def _image_part(source: str, media: MediaReader, place: str) -> bytes:
+    """Return an image file as it is, in the part of a message that shows it.
+
+    Raises:
+        InputError: the file cannot be read, or is no image.
+    """
+    name = describe(source, place)
+    data = read_bytes(source, allow_remote=media.allow_remote, limits=media.limits, label=name)
+    try:
+        with opened_image(io.BytesIO(data)) as image:
+            kind = Image.MIME[image.format or ""]
+    except Exception:  # any error of any parser: the bytes are not trusted
+        raise InputError(
+            f"{name}: is not an image that can be read; save it as PNG, JPEG or WebP"
+        ) from None
+    return _part("image_url", {}, "url", f"data:{kind};base64,".encode(), data)
+
+
+def _part(kind: str, fields: dict[str, str], name: str, before: bytes, data: bytes) -> bytes:
+    """Return the JSON of a part of a message, with a comma after it.
+
+    Args:
+        kind: type of the part, and its field.
+        fields: other fields in there.
+        name: the field that holds ``before`` and then ``data`` in base64.
+    """
+    part = json.dumps({"type": kind, kind: {**fields, name: "?"}}).encode()
+    start, _, end = part.rpartition(b"?")
+    return b"".join([start, before, base64.b64encode(data), end, b","])
