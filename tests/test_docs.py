@@ -57,6 +57,7 @@ def command_lines() -> list[str]:
 def test_command_lines_use_options_that_exist(line: str) -> None:
     command: Any = typer.main.get_command(app)
     words = shlex.split(line, comments=True)[1:]
+    words = words[: words.index("--")] if "--" in words else words  # The rest is vLLM's.
     while words and hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     options = {option for parameter in command.params for option in parameter.opts}

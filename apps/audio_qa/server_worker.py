@@ -34,7 +34,7 @@ from oscar_mm.media.source import describe, read_bytes
 _READERS = 4
 """Threads that decode recordings."""
 _MOST_BYTES = 512 << 20
-"""Media in base64 that are in memory together, beside those of the next group."""
+"""Media in base64 of the requests in progress; those of the next groups are in memory too."""
 
 
 @dataclass(frozen=True)
