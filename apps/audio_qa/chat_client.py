@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,11 +15,11 @@ import httpx
 from oscar_mm.errors import InputError
 
 TRIES = 8
-"""A request that fails so often has failed."""
+"""A request that fails so often has failed; that a server is too busy for it does not count."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _PATIENCE_S = 900.0
-"""Seconds after which a request is not sent again, however few tries there were."""
+"""Seconds after which a request is not sent again."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
 _PASSING = frozenset({408, 409, 425, 429})
 """Statuses, beside 5xx, of failures that may pass."""
@@ -108,9 +109,9 @@ class ChatClient:
             InputError: the server refuses the request, or fails again and again.
             ServerLost: nothing answers there any more, or the key is refused.
         """
-        start, problem = time.monotonic(), ""
-        for attempt in range(TRIES):
-            pause = 0.0
+        start, problem, failures = time.monotonic(), "", 0
+        for attempt in itertools.count():
+            pause, busy = 0.0, False
             try:
                 response = await self._post(body)
             except httpx.TransportError as error:
@@ -124,13 +125,16 @@ class ChatClient:
                 if status < 500 and status not in _PASSING:
                     raise InputError(problem)
                 pause = _retry_after(response)
-            if attempt + 1 == TRIES or time.monotonic() - start > _PATIENCE_S:
+                busy = status == httpx.codes.TOO_MANY_REQUESTS
+            failures += not busy
+            seconds = time.monotonic() - start
+            if failures == TRIES or seconds > _PATIENCE_S:
                 break
-            backoff = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
+            backoff = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, TRIES))
             await asyncio.sleep(max(pause, backoff * random.uniform(0.5, 1.0)))
         if not await self._answers():
             raise ServerLost(f"{self.url}: does not answer any more: {problem}")
-        raise InputError(f"{problem}, {attempt + 1} times")
+        raise InputError(f"{problem}; tried {attempt + 1} times in {seconds:.0f} s")
 
     async def _post(self, body: Sequence[bytes]) -> httpx.Response:
         headers = {

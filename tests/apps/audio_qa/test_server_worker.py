@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -284,13 +285,14 @@ def test_failures_that_pass(tmp_path) -> None:
 
 def test_failures_that_stay_with_their_row(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(chat_client, "TRIES", 3)
+    monkeypatch.setattr(chat_client, "_PATIENCE_S", 3.0)
     replies: dict[str, Reply] = {
         "fine": ANSWERED,
         "long": (400, {}, {"error": {"message": "the conversation\nneeds 9 tokens"}}),
         "model": (404, {}, {"error": {"message": "The model `x` does not exist."}}),
         "large": (413, {}, b"too large"),
         "flagged": (403, {}, {"error": {"message": "moderation"}}),
-        "down": (500, {}, {"detail": "CUDA error"}),
+        "down": (500, {}, {"error": "CUDA error"}),
         "full": (429, {}, {"error": {"message": "slow down"}}),
         "broken": (0, {}, None),
         "strange": (200, {}, {"choices": []}),
@@ -305,12 +307,16 @@ def test_failures_that_stay_with_their_row(tmp_path, monkeypatch) -> None:
             "model": "the server answered 404: The model `x` does not exist.",
             "large": "the server answered 413: too large",
             "flagged": "the server answered 403: moderation",
-            "full": "the server answered 429: slow down, 3 times",
             "strange": "the server's answer is no chat completion",
             "no JSON": "the server's answer is no chat completion",
         }.items():
             assert rows[name]["error"] == expected
-        assert rows["down"]["error"].endswith(", 3 times")
+        assert "500: CUDA error; tried 3 times in " in rows["down"]["error"]
+        tries = re.fullmatch(
+            "the server answered 429: slow down; tried ([0-9]+) times in [0-9]+ s",
+            rows["full"]["error"],
+        )
+        assert tries and int(tries[1]) > 3
         assert "the connection failed (RemoteProtocolError" in rows["broken"]["error"]
         assert (rows["null"]["answer"], rows["null"]["error"]) == ("", None)
         assert summary["failed"] == 9
@@ -518,3 +524,13 @@ def test_ended_and_resumed(sent: signal.Signals, tmp_path) -> None:
         rows, summary = asked(records, tmp_path, server.url)
     assert summary["work"]["rows"] == 40 - left.count(b"\n") and summary["failed"] == 0
     assert list(rows) == [record["id"] for record in records]
+
+
+def test_limits_of_our_server(pocket, tmp_path) -> None:
+    """A full queue passes; a request that is too large is refused before it is sent as a whole."""
+    write_sound(tmp_path / "long.wav", tone(300.0), rate=16_000, layout="mono")
+    records = [*clips(6), {"id": "long", "audio": "long.wav", "question": "?"}]
+    with served(pocket, running=1, waiting=0, max_request_bytes=1_000_000) as url:
+        rows, summary = asked(records, tmp_path, url, concurrency=3, max_new_tokens=12)
+    assert summary["failed"] == 1 and rows["3"]["answer"] == "tiger"
+    assert rows["long"]["error"].startswith("the server answered 413: ")
