@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
 from oscar_mm.models.source import source_of
-from oscar_mm.policy import KVPolicy
+from oscar_mm.vllm_plugin.policies import servable
 
 _BLOCK_TOKENS = 128
 """Tokens of a page; the module that defines it imports torch."""
@@ -64,7 +64,7 @@ def vllm_arguments(
     Raises:
         InputError: vLLM cannot store the policy, or has no equal of an option.
     """
-    _check_policy(policy)
+    servable(policy)
     source = source_of(model)
     arguments = ["--model", source]
     if source != model:
@@ -94,26 +94,6 @@ def _prefix_arguments(size: str | None) -> list[str]:
             'no answer uses; only "off" can be said'
         )
     return ["--no-enable-prefix-caching"]
-
-
-def _check_policy(policy: str) -> None:
-    """Refuse a policy whose pages vLLM cannot store.
-
-    Raises:
-        InputError: the policy is unknown, or vLLM cannot store it.
-    """
-    checked = KVPolicy.preset(policy)
-    if not checked.by_token:
-        problem = f'key_axis="{checked.key_axis}"'
-    elif len(set(checked.bits)) > 1 or not checked.packs:
-        problem = "16 bits, or bits that differ by modality"
-    else:
-        return
-    raise InputError(
-        f"--policy {policy} with --engine vllm: has {problem}; vLLM stores policies with "
-        'key_axis="token" and the same 2, 3 or 4 bits for all modalities, such as standard, '
-        "quarot or standard:bits=4/2"
-    )
 
 
 def check_installed() -> None:

@@ -12,6 +12,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.quantize import Recipe
+from oscar_mm.vllm_plugin.policies import servable
 
 KEY = "oscar_mm"
 """Of the plugin's options in `--additional-config`."""
@@ -65,21 +66,6 @@ class Settings:
                 f"{page_bytes} bytes, which is no whole number for each token and head"
             )
         return size
-
-
-def servable(policy: str | KVPolicy) -> KVPolicy:
-    """A policy that vLLM can serve with.
-
-    Raises:
-        InputError: there is no such policy, or its tokens cannot be packed one by one alike.
-    """
-    found = KVPolicy.of(policy)
-    by = "must have key_axis 'token' and the same 2 to 4 bits for all modalities, as 'standard' has"
-    if not found.by_token:
-        raise InputError(f"policy {policy!r} packs whole pages of keys by channel: {by}")
-    if len(set(found.bits)) > 1 or not found.packs:
-        raise InputError(f"policy {policy!r} has bits {dict(found.bits._asdict())}: {by}")
-    return found
 
 
 DTYPES = (torch.bfloat16, torch.float16)

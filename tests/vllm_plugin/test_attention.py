@@ -10,7 +10,8 @@ from oscar_mm.ops.block_tables import (
     block_tables_by_numpy,
     checked_tables,
 )
-from oscar_mm.vllm_plugin.settings import Settings, servable
+from oscar_mm.vllm_plugin.policies import servable
+from oscar_mm.vllm_plugin.settings import Settings
 from tests.vllm_plugin.requests import Layer, Request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -161,8 +162,8 @@ def test_tables_are_checked_on_all_kinds_of_batches() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"policy": "compact"}, "key_axis 'token'"),
-        ({"policy": "standard:bits=16"}, "same 2 to 4 bits"),
+        ({"policy": "compact"}, "key_axis='token'"),
+        ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
         ({"policy": "standart"}, "did you mean"),
         ({"polcy": "standard"}, "no option polcy"),
         ("standard", "must be a mapping"),
@@ -175,7 +176,7 @@ def test_settings_that_cannot_be(config: object, words: str) -> None:
 
 def test_bits_by_modality_are_refused() -> None:
     policy = KVPolicy.preset("standard", bits={"image": 2})
-    with pytest.raises(InputError, match="same 2 to 4 bits"):
+    with pytest.raises(InputError, match="the same 2, 3 or 4"):
         servable(policy)
 
 

@@ -1,0 +1,25 @@
+"""Policies that vLLM can serve with; without torch, for the command line."""
+
+from __future__ import annotations
+
+from oscar_mm.errors import InputError
+from oscar_mm.policy import KVPolicy
+
+
+def servable(policy: str | KVPolicy) -> KVPolicy:
+    """A policy that vLLM can serve with.
+
+    Raises:
+        InputError: there is no such policy, or its tokens cannot be packed one by one alike.
+    """
+    found = KVPolicy.of(policy)
+    if not found.by_token:
+        problem = f"key_axis={found.key_axis!r}"
+    elif len(set(found.bits)) > 1 or not found.packs:
+        problem = "16 bits, or bits that differ by modality"
+    else:
+        return found
+    raise InputError(
+        f"policy {policy} has {problem}: vLLM serves with key_axis='token' and the same 2, 3 or 4 "
+        "bits for all modalities, such as standard, quarot or standard:bits=4/2"
+    )
