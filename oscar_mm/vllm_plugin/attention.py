@@ -6,6 +6,7 @@ Knows nothing of vLLM, which calls it with the requests of a step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -57,6 +58,7 @@ class PagedAttention:
         self.waits = False
         self.sigma: torch.Tensor | None = None
         self._not_finite = torch.zeros(1, dtype=torch.int32)
+        self._beside: torch.cuda.Stream | None = None
 
     def balance(self, sigma: torch.Tensor | None, *, by_prompt: bool) -> None:
         """Say how queries and keys are balanced.
@@ -84,6 +86,7 @@ class PagedAttention:
             self.sigma = self.sigma.to(device).contiguous()
         if device.type != "cuda":
             return
+        self._beside = _stream_beside(device)
         kernels: list[object] = [
             self._decode_kernel(dtype, tokens, device) for tokens in range(1, query_tokens + 1)
         ]
@@ -119,18 +122,32 @@ class PagedAttention:
         """
         if step.readings and self.waits:
             self._balance_by(query, key, step)
-        begins = step.tables.begins if self._page_format.center else step.tables.begins[:0]
-        store(
-            *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], self._no_recent(key)),
-            *(step.tables.jobs, begins, pages, self._not_finite, self.sigma),
-            *recipe_arguments(self._recipe),
-        )
+        if step.readings or self._beside is None:
+            self._store(key, value, pages, step)
+        else:
+            # Decode takes the new tokens as they came, so that they are stored meanwhile.
+            stream = torch.cuda.current_stream(query.device)
+            self._beside.wait_stream(stream)
+            with torch.cuda.stream(self._beside):
+                self._store(key, value, pages, step)
         if step.decodes:
             part = slice(step.decode_tokens)
             self._decode(query[part], key[part], value[part], pages, step, output[part])
         for reading in step.readings:
             part = reading.tokens
             self._read(query[part], key[part], value[part], pages, reading, output[part])
+        if not step.readings and self._beside is not None:
+            torch.cuda.current_stream(query.device).wait_stream(self._beside)
+
+    def _store(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step
+    ) -> None:
+        begins = step.tables.begins if self._page_format.center else step.tables.begins[:0]
+        store(
+            *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], self._no_recent(key)),
+            *(step.tables.jobs, begins, pages, self._not_finite, self.sigma),
+            *recipe_arguments(self._recipe),
+        )
 
     def _decode(
         self,
@@ -198,6 +215,12 @@ class PagedAttention:
 
     def _no_recent(self, key: torch.Tensor) -> torch.Tensor:
         return key.new_empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """On which the layers of all models store while they decode."""
+    return torch.cuda.Stream(device)
 
 
 def _with_new(side: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
