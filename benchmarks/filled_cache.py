@@ -1,0 +1,29 @@
+"""A KV connector of vLLM that gives every prompt a cache of random values, so that decoding begins
+at once at any context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
+    DecodeBenchConnector,
+)
+
+_BLOCKS_AT_ONCE = 1024
+_SMALL = 0xBF
+"""A byte without the highest bit of an exponent: no number of 8 or 16 bits is NaN or 2 or more."""
+
+
+class FilledCache(DecodeBenchConnector):
+    """Fills the whole cache when it is made, not each request's blocks."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Fill the caches of all layers."""
+        super().register_kv_caches(kv_caches)
+        for cache in kv_caches.values():
+            for part in cache.split(_BLOCKS_AT_ONCE):
+                part.view(torch.uint8).random_(0, 256).bitwise_and_(_SMALL)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """The values are there."""

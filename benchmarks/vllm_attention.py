@@ -1,0 +1,326 @@
+"""Our attention inside vLLM beside its own: steps, full memory and prompts, with random weights.
+
+python -m benchmarks.vllm_attention [--model qwen3-vl-8b] [--attention auto,fp8,standard,...]
+    [--contexts 2048,32768,131072] [--full 32768] [--prompts]
+
+An attention is one of vLLM's KV cache dtypes, or a policy of ours. Each runs in processes of its
+own. Needs vLLM and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from benchmarks.random_model import RELEASED
+from benchmarks.record import Record, Row, command, device_name, finish, parser, show
+from oscar_mm.policy import KVPolicy
+
+_CHILD = "--child"
+_TOKENS = 264
+_BEGUN = 4
+"""Tokens of each sequence before steps are timed."""
+_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
+"""Rows of which vLLM captures a step."""
+_LONGEST = 131072 + 1024
+_READ_AT_ONCE = 8192
+_PROMPT, _HIT, _LONG = 8192, 7168, 32768
+_LAST_ID = 150_000
+_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+NOTES = [
+    "The decoder of the model alone, with vLLM's random weights. vLLM decodes by CUDA graphs "
+    "without torch.compile.",
+    "one sequence, full memory: caches are filled with random values, nothing is read; a step is "
+    "from one token on the host to the next, once each sequence has some. full memory: as many "
+    "sequences as vLLM's cache has room for.",
+    f"prompt: milliseconds to the first token, median of 5: {_PROMPT:,} tokens; as many, of which "
+    f"the first {_HIT:,} were read before; {_LONG:,} tokens, in pieces of {_READ_AT_ONCE:,}.",
+]
+BOUNDS = (
+    ("capacity", "auto", "standard", 5.6),
+    ("capacity", "auto", "standard:bits=2", 6.8),
+    ("capacity", "auto", "standard:bits=4/2", 4.7),
+    ("one sequence 2048", "auto", "standard", 1.0),
+    ("one sequence 131072", "auto", "standard", 1.4),
+    ("full memory 32768", "auto", "standard", 4.0),
+    ("full memory 32768", "fp8", "standard", 2.7),
+    ("full memory 131072", "auto", "standard", 5.0),
+    ("full memory 131072", "fp8", "standard", 3.3),
+    (f"prompt {_PROMPT}", "auto", "standard", 1 / 1.05),
+    (f"prompt {_PROMPT}, {_HIT} known", "auto", "standard", 1 / 1.1),
+)
+"""What is compared, with which attention, which one of ours, and how many times better it must be
+on Qwen3-VL-8B."""
+_MIXTURE_BOUNDS = (("full memory 32768", "auto", "standard", 3.5),)
+
+
+def model_folder(name: str, folder: Path) -> Path:
+    """Write the config.json of a released model's decoder."""
+    text = RELEASED[name].text
+    kind = "qwen3_moe" if "num_experts" in text else "qwen3"
+    architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
+    rope = {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}
+    config = text | {
+        "architectures": [architecture],
+        "model_type": kind,
+        "rope_parameters": rope,
+        "dtype": "bfloat16",
+        "norm_topk_prob": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_options(attention: str, folder: Path, *, filled: bool) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``.
+
+    Args:
+        attention: one of vLLM's KV cache dtypes, or a policy of ours.
+        folder: of the model.
+        filled: whether decoding is timed, on a cache of random values; else prompts are.
+    """
+    options: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "max_model_len": _LONGEST,
+        "max_num_seqs": max(_SIZES),
+        "max_num_batched_tokens": _READ_AT_ONCE,
+        "gpu_memory_utilization": 0.92,
+        "disable_log_stats": True,
+        "enable_prefix_caching": not filled,
+        "enable_flashinfer_autotune": False,
+    }
+    if is_ours(attention):
+        options["attention_backend"] = "CUSTOM"
+        options["additional_config"] = {"oscar_mm": {"policy": attention}}
+    else:
+        options["kv_cache_dtype"] = attention
+    if not filled:
+        return options | {"enforce_eager": True}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*_SIZES]}
+    connector = {"kv_connector": "FilledCache", "kv_role": "kv_both"}
+    connector["kv_connector_module_path"] = "benchmarks.filled_cache"
+    return options | {"compilation_config": graphs, "kv_transfer_config": connector}
+
+
+def is_ours(attention: str) -> bool:
+    """Whether an attention is a policy of ours."""
+    return attention.partition(":")[0] in KVPolicy.preset_names()
+
+
+def tokens_of(count: int, seed: object) -> list[int]:
+    """A random text."""
+    generator = random.Random(str(seed))
+    return [generator.randrange(5, _LAST_ID) for _ in range(count)]
+
+
+def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, float]:
+    """Milliseconds of a step of several sequences together, and tokens per second."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=_TOKENS,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{tag}-{index}", {"prompt_token_ids": prompt}, params.clone())
+    lengths: Counter[str] = Counter()
+    marks: list[tuple[float, int, int]] = []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        for output in outputs:
+            lengths[output.request_id] += len(output.outputs[0].token_ids)
+        least, all_tokens = min(lengths.values(), default=0), sum(lengths.values())
+        timed = len(lengths) == len(prompts) and least >= _BEGUN
+        if outputs and timed and max(lengths.values()) < _TOKENS:
+            marks.append((perf_counter(), least, all_tokens))
+    (start, first, before), (stop, last, after) = marks[0], marks[-1]
+    seconds = stop - start
+    return {
+        "ms": 1e3 * seconds / (last - first),
+        "tokens_per_s": (after - before) / seconds,
+    }
+
+
+def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> Iterator[Row]:
+    """Rows of one sequence and of full memory."""
+    cache = engine.vllm_config.cache_config
+    capacity = getattr(cache, "kv_cache_size_tokens", None)
+    capacity = capacity or cache.num_gpu_blocks * cache.block_size
+    yield {"what": "capacity", "tokens": capacity, "blocks": cache.num_gpu_blocks}
+    decode(engine, [tokens_of(256, 0)], "warm")
+    for context in contexts:
+        if context + _TOKENS < capacity:
+            # The second run: the first may compile.
+            *_, best = (decode(engine, [tokens_of(context, 1)], f"{context}-{i}") for i in (0, 1))
+            yield {"what": f"one sequence {context}", "sequences": 1, **best}
+    for context in full:
+        count = min(capacity // (context + 2 * cache.block_size + _TOKENS), max(_SIZES))
+        if count:
+            prompts = [tokens_of(context, (2, index)) for index in range(count)]
+            found = decode(engine, prompts, f"full-{context}")
+            yield {"what": f"full memory {context}", "sequences": count, **found}
+
+
+def prompt_rows(llm: Any) -> Iterator[Row]:
+    """Rows of prompts."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1, detokenize=False)
+
+    def read(prompt: list[int]) -> float:
+        start = perf_counter()
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return 1e3 * (perf_counter() - start)
+
+    known = tokens_of(_HIT, "known")
+    cases = {
+        f"prompt {_PROMPT}": ([], _PROMPT),
+        f"prompt {_PROMPT}, {_HIT} known": (known, _PROMPT - _HIT),
+        f"prompt {_LONG}": ([], _LONG),
+    }
+    for what, (beginning, new) in cases.items():
+        prompts = [beginning + tokens_of(new, (what, number)) for number in range(6)]
+        _, *times = map(read, prompts)
+        yield {"what": what, "sequences": 1, "ms": median(times)}
+
+
+def child(spec: dict[str, Any]) -> None:
+    """Measure one attention; a line of JSON for each row."""
+    from vllm import LLM
+
+    folder = model_folder(spec["model"], Path(spec["folder"]))
+    filled = not spec["prompts"]
+    llm = LLM(**engine_options(spec["attention"], folder, filled=filled))
+    engine: Any = llm.llm_engine
+    rows = decode_rows(engine, spec["contexts"], spec["full"]) if filled else prompt_rows(llm)
+    with open(spec["rows"], "a") as file:
+        for row in rows:
+            common = {"model": spec["model"], "attention": spec["attention"]}
+            file.write(json.dumps(common | row) + "\n")
+            file.flush()
+
+
+def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
+    """The rows of a child; of one that fails or takes too long those until then, and the error."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
+        spec = spec | {"folder": f"{folder}/model", "rows": str(rows)}
+        line = [sys.executable, "-m", "benchmarks.vllm_attention", _CHILD, json.dumps(spec)]
+        environment = {**os.environ, **_ENVIRONMENT}
+        error = None
+        try:
+            ended = subprocess.run(line, env=environment, timeout=seconds, check=False)
+            if ended.returncode:
+                error = f"exit code {ended.returncode}"
+        except subprocess.TimeoutExpired:
+            error = f"more than {seconds:.0f} s"
+        found = [json.loads(row) for row in rows.read_text().splitlines()]
+    if error:
+        common = {"model": spec["model"], "attention": spec["attention"]}
+        found.append(common | {"what": "prompts" if spec["prompts"] else "decode", "error": error})
+    return found
+
+
+def bounds(rows: Iterable[Row]) -> Iterator[tuple[str, float, float]]:
+    """What is compared, how many times better ours is, and how many times it must be."""
+    figures: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        if "error" not in row:
+            figure = row.get("tokens") or row.get("tokens_per_s") or 1e3 / row["ms"]
+            figures[row["model"], row["attention"], row["what"]] = figure
+    for model in dict.fromkeys(model for model, _, _ in figures):
+        wanted = _MIXTURE_BOUNDS if "num_experts" in RELEASED[model].text else BOUNDS
+        for what, theirs, ours, least in wanted:
+            pair = [figures.get((model, name, what)) for name in (ours, theirs)]
+            if pair[0] and pair[1]:
+                yield f"{model}, {what}: {ours} / {theirs}", pair[0] / pair[1], least
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print a table and verdicts."""
+    columns = ("attention", "what", "sequences", "ms", "tokens/s", "capacity")
+
+    def line(row: Row) -> tuple[str, ...]:
+        if "error" in row:
+            return row["attention"], f"{row['what']}: {row['error']}", "", "", "", ""
+        ms, speed, capacity = row.get("ms"), row.get("tokens_per_s"), row.get("tokens")
+        return (
+            *(row["attention"], row["what"], str(row.get("sequences", ""))),
+            "" if ms is None else f"{ms:.2f}",
+            "" if speed is None else f"{speed:.1f}",
+            "" if capacity is None else f"{capacity:,}",
+        )
+
+    show("Attention in vLLM", columns, map(line, rows))
+    for what, found, least in bounds(rows):
+        verdict = "met" if found >= least else "NOT met"
+        print(f"{what}: {found:.2f}, at least {least:.2f}: {verdict}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and record; 1 if a run failed."""
+    if list(arguments[:1]) == [_CHILD]:
+        child(json.loads(arguments[1]))
+        return 0
+    options_parser = parser("benchmarks.vllm_attention", __doc__)
+    options_parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = options_parser.add_argument
+    add("--model", default="qwen3-vl-8b", choices=list(RELEASED))
+    add("--attention", default="auto,fp8,standard", help="with commas")
+    add("--contexts", default="2048,32768,131072", help="of one sequence, with commas")
+    add("--full", default="32768", help="contexts at full memory, with commas")
+    add("--prompts", action="store_true", help="time prompts too")
+    add("--limit", type=float, default=170.0, help="seconds of a process")
+    add("--add", action="store_true", help="keep the file's rows of other runs")
+    options = options_parser.parse_args(arguments)
+    contexts, full = (
+        [int(x) for x in text.split(",") if x] for text in (options.contexts, options.full)
+    )
+    rows: list[Row] = []
+    for attention in options.attention.split(","):
+        spec = {"model": options.model, "attention": attention, "contexts": contexts, "full": full}
+        for prompts in (False, True) if options.prompts else (False,):
+            rows += measured(spec | {"prompts": prompts}, options.limit)
+    line = command("benchmarks.vllm_attention", arguments)
+    record = Record("vllm_attention", line, device_name("cuda"), rows, NOTES, versions=_versions())
+    if options.add and (earlier := record.earlier(options.out)) is not None:
+        record = record.continuing(earlier)
+    report(record.rows)
+    finish(record, options.out)
+    return int(any("error" in row for row in rows))
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from benchmarks.record import versions
+
+    return versions() | {"vllm": version("vllm")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

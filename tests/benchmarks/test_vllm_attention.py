@@ -1,0 +1,67 @@
+"""The benchmark of vLLM's attention, without vLLM: what it asks for and how it judges."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import vllm_attention
+from benchmarks.record import Record, Row
+from benchmarks.vllm_attention import BOUNDS, bounds, engine_options, model_folder
+
+
+def test_options_of_both_kinds(tmp_path) -> None:
+    folder = model_folder("qwen3-vl-30b-a3b", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["num_experts"] == 128
+    ours = engine_options("standard:bits=4/2", folder, filled=True)
+    assert ours["attention_backend"] == "CUSTOM" and "kv_cache_dtype" not in ours
+    assert ours["additional_config"] == {"oscar_mm": {"policy": "standard:bits=4/2"}}
+    theirs = engine_options("fp8", folder, filled=False)
+    assert theirs["kv_cache_dtype"] == "fp8" and "attention_backend" not in theirs
+    assert theirs["enable_prefix_caching"] and not ours["enable_prefix_caching"]
+
+
+def rows_of(spec: dict[str, Any], seconds: float) -> list[Row]:
+    """Rows as a child writes them; ours is twice as fast, and cannot read prompts."""
+    speed = 2.0 if spec["attention"] == "standard" else 1.0
+    row = {"model": spec["model"], "attention": spec["attention"]}
+    if spec["prompts"]:
+        return [row | {"what": "prompts", "error": "exit code 1"}] if speed == 2 else []
+    return [
+        row | {"what": "capacity", "tokens": int(1000 * speed)},
+        row | {"what": "one sequence 2048", "ms": 5 / speed, "tokens_per_s": 200 * speed},
+    ]
+
+
+def test_a_record_of_what_ended(tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_attention, "measured", rows_of)
+    monkeypatch.setattr(vllm_attention, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(vllm_attention, "_versions", lambda: {"vllm": "0"})
+    line = ["--out", str(tmp_path), "--attention", "auto,standard", "--prompts"]
+    assert vllm_attention.main(line) == 1
+    printed = capsys.readouterr().out
+    assert "one sequence 2048: standard / auto: 2.00, at least 1.00: met" in printed
+    assert "capacity: standard / auto: 2.00, at least 5.60: NOT met" in printed
+    assert "exit code 1" in printed
+    [path] = tmp_path.glob("vllm_attention-*.json")
+    assert [row["what"] for row in Record.load(path).rows].count("capacity") == 2
+    assert vllm_attention.main([*line[:-1], "--add"]) == 0
+    assert len(Record.load(path).rows) == 9
+
+
+def test_mixtures_have_a_bound_of_their_own() -> None:
+    rows = [
+        {"model": "qwen3-vl-30b-a3b", "attention": name, "what": what, "tokens_per_s": speed}
+        for name, speed in (("auto", 100.0), ("standard", 380.0))
+        for what in ("full memory 32768", "full memory 131072")
+    ]
+    [(what, found, least)] = bounds(rows)
+    assert "full memory 32768" in what and (found, least) == (3.8, 3.5)
+    assert {theirs for _, theirs, _, _ in BOUNDS} == {"auto", "fp8"}
+
+
+def test_a_child_that_fails_is_a_row(tmp_path) -> None:
+    spec = {"model": "no such model", "attention": "auto", "prompts": False}
+    [row] = vllm_attention.measured(spec | {"contexts": [], "full": []}, 60.0)
+    assert row["error"].startswith("exit code")
