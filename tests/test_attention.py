@@ -137,6 +137,30 @@ def test_half_precision(policy: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_short_prompt_on_a_gpu_waits_for_no_plan(head_dim: int, dtype: torch.dtype) -> None:
+    """cuDNN would make one for each new length."""
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    for tokens in (1, 77, 2000, 2001):
+        queries, keys, values = (
+            x.to("cuda", dtype) for x in chunk(tokens, tokens, head_dim=head_dim)
+        )
+        with Names():
+            found = attend_oscar(OscarCache("bf16"), (queries, keys, values))
+        expected = plain_attention(queries.cpu(), keys.cpu(), values.cpu())
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=0.03, atol=0.03)
+    assert names.count("_scaled_dot_product_flash_attention") == 4
+    assert not any("cudnn" in name for name in names)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fresh_memory_is_never_read(policy: str) -> None:
     """Uninitialized memory is NaN here: what nobody wrote must not be read."""

@@ -73,7 +73,7 @@ def _attention(
     if queries.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         output, total = flash(*states, scale=scaling)
-    elif _has_flash(queries):
+    elif has_flash(queries):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         output, total, *_ = flash(*states, scale=scaling)
     else:
@@ -81,7 +81,8 @@ def _attention(
     return output, total
 
 
-def _has_flash(queries: torch.Tensor) -> bool:
+def has_flash(queries: torch.Tensor) -> bool:
+    """Whether torch's flash attention for GPUs takes queries of this device, dtype and head_dim."""
     return (
         queries.is_cuda
         and torch.version.cuda is not None
