@@ -48,6 +48,10 @@ class EarlyStep(NamedTuple):
 
 
 _log = logging.getLogger("oscar_mm")
+_TRIES = 4
+"""Captures that may fail one after the other before all further steps are eager."""
+_EAGER_STEPS = 16
+"""Steps between a capture that failed and the next try: other threads may have broken it."""
 
 
 class DecodeSteps:
@@ -85,6 +89,8 @@ class DecodeSteps:
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
         """Of the steps when one was captured."""
+        self._failures = self._eager_left = 0
+        """Captures that have failed since the last one that did not, and steps to the next try."""
 
     @property
     def records(self) -> bool:
@@ -176,9 +182,12 @@ class DecodeSteps:
         if not self._steps.is_ready:
             # The first step is eager: it asks for tables, and for kernels that are compiled now.
             return self._repeatable()
-        if (version := self._steps.version) != self._version:
-            self._capture(step)
-            self._version = version
+        if self._version != self._steps.version:
+            self._replay = None  # its memory goes back before the next one takes some
+            if self._eager_left:
+                self._eager_left -= 1
+            else:
+                self._capture(step)
         if self._replay is None:
             return self._repeatable()
         logits = self._replay()
@@ -186,9 +195,8 @@ class DecodeSteps:
         return logits
 
     def _capture(self, step: Step) -> None:
-        """Record the step; if that fails, all steps from now on are eager."""
-        self._replay = None  # its memory goes back before the next one takes some
-        record = self._record
+        """Record the step; if that fails, steps are eager until another try succeeds."""
+        record, version, cause = self._record, self._steps.version, None
         try:
             with self._steps.rehearsal(step):
                 if record is not None and self._layers is not None:
@@ -197,10 +205,21 @@ class DecodeSteps:
                 elif record is not None:
                     self._replay = record(self._repeatable, self._ids.device)
         except Exception as error:
-            _log.warning("decode steps run eagerly, a CUDA graph could not be made: %s", error)
+            # The end of a broken capture raises over the error that broke it.
+            cause = error.__context__ or error
         # Among ranks all or none: what is launched ahead is more than an eager rank would do.
-        if not self._ranks.all(self._replay is not None, self._ids.device):
-            self._record = self._replay = None
+        if self._ranks.all(self._replay is not None, self._ids.device):
+            self._version, self._failures = version, 0
+            return
+        self._replay, self._version, self._eager_left = None, None, _EAGER_STEPS
+        self._failures += 1
+        _log.log(
+            logging.WARNING if self._failures in (1, _TRIES) else logging.INFO,
+            "decode steps run eagerly, a CUDA graph could not be made (try %d of %d): %s",
+            *(self._failures, _TRIES, cause or "another rank has none"),
+        )
+        if self._failures == _TRIES:
+            self._record = None
 
 
 def _codes(ended: torch.Tensor) -> np.ndarray:

@@ -19,20 +19,36 @@ Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 """Makes of a function on fixed tensors of a device one that does the same again, maybe without
 running it."""
 _CAPTURES = threading.Lock()
+_BROKEN = list[torch.cuda.CUDAGraph]()
+"""Graphs whose capture has failed. They stay, as torch's allocators go on asking them."""
 
 
 def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
     """Capture a function's work on a GPU; what comes back launches it and returns the same tensors
-    again."""
+    again.
+
+    Other threads may use the GPU meanwhile, but not wait for all of it, which breaks the capture.
+
+    Raises:
+        Exception: what the function raises, or torch as the capture is broken. Another try may
+            succeed.
+    """
+    with torch.cuda.device(device):
+        # A thread's first product makes a handle of cuBLAS, which allocates: no capture may.
+        torch.cuda.current_blas_handle()
     graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
-    # One capture at a time, as they share a stream; out of it again also where the capture fails at
-    # its end. Other threads may allocate meanwhile: they are not part of it.
-    with (
-        _CAPTURES,
-        torch.cuda.stream(aside),
-        torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
-    ):
-        result = function()
+    try:
+        # One capture at a time, as they share a stream; out of it again also where the capture
+        # fails at its end. Other threads may allocate meanwhile: they are not part of it.
+        with (
+            _CAPTURES,
+            torch.cuda.stream(aside),
+            torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
+        ):
+            result = function()
+    except BaseException:
+        _BROKEN.append(graph)
+        raise
 
     def replay() -> Result:
         graph.replay()

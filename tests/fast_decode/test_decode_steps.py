@@ -147,6 +147,43 @@ def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, afte
     assert "not permitted when stream is capturing" in message
 
 
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_capture_that_failed_is_tried_again(oscar, monkeypatch, caplog, failures: int) -> None:
+    """Another thread may have broken it."""
+    repeat, tries = Repeat(), []
+
+    def record(function, device):
+        tries.append(function)
+        if len(tries) <= failures:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return repeat(function, device)
+
+    how = {"policy": "compact", "tokens": 100}
+    eager, _ = answer(oscar, monkeypatch, None, **how)
+    assert answer(oscar, monkeypatch, record, **how)[0] == eager
+    assert repeat.replays > 30
+    assert [one.levelname for one in caplog.records].count("WARNING") == 1
+
+
+def test_captures_that_always_fail_are_given_up(oscar, monkeypatch, caplog) -> None:
+    tries = []
+
+    def record(function, _):
+        tries.append(function)
+        try:
+            raise ValueError("the first error")
+        finally:
+            raise RuntimeError("the capture is broken")
+
+    how = {"policy": "compact", "tokens": 120}
+    eager, _ = answer(oscar, monkeypatch, None, **how)
+    assert answer(oscar, monkeypatch, record, **how)[0] == eager
+    assert len(tries) == 4
+    messages = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert ["try 1 of 4" in messages[0], "try 4 of 4" in messages[1]] == [True, True]
+    assert all("the first error" in message for message in messages)
+
+
 def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch) -> None:
     _, cache = answer(oscar, monkeypatch, None, policy="bf16", tokens=2, requests=BATCH[:1])
     fixed = FixedTables(1, KVPolicy.preset("bf16"))

@@ -1,0 +1,102 @@
+"""Captures of CUDA graphs, whatever other threads do meanwhile and whatever came before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from oscar_mm.fast_decode.graphs import record_cuda_graph, recorder
+
+CUDA = torch.device("cuda", 0)
+
+
+def product(size: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Rows that may be overwritten, and a function that multiplies them."""
+    rows = torch.ones((size, 64), dtype=torch.bfloat16, device=CUDA)
+    weights = torch.eye(64, dtype=torch.bfloat16, device=CUDA)
+    return rows, lambda: rows @ weights + 1
+
+
+def test_no_graphs_on_a_cpu() -> None:
+    assert recorder({torch.device("cpu")}) is None
+
+
+@pytest.mark.gpu
+def test_a_thread_whose_first_product_is_in_the_capture() -> None:
+    """Of several at once, as a thread that ends leaves its handle of cuBLAS to the next."""
+    count, found = 6, list[float]()
+    together, errors = threading.Barrier(count), list[BaseException]()
+    states = [product(32 + index) for index in range(count)]
+
+    def capture(index: int) -> None:
+        rows, function = states[index]
+        together.wait()
+        try:
+            replay = record_cuda_graph(function, CUDA)
+            rows.fill_(index)
+            found.append(float(replay().float().mean()))
+        except BaseException as error:
+            errors.append(error)
+        together.wait()
+
+    threads = [threading.Thread(target=capture, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sorted(found) == [index + 1 for index in range(count)]
+
+
+@pytest.mark.gpu
+def test_a_broken_capture_does_not_hinder_the_next() -> None:
+    rows, function = product(40)
+    function()
+
+    def waits() -> torch.Tensor:
+        function()
+        torch.cuda.synchronize()
+        return function()
+
+    for value in range(5):
+        with pytest.raises(RuntimeError, match="captur"):
+            record_cuda_graph(waits, CUDA)
+        replay = record_cuda_graph(function, CUDA)
+        rows.fill_(value)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert set(replay().unique().tolist()) == {value + 1}
+
+
+@pytest.mark.gpu
+def test_copies_and_events_of_other_threads_break_no_capture() -> None:
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def work(seed: int) -> None:
+        try:
+            while not stop.is_set():
+                host = torch.full((1 << (10 + seed), 64), 2.0)
+                there = host.pin_memory().to(CUDA, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+                done.synchronize()
+                assert bool((host.to(CUDA) == there).all())
+        except BaseException as error:
+            errors.append(error)
+
+    rows, function = product(16)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for value in range(20):
+            replay = record_cuda_graph(function, CUDA)
+            rows.fill_(value)
+            assert set(replay().unique().tolist()) == {value + 1}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
