@@ -25,7 +25,6 @@ class StepReplay:
 
     def __init__(self, cache: OscarCache, rows: int) -> None:
         self._cache, self._tables = cache, FixedTables(rows, cache.policy)
-        self._reserved: tuple[int, ...] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -46,10 +45,7 @@ class StepReplay:
         """
         if not self._tables.takes(step):
             return False
-        capacities = self._cache.ledger.number, *self._cache.store.capacities
-        if self._reserved != capacities:
-            self._cache.store.reserve()
-            self._reserved = capacities
+        self._cache.store.reserve()
         # No graph has these copies in it.
         for layer in self._cache.packed_layers if step.copies else ():
             layer.copy_pages(step)

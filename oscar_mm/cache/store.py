@@ -130,13 +130,15 @@ class Pool:
     Attributes:
         storage: (capacity, *slot_shape), uninitialized until written; another tensor after each
             change of the capacity.
+        capacity: slots.
         moves: how often the storage has got another address.
     """
 
     def __init__(
         self, slot_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.moves = 0
+        self.capacity = self.moves = 0
+        self._slot_bytes = math.prod(slot_shape) * dtype.itemsize
         self._range: AddressRange | None = None
         # A pool that is made in inference mode must be writable outside of it too.
         with torch.inference_mode(False):
@@ -148,7 +150,7 @@ class Pool:
         Raises:
             torch.OutOfMemoryError: the device has no room; the pool is as before.
         """
-        before, moves = len(self.storage), self._range is None
+        before, moves = self.capacity, self._range is None
         if capacity <= before:
             return
         if not before and self._range is None:
@@ -159,14 +161,14 @@ class Pool:
             with torch.inference_mode(False):
                 grown = self.storage.new_empty((capacity, *self.storage.shape[1:]))
             grown[:before] = self.storage
-            self.storage = grown
+            self.storage, self.capacity = grown, capacity
         self.moves += moves
 
     def keep(self, slots: list[int]) -> None:
         """Shrink to these slots, which ascend."""
         if self._range is None:
             with torch.inference_mode(False):
-                self.storage = self.storage[slots]
+                self.storage, self.capacity = self.storage[slots], len(slots)
             self.moves += 1
             return
         count = max(1, _COPY_BYTES // max(1, self.slot_bytes))
@@ -181,12 +183,12 @@ class Pool:
         shape, dtype = (capacity, *self.storage.shape[1:]), self.storage.dtype
         addresses.resize(math.prod(shape) * dtype.itemsize)
         with torch.inference_mode(False):
-            self.storage = addresses.tensor(shape, dtype)
+            self.storage, self.capacity = addresses.tensor(shape, dtype), capacity
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return self.storage[0:1].nbytes if len(self.storage) else 0
+        """Bytes of one slot; 0 as long as there is none."""
+        return self._slot_bytes if self.capacity else 0
 
     @property
     def device_bytes(self) -> int:
@@ -212,6 +214,7 @@ class LayerPools:
     Attributes:
         recent: tokens in 16 bit, (slots, 2, KV heads, head_dim) in the model's dtype.
         pages: bits -> pages, (slots, page_bytes) uint8.
+        by_bits: all pools; ``PLAIN`` for tokens in 16 bit.
         formats: bits -> layout of the pages, ascending.
     """
 
@@ -232,11 +235,7 @@ class LayerPools:
             bits: Pool((page_format.page_bytes,), torch.uint8, device)
             for bits, page_format in self.formats.items()
         }
-
-    @property
-    def by_bits(self) -> dict[Bits, Pool]:
-        """All pools; ``PLAIN`` for tokens in 16 bit."""
-        return {**self.pages, PLAIN: self.recent}
+        self.by_bits: dict[Bits, Pool] = {**self.pages, PLAIN: self.recent}
 
     def reserve(self, allocators: Mapping[Bits, SlotAllocator]) -> None:
         """Let the pools hold all slots that were given out."""
@@ -283,6 +282,8 @@ class PageStore:
         self.ranks = Ranks() if ranks is None else ranks
         self.trims, self._next_trim = 0, 0.0
         self._pools: list[Pool] = []
+        self._reserved: tuple[int, ...] = ()
+        """Pools and slots at the last ``reserve``."""
         self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
         self._dropped: deque[list[Row]] = deque()
@@ -330,9 +331,14 @@ class PageStore:
 
     def reserve(self) -> None:
         """Let all pools hold the slots that were given out: at once, before a forward pass, as a
-        GPU that gets memory waits for the work on its way."""
+        GPU that gets memory waits for the work on its way. Most steps find that they do."""
+        slots = [allocator.capacity for allocator in self.allocators.values()]
+        wanted = len(self._pools), self.trims, *slots
+        if wanted == self._reserved:
+            return
         for pools in self.layers.values():
             pools.reserve(self.allocators)
+        self._reserved = wanted
 
     def share(self, sequences: Iterable[Row]) -> None:
         """Add an owner to every slot of the sequences."""
@@ -394,11 +400,6 @@ class PageStore:
     def version(self) -> int:
         """The same as long as no pool has moved; a pool that needs to grow moves when it does."""
         return sum([pool.moves for pool in self._pools])
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """The same as long as pools that had all slots have all."""
-        return self.trims, *(slots.capacity for slots in self.allocators.values())
 
     @property
     def promises(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.rows import Row, Stream
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.store import PageStore, Pool
 from oscar_mm.policy import Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids
 from tests.cache.numbers import check_slots
@@ -253,3 +253,39 @@ def test_bytes_that_caches_share_are_in_both_reports(policy: str) -> None:
     assert store.pool_bytes == sum(pool.storage.nbytes for pool in pools)
     cache.store.trim()
     assert cache.memory().by_kind["unused"] == cache.store.memory().free_bytes == 0
+
+
+def test_pools_are_looked_at_when_there_are_other_slots_or_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, _ = filled("compact", IDS)
+    store, looks, reserve = cache.store, [], Pool.reserve
+
+    def counted(pool: Pool, capacity: int) -> None:
+        looks.append(pool)
+        reserve(pool, capacity)
+
+    monkeypatch.setattr(Pool, "reserve", counted)
+
+    def count() -> int:
+        looks.clear()
+        store.reserve()
+        found = len(looks)
+        store.reserve()
+        assert len(looks) == found, "a second time there is nothing to do"
+        slots = [store.allocators[bits].capacity for bits in store.allocators]
+        for pools in store.layers.values():
+            assert [len(pools.by_bits[bits].storage) for bits in store.allocators] == slots
+        return found
+
+    count()
+    assert count() == 0
+    for slots in store.allocators.values():
+        taken = slots.allocate(slots.free + 1)
+        assert count() == len(store.allocators)
+        slots.release(taken)
+        assert count() == 0
+    store.trim()
+    count()
+    store.layer(1, 2, 64, torch.float32, torch.device("cpu"))
+    assert count() == 2 * len(store.allocators)
