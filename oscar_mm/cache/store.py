@@ -385,13 +385,17 @@ class PageStore:
                 for sequence in ledger.sequences:
                     sequence.renumber(bits, new_ids)
 
-    def trim_surplus(self) -> None:
+    def trim_surplus(self, soon: int = 0) -> None:
         """``trim`` where it is worth moving the slots that are in use, and in a small share of all
-        time: a server gives up caches all the time."""
+        time: a server gives up caches all the time.
+
+        Args:
+            soon: bytes of slots that the next prompts take.
+        """
         start = time.perf_counter()
         report = self.memory()
         is_time = start >= self._next_trim or not report.used_bytes  # Nothing is moved then.
-        if report.free_bytes > report.used_bytes // 4 and is_time:
+        if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
             self.trim()
             took = time.perf_counter() - start
             self._next_trim = start + took / _TRIMMING

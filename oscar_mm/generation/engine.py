@@ -255,9 +255,12 @@ class Engine:
                 twin.drop_ended()
 
     def _prepare(self) -> None:
-        """Before the first of some answers: memory that nobody needs goes back, and what is known
-        of other weights is forgotten."""
-        self.store.trim_surplus()
+        """Before the first of some answers: memory that their prompts do not take goes back, and
+        what is known of other weights is forgotten."""
+        prompts = [(x.prompt, x.cache) for x in list(self._queue) if not x.ended]
+        growths = [self.admission.growth(prompt, 1, cache) for prompt, cache in prompts]
+        added = [{bits: int(slots[0]) for bits, slots in x.added.items()} for x in growths]
+        self.store.trim_surplus(sum(self.store.bytes_of(slots) for slots in added))
         if self.reader.refresh():
             self._groups.forget_batch()
 

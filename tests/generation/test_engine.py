@@ -807,3 +807,19 @@ def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
         together(pipe, [too_large])
     del small, large, answer, too_large
     assert empty(pipe)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "compact"])
+def test_memory_that_the_next_prompt_takes_is_not_given_back_before(
+    qwen3_vl_folder: Path, policy: str
+) -> None:
+    pipe = loaded(qwen3_vl_folder, policy)
+    long = " ".join(SHORT * 20)
+    pools = []
+    for prompt in (long, long + " So?", long, "Why?"):
+        together(pipe, [made(pipe, prompt, max_new_tokens=3)])
+        assert empty(pipe)
+        pools.append((pipe.store.trims, pipe.store.memory().pool_bytes))
+    trims, nbytes = zip(*pools, strict=True)
+    assert trims[0] == trims[1] == trims[2] < trims[3]
+    assert nbytes[1] == nbytes[2] > 4 * nbytes[3]
