@@ -81,7 +81,11 @@ def weights_key(model: Any) -> tuple[object, ...]:
 
 def devices(module: nn.Module) -> set[torch.device]:
     """Those of its weights and buffers."""
-    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    # In half the time of ``parameters`` and ``buffers``, which tell names apart.
+    tensors = (
+        x for one in module.modules() for x in (*one._parameters.values(), *one._buffers.values())
+    )
+    return {tensor.device for tensor in tensors if tensor is not None}
 
 
 def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
@@ -91,7 +95,7 @@ def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
         dimension: by which; None for any.
     """
     # A DTensor's.
-    placements = getattr(getattr(module, "weight", None), "placements", ())
+    placements = getattr(module._parameters.get("weight"), "placements", ())
     return any(one.is_shard(dimension) for one in placements)
 
 
@@ -110,11 +114,12 @@ def _is_divided_as_known(layer: Any) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     """No class or hooks of others, no forward of its own, no weights but floating-point tensors."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
         all(getattr(hook, "__module__", "").startswith("oscar_mm.") for hook in hooks)
         and type(module).__module__.startswith(_HOMES)
         and _runs_as_written(module)
-        and all(x.is_floating_point() and x.itemsize > 1 for x in module.parameters(recurse=False))
+        and all(x.is_floating_point() and x.itemsize > 1 for x in weights)
         and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
     )
 
