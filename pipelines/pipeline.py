@@ -327,8 +327,8 @@ class Pipeline:
                 say so before they are decoded.
         """
         self.admission.check_texts(prompt, system)
-        outline = self.media_reader.outline(**shown)
-        self.admission.check_outline(prompt, system, outline, max_new_tokens)
+        if outline := self.media_reader.outline(**shown):
+            self.admission.check_outline(prompt, system, outline, max_new_tokens)
         read = self.prepare(prompt, self.read_media(**shown), system)
         self.admission.check_prompt(read, max_new_tokens)
         return read

@@ -57,8 +57,8 @@ class Past:
 class Admission:
     """Checks the size of a request, and reserves room for those that run.
 
-    The size is checked twice: by texts and the headers of media before these are decoded, and
-    exactly by the prompt before the model runs. A refusal changes nothing.
+    The size is checked exactly by the prompt before the model runs; that of a request with media
+    before these are decoded too, by texts and headers. A refusal changes nothing.
 
     Attributes:
         family: counts tokens; its model reads.

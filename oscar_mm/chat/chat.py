@@ -339,11 +339,11 @@ class Chat:
         images, videos, audio, sound = media
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
         # to disk. So its cache is looked at anew each time, under the lock.
-        outline = pipe.media_reader.outline(images, videos, audio, sound=sound)
-        with self._alone() as now:
-            system = None if now.turns else self.system
-            texts, past = joined_text(question, before), past_of(now)
-            pipe.admission.check_outline(texts, system, outline, sampling.max_new_tokens, past)
+        if outline := pipe.media_reader.outline(images, videos, audio, sound=sound):
+            with self._alone() as now:
+                system = None if now.turns else self.system
+                texts, past = joined_text(question, before), past_of(now)
+                pipe.admission.check_outline(texts, system, outline, sampling.max_new_tokens, past)
         shown = pipe.media_reader.read(images, videos, audio, sound=sound)
         with self._next_turn(question, shown, sampling.max_new_tokens, before) as (_, prompt):
             pieces = self._answer(question, prompt, sampling, start, keep_part)

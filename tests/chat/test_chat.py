@@ -298,3 +298,20 @@ def test_nothing_is_written_any_more_once_a_stream_was_left(packed) -> None:
         assert chat.so_far.text
         stream.close()
         assert chat.so_far is None and chat.turns[-1].finish_reason == "interrupted"
+
+
+def test_a_question_without_media_is_tokenized_once(packed, monkeypatch) -> None:
+    texts, tokenizer = list[str](), type(packed.processor.tokenizer)
+    encode = tokenizer._encode_plus
+
+    def noted(self: Any, text: Any, *arguments: Any, **options: Any) -> Any:
+        texts.extend([text] if isinstance(text, str) else text)
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "_encode_plus", noted)
+    with packed.chat() as chat:
+        for question in ("What is a kiwi?", "And a plum?"):
+            chat.ask(question, max_new_tokens=2)
+            assert sum(question in text for text in texts) == 1
+    packed.read_request("Why not?", {})
+    assert sum("Why not?" in text for text in texts) == 1
