@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -93,15 +92,15 @@ class AnswerGroups:
     Args:
         family: the model, and what is special about it.
         store: of the caches of all answers.
-        changed: notified after each step between the layers of a prompt.
+        wake: called after each step between the layers of a prompt.
 
     Attributes:
         stepping: whether a step is being made.
         freed: set when answers were let go of; the user resets it.
     """
 
-    def __init__(self, family: Family, store: PageStore, changed: threading.Condition) -> None:
-        self.family, self._store, self._changed = family, store, changed
+    def __init__(self, family: Family, store: PageStore, wake: Callable[[], None]) -> None:
+        self.family, self._store, self._wake = family, store, wake
         self.stepping = self.freed = False
         self._shared: AnswerGroup | None = None
         self._alone: list[AnswerGroup] = []
@@ -198,8 +197,7 @@ class AnswerGroups:
             with cache.paused():
                 while self.live and time.perf_counter() < now + waited:
                     self.step()
-                    with self._changed:
-                        self._changed.notify_all()
+                    self._wake()
 
         layers = self.family.model.get_decoder().layers
         hooks = [layer.register_forward_hook(between) for layer in layers]

@@ -19,6 +19,7 @@ from oscar_mm.errors import Busy
 from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.leader_followers import LeaderFollowers
 from oscar_mm.generation.prefix_cache import PrefixCache, processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.generation.prompt_reader import PromptReader
@@ -89,12 +90,13 @@ class Engine:
     ) -> None:
         self.family, self.store, self.admission = family, store, admission
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
-        self._changed = threading.Condition()
-        """Guards the queue and who leads; notified after each step."""
-        self._groups = AnswerGroups(family, store, self._changed)
+        self._threads = LeaderFollowers(store.lock)
+        self._groups = AnswerGroups(family, store, self._threads.wake)
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
-        self._leads = self._advancing = self._left = False
+        self._advancing = self._left = False
         self._queue: deque[Generation] = deque()
+        # A finalizer may take it within itself.
+        self._queue_guard = threading.RLock()
         self._blocked = False
         """Whether the queue waits for room."""
         self._overtaken, self._aside = 0, list[Callable[[], object]]()
@@ -121,7 +123,7 @@ class Engine:
 
     def submit(self, generation: Generation) -> None:
         """Put an answer into the queue; from any thread."""
-        with self._changed:
+        with self._queue_guard:
             self._queue.append(generation)
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -131,22 +133,26 @@ class Engine:
         Raises:
             BaseException: what interrupts a step, such as KeyboardInterrupt.
         """
-        while not done():
-            if not self._takes_lead(done):
-                continue
-            try:
-                with self.lock:
-                    if not done():
-                        self._drop_left()
-                        self._advance()
-                        if not (self.running or done()):
-                            self._advance_twins()
-            finally:
-                with self._changed:
-                    self._leads = False
-                    self._changed.notify_all()
-                if self._left:
-                    self.drop_ended()
+        try:
+            while not done():
+                if self._threads.lead(done):
+                    self._lead(done)
+        finally:
+            self._threads.promote()
+
+    def _lead(self, done: Callable[[], bool]) -> None:
+        """Make a step for all answers, unless ``done``."""
+        try:
+            with self.lock:
+                if not done():
+                    self._drop_left()
+                    self._advance()
+                    if not (self.running or done()):
+                        self._advance_twins()
+        finally:
+            self._threads.step_down()
+            if self._left:
+                self.drop_ended()
 
     def next_ended(self, answers: Collection[Generation]) -> list[Generation]:
         """Those of some answers that have ended, once there are any."""
@@ -192,7 +198,7 @@ class Engine:
     def drop_ended(self) -> None:
         """Let go of answers that have ended: now or, if a step is being made, after it."""
         # A finalizer may come here in any thread between any two lines, of this method too.
-        with self._changed:
+        with self._queue_guard:
             for answer in list(self._queue):
                 if answer.ended:
                     self._groups.freed = True
@@ -212,18 +218,6 @@ class Engine:
         for twin in list(self._twins):
             if twin._left:
                 twin.drop_ended()
-
-    def _takes_lead(self, done: Callable[[], bool]) -> bool:
-        """Whether this thread is to make the next step; waits while another one does."""
-        with self._changed:
-            while self._leads and not done():
-                if self.lock.is_owned:
-                    break  # The other one waits for the lock.
-                self._changed.wait()
-            if done():
-                return False
-            self._leads = True
-            return True
 
     @torch.inference_mode()
     def _advance(self) -> None:
@@ -249,8 +243,7 @@ class Engine:
             if twin is self or not twin.running:
                 continue
             twin._advance()
-            with twin._changed:
-                twin._changed.notify_all()
+            twin._threads.wake()
             if twin._left:
                 twin.drop_ended()
 
@@ -286,8 +279,7 @@ class Engine:
                     if answer.ended:
                         answer.settle()
                         self._groups.freed = True
-            with self._changed:
-                self._changed.notify_all()
+            self._threads.wake()
 
     def _take_first(self, taken: list[Generation]) -> None:
         """Take the first request that has room, or fails, out of the queue."""
@@ -326,7 +318,7 @@ class Engine:
         except Exception as error:
             answer.fail(error)
         taken.append(answer)
-        with self._changed, suppress(ValueError):
+        with self._queue_guard, suppress(ValueError):
             self._queue.remove(answer)
         return True
 

@@ -823,3 +823,65 @@ def test_memory_that_the_next_prompt_takes_is_not_given_back_before(
     trims, nbytes = zip(*pools, strict=True)
     assert trims[0] == trims[1] == trims[2] < trims[3]
     assert nbytes[1] == nbytes[2] > 4 * nbytes[3]
+
+
+def test_a_step_wakes_only_those_for_whom_something_has_changed(plain: OscarVLPipeline) -> None:
+    first, second = (made(plain, prompt, max_new_tokens=40) for prompt in SHORT[:2])
+    for answer in (first, second):
+        plain.engine.submit(answer)
+    looks = [0] * 20
+
+    def wait(index: int) -> None:
+        thread = threading.get_ident()
+
+        def done() -> bool:
+            looks[index] += thread == threading.get_ident()
+            return first.ended or second.ended
+
+        plain.engine.run_until(done)
+
+    threads = [threading.Thread(target=wait, args=(index,)) for index in range(len(looks))]
+    leader = threading.Thread(target=run, args=(plain, [first, second]))
+    leader.start()
+    while not first.tokens:
+        time.sleep(0.001)
+    for thread in threads:
+        thread.start()
+    for thread in (leader, *threads):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(first.tokens) == 40
+    # A few may have made steps themselves.
+    assert sorted(looks)[15] < 10
+
+
+@pytest.mark.parametrize("rows", [2, 256])
+def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, rows: int) -> None:
+    """Answers that end, are left or fail, and threads that come while others leave."""
+    pipe = loaded(qwen3_vl_folder)
+    pipe.engine.most_rows = rows
+    expected = alone(pipe)
+
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(6):
+            index = draw.randrange(len(SHORT))
+            answer = made(pipe, SHORT[index])
+            pieces, end = iter(answer), draw.choice(["all", "cancelled", "closed", "elsewhere"])
+            for _ in range(draw.randint(0, 4)):
+                next(pieces, None)
+            if end == "cancelled":
+                answer.cancel()
+            elif end == "closed":
+                pieces.close()
+            elif end == "elsewhere":
+                threading.Timer(0.02, answer.cancel).start()
+            list(pieces)
+            found = answer.tokens
+            assert found == expected[index][: len(found)]
+            assert end != "all" or found == expected[index]
+
+    with ThreadPoolExecutor(16) as pool:
+        for one in [pool.submit(ask, seed) for seed in range(16)]:
+            one.result(timeout=300)
+    assert empty(pipe)

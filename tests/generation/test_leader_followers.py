@@ -1,0 +1,72 @@
+"""Threads of which one works for all: somebody always does, whoever leaves."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from oscar_mm.cache.fair_lock import FairLock
+from oscar_mm.generation.leader_followers import LeaderFollowers
+
+
+class Interrupted(Exception):
+    """A step of the leader was interrupted."""
+
+
+def test_work_goes_on_though_leaders_are_interrupted_and_leave() -> None:
+    lock, work = FairLock(), [0]
+    threads = LeaderFollowers(lock)
+
+    def wait(goal: int, seed: int) -> None:
+        """Return when so much work is done, or this thread was interrupted at its own."""
+        draw = random.Random(seed)
+        try:
+            while work[0] < goal:
+                if threads.lead(lambda: work[0] >= goal):
+                    try:
+                        with lock:
+                            work[0] += 1
+                        if draw.random() < 0.1:
+                            raise Interrupted
+                    finally:
+                        threads.step_down()
+        finally:
+            threads.promote()
+
+    with ThreadPoolExecutor(24) as pool:
+        goals = [index * 3 % 200 for index in range(400)]
+        for one in [pool.submit(wait, goal, goal) for goal in goals]:
+            try:
+                one.result(timeout=60)
+            except Interrupted:
+                continue
+    assert work[0] > 0
+
+
+def test_an_error_of_a_question_is_of_the_thread_that_asks() -> None:
+    threads, asked = LeaderFollowers(FairLock()), threading.Event()
+    assert threads.lead(lambda: False)
+
+    def done() -> bool:
+        if asked.is_set():
+            raise ValueError("no answer")
+        asked.set()
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(threads.lead, done)
+        asked.wait(10)
+        while not waiting.done():
+            threads.wake()
+        with pytest.raises(ValueError, match="no answer"):
+            waiting.result(10)
+
+
+def test_the_owner_of_the_lock_does_not_wait() -> None:
+    lock = FairLock()
+    threads = LeaderFollowers(lock)
+    assert threads.lead(lambda: False)
+    with lock:
+        assert threads.lead(lambda: False)
+    assert not threads.lead(lambda: True)
