@@ -24,6 +24,11 @@ class FairLock:
         """Whether the calling thread has the lock."""
         return self._owner == threading.get_ident()
 
+    @property
+    def is_contended(self) -> bool:
+        """Whether a thread waits for the lock."""
+        return bool(self._waiting)
+
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock; whether this thread has it now.
 

@@ -258,7 +258,8 @@ class Engine:
             self._groups.forget_batch()
 
     def _admit(self) -> None:
-        """Begin with the requests that have room, and read short prompts of several together."""
+        """Begin with the requests that have room, and read short prompts of several together; with
+        the first ones only where others wait for the lock, to submit requests or to end answers."""
         while self._queue and not self._blocked and self.running < self.most_rows:
             answers: list[Generation] = []
             self._groups.settle_ended()  # Steps came between the layers of the last prompt.
@@ -280,6 +281,8 @@ class Engine:
                         answer.settle()
                         self._groups.freed = True
             self._threads.wake()
+            if self.lock.is_contended:
+                return
 
     def _take_first(self, taken: list[Generation]) -> None:
         """Take the first request that has room, or fails, out of the queue."""

@@ -885,3 +885,30 @@ def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, row
         for one in [pool.submit(ask, seed) for seed in range(16)]:
             one.result(timeout=300)
     assert empty(pipe)
+
+
+def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Path) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    expected = alone(pipe, [BAD, *SHORT])
+    pipe.engine.reader.most_in_line = 1  # Each prompt is read by itself.
+    answers = [made(pipe, prompt) for prompt in (BAD, *SHORT)]
+    for answer in answers:
+        pipe.engine.submit(answer)
+    begun: list[int] = []
+
+    def wait() -> None:
+        with pipe.lock:
+            begun.append(sum(bool(answer.tokens) for answer in answers))
+
+    waiting = threading.Thread(target=wait)
+
+    def read(_: torch.Tensor) -> None:
+        waiting.start()
+        while not pipe.lock.is_contended:
+            time.sleep(0.001)
+
+    with embedding(pipe, read):
+        run(pipe, answers)
+    waiting.join(60)
+    assert begun == [1]
+    assert [answer.complete().token_ids for answer in answers] == expected
