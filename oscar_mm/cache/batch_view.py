@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.layer import OscarLayer, layers_unstorable
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
@@ -106,12 +106,10 @@ class BatchView(OscarCache):
         if not self.unchecked:
             return False
         self.unchecked = False
-        found = False
-        for layer in self.packed_layers:
-            if bool(layer.bad):
-                layer.bad.zero_()
-                found = True
-        return found
+        found = layers_unstorable(self.packed_layers)
+        for layer in found:
+            layer.bad.zero_()
+        return bool(found)
 
     def fork(self) -> OscarCache:
         """Not supported: fork the caches."""

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 
 from oscar_mm.cache.announcements import Announcements
-from oscar_mm.cache.layer import LinearLayer, OscarLayer, pack_together
+from oscar_mm.cache.layer import LinearLayer, OscarLayer, layers_unstorable, pack_together
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.pending import Chunk, KeyLength
@@ -264,7 +264,7 @@ class OscarCache(Cache):
         if self.step is not None:
             self.step.check_finished(layer.index for layer in layers)
         if self.unchecked:
-            for layer in layers:
+            for layer in layers_unstorable(layers):
                 layer.check_stored()
             self.unchecked = False
 

@@ -317,6 +317,19 @@ def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
             layer.cache.note_stored(layer, 1)
 
 
+def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
+    """Those whose ``check_stored`` raises; waits once for each device."""
+    by_device = defaultdict[torch.device, list[OscarLayer]](list)
+    for layer in layers:
+        by_device[layer.device].append(layer)
+    return [
+        layer
+        for there in by_device.values()
+        for layer, bad in zip(there, torch.cat([x.bad for x in there]).tolist(), strict=True)
+        if bad
+    ]
+
+
 def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:
     """(n, KV heads, 128, head_dim) -> (KV heads, tokens in use, head_dim)."""
     if used is None:

@@ -93,6 +93,26 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
     assert store.memory().used_bytes == 0
 
 
+def test_what_a_layer_could_not_store_is_told_once(model) -> None:
+    """On a GPU a layer notes it, and somebody looks later."""
+    store = PageStore("standard")
+    [cache] = caches_of(model, store, (50,))
+    view = BatchView(store, alike=True)
+    view.seat([cache])
+    read_in_line(model, view, [ids(3, 1)], [50])
+    for layers in ((), (1,), (0, 1)):
+        for index in layers:
+            view.packed_layers[index].bad.fill_(1)
+        view.unchecked = True
+        assert [view.take_bad(), view.take_bad()] == [bool(layers), False]
+        assert not any(bool(layer.bad) for layer in view.packed_layers)
+    cache.check_complete()
+    cache.packed_layers[1].bad.fill_(1)
+    cache.unchecked = True
+    with pytest.raises(FloatingPointError, match="layer 1: "):
+        cache.check_complete()
+
+
 def test_a_step_that_stops_leaves_all_rows_incomplete(model) -> None:
     store = PageStore("standard")
     caches = caches_of(model, store, (50, 60, 70))
