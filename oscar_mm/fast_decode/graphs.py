@@ -33,22 +33,23 @@ def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> C
         Exception: what the function raises, or torch as the capture is broken. Another try may
             succeed.
     """
-    with torch.cuda.device(device):
-        # A thread's first product makes a handle of cuBLAS, which allocates: no capture may.
-        torch.cuda.current_blas_handle()
     graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
-    try:
-        # One capture at a time, as they share a stream; out of it again also where the capture
-        # fails at its end. Other threads may allocate meanwhile: they are not part of it.
-        with (
-            _CAPTURES,
-            torch.cuda.stream(aside),
-            torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
-        ):
-            result = function()
-    except BaseException:
-        _BROKEN.append(graph)
-        raise
+    # One capture at a time, as they share a stream. Other threads may allocate meanwhile: they are
+    # not part of it.
+    with _CAPTURES:
+        with torch.cuda.device(device):
+            # A thread's first product makes a handle of cuBLAS, which allocates: no capture may.
+            torch.cuda.current_blas_handle()
+        try:
+            # Out of the stream again also where the capture fails at its end.
+            with (
+                torch.cuda.stream(aside),
+                torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
+            ):
+                result = function()
+        except BaseException:
+            _BROKEN.append(graph)
+            raise
 
     def replay() -> Result:
         graph.replay()
