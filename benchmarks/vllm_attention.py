@@ -13,11 +13,13 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -231,13 +233,17 @@ def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
         spec = spec | {"folder": f"{folder}/model", "rows": str(rows)}
         line = [sys.executable, "-m", "benchmarks.vllm_attention", _CHILD, json.dumps(spec)]
         environment = {**os.environ, **_ENVIRONMENT}
-        error = None
+        # In a session of its own: vLLM's processes must not outlive it with the GPU's memory.
+        process = subprocess.Popen(line, env=environment, start_new_session=True)
         try:
-            ended = subprocess.run(line, env=environment, timeout=seconds, check=False)
-            if ended.returncode:
-                error = f"exit code {ended.returncode}"
+            code = process.wait(seconds)
+            error = f"exit code {code}" if code else None
         except subprocess.TimeoutExpired:
             error = f"more than {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         found = [json.loads(row) for row in rows.read_text().splitlines()]
     if error:
         common = {"model": spec["model"], "attention": spec["attention"]}
