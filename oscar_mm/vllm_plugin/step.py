@@ -30,9 +30,10 @@ class Past:
     Attributes:
         slots: (pages,) int32: all pages of the requests, one request after the other.
         places: (tokens,) int64: where the new tokens are, in all tokens of these pages.
-        table: (requests, most pages) int32: which of ``slots`` a request has.
+        table: (requests, most pages) int32: which of ``slots`` a request has; there may be more
+            than its tokens take.
         lengths: (requests,) int32 tokens of each, new ones included.
-        longest: of the lengths.
+        longest: at least the longest of the lengths.
     """
 
     slots: torch.Tensor
@@ -69,6 +70,7 @@ class Step:
         decodes: how many requests decode, the first ones.
         query_tokens: new tokens of each of them.
         readings: the others.
+        warms_up: whether the prompts mean nothing, as those of an engine's warm-up.
     """
 
     tables: BlockTables
@@ -76,6 +78,7 @@ class Step:
     decodes: int
     query_tokens: int
     readings: tuple[Reading, ...]
+    warms_up: bool
 
     @property
     def decode_tokens(self) -> int:
@@ -133,6 +136,7 @@ class StepTables:
         query_tokens: int,
         host_starts: np.ndarray,
         host_lengths: np.ndarray,
+        warms_up: bool = False,
     ) -> Step:
         """Tables of a step; those of the step before are overwritten.
 
@@ -141,11 +145,18 @@ class StepTables:
             decodes: how many requests decode, the first ones.
             query_tokens: of each of them.
             host_starts: ``starts`` on the host.
-            host_lengths: ``lengths`` on the host, of requests that do not decode.
+            host_lengths: upper bounds of ``lengths`` on the host, of requests that do not decode;
+                ``blocks`` has as many pages.
+            warms_up: as of ``Step``.
+
+        Raises:
+            ValueError: more requests or tokens than the tables have room for.
         """
         rows = len(lengths)
         of_row = row_tiles(query_tokens) if decodes == rows else 0
         tokens = rows * query_tokens if of_row else int(host_starts[rows])
+        if rows > len(self._recents) or job_count(rows, tokens, of_row) > len(self._jobs):
+            raise ValueError(f"{rows} requests of {tokens} tokens: the tables have room for fewer")
         tables = BlockTables(
             *(blocks, lengths, starts, slots, decodes, of_row),
             *(self._kv_heads, self._group * query_tokens),
@@ -154,17 +165,27 @@ class StepTables:
             self._begins[: begin_count(rows, tokens, of_row)],
         )
         block_tables(tables)
-        readings = tuple(self._readings(blocks, decodes, host_starts[: rows + 1], host_lengths))
+        host = (host_starts[: rows + 1], host_lengths)
+        readings = tuple(self._readings(blocks, lengths, decodes, *host))
         recents = self._recents[: max(decodes, 1)]
-        return Step(tables, recents, decodes, query_tokens, readings)
+        return Step(tables, recents, decodes, query_tokens, readings, warms_up)
 
     def _readings(
-        self, blocks: torch.Tensor, first: int, starts: np.ndarray, lengths: np.ndarray
+        self,
+        blocks: torch.Tensor,
+        lengths: torch.Tensor,
+        first: int,
+        starts: np.ndarray,
+        bounds: np.ndarray,
     ) -> Iterator[Reading]:
         """Requests from ``first`` on: runs with a past and without, of bounded size."""
         new, rows = np.diff(starts), len(starts) - 1
-        pages = -(-lengths[:rows] // PAGE_TOKENS)
-        has_past = lengths[:rows] > new
+        while rows > first and not new[rows - 1]:
+            rows -= 1  # padding
+        if first == rows:
+            return
+        pages = -(-bounds[:rows] // PAGE_TOKENS)
+        has_past = bounds[:rows] > new[:rows]
         while first < rows:
             stop = first + 1
             while (
@@ -174,23 +195,27 @@ class StepTables:
             ):
                 stop += 1
             run = slice(first, stop)
-            past = self._past(blocks, run, new[run], lengths[run], pages[run])
+            past = None
+            if has_past[first]:
+                longest = int(bounds[run].max())
+                past = self._past(blocks, lengths[run], run, new[run], pages[run], longest)
             begin, end = int(starts[first]), int(starts[stop])
             yield Reading(
                 slice(begin, end),
                 self._upload(starts[first : stop + 1] - begin, np.int32),
                 int(new[run].max()),
-                past if has_past[first] else None,
+                past,
             )
             first = stop
 
     def _past(
         self,
         blocks: torch.Tensor,
+        lengths: torch.Tensor,
         run: slice,
         new: np.ndarray,
-        lengths: np.ndarray,
         pages: np.ndarray,
+        longest: int,
     ) -> Past:
         firsts = np.cumsum(pages) - pages
         columns = np.arange(int(pages.max()))
@@ -198,18 +223,18 @@ class StepTables:
         # Not by a mask on the device, the length of which the host would wait for.
         requests = np.repeat(np.arange(run.start, run.stop), pages)
         numbers = np.arange(int(pages.sum())) - np.repeat(firsts, pages)
-        places = np.concatenate(
-            [
-                first * PAGE_TOKENS + np.arange(length - count, length)
-                for first, length, count in zip(firsts, lengths, new, strict=True)
-            ]
-        )
+        # From the end of each request, which only the device knows where drafts were rejected.
+        places = [
+            first * PAGE_TOKENS + np.arange(-count, 0)
+            for first, count in zip(firsts, new, strict=True)
+        ]
+        rows = self._upload(np.repeat(np.arange(len(new)), new), np.int64)
         return Past(
             blocks[self._upload(requests, np.int64), self._upload(numbers, np.int64)],
-            self._upload(places, np.int64),
+            self._upload(np.concatenate(places), np.int64) + lengths[rows],
             self._upload(table, np.int32),
-            self._upload(lengths, np.int32),
-            int(lengths.max()),
+            lengths,
+            longest,
         )
 
     def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
