@@ -5,7 +5,7 @@ it is read, into stream pages that are vLLM's blocks: 128 tokens each, complete 
 that blocks are shared, swapped and computed anew as vLLM likes.
 
 Layers: ``policies`` and ``settings`` say how tokens are packed, ``step`` makes the tables of a
-step, ``attention`` does the work of a layer, ``backend`` is what vLLM calls.
+step, ``attention`` stores and attends, ``backend`` is what vLLM calls.
 """
 
 

@@ -60,15 +60,30 @@ class PagedAttention:
         self._not_finite = torch.zeros(1, dtype=torch.int32)
         self._beside: torch.cuda.Stream | None = None
 
-    def balance(self, sigma: torch.Tensor | None, *, by_prompt: bool) -> None:
-        """Say how queries and keys are balanced.
+    def balance(
+        self,
+        sigma: torch.Tensor | None,
+        *,
+        by_prompt: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        """Say how queries and keys are balanced; again where weights were loaded anew.
 
         Args:
             sigma: (KV heads or 1, head_dim) float32; None for no balancing.
             by_prompt: the first prompt decides instead.
+            device: of the layer, if it is known yet.
         """
+        if self.sigma is not None:  # Captured graphs have its address.
+            if sigma is not None:
+                self.sigma.copy_(sigma)
+            return
         heads, head_dim = self._page_format.kv_heads, self._page_format.head_dim
-        self.sigma, self.waits = torch.ones(heads, head_dim) if by_prompt else sigma, by_prompt
+        if by_prompt:
+            # Engines load models with another default dtype.
+            sigma = torch.ones(heads, head_dim, dtype=torch.float32)
+        self.sigma = None if sigma is None else sigma.to(device).contiguous()
+        self.waits = by_prompt
 
     def prepare(self, device: torch.device, dtype: torch.dtype, query_tokens: int) -> None:
         """Make what a captured step needs: kernels, and tensors at addresses that stay.
@@ -199,7 +214,7 @@ class PagedAttention:
         """Balance by the first prompt; from then on it stays."""
         tokens = slice(step.readings[0].tokens.start, step.readings[-1].tokens.stop)
         # Runs that warm up store nothing. The host waits, until the first prompt has come.
-        if not bool((step.tables.slots[tokens] >= 0).all()):
+        if step.warms_up or not bool((step.tables.slots[tokens] >= 0).all()):
             return
         queries, keys = (x[tokens].transpose(0, 1)[None] for x in (query, key))
         assert self.sigma is not None

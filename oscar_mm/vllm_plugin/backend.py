@@ -8,6 +8,8 @@ backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_
 
 from __future__ import annotations
 
+import itertools
+import traceback
 import weakref
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -38,6 +41,10 @@ from oscar_mm.vllm_plugin.settings import DTYPES, Settings
 from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
 
 _LEAST_CAPABILITY = (8, 0)
+_WARM_UP = "vllm.v1.worker.gpu.warmup"
+_BALANCING = "oscar_mm_balancing"
+"""Name of a layer's buffer."""
+_logger = init_logger("vllm.oscar_mm")
 
 
 class OscarMetadata(Step, AttentionMetadata):
@@ -54,7 +61,6 @@ class OscarBackend(AttentionBackend):
 
     settings: ClassVar[Settings] = Settings.of({})
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
     accept_output_buffer = True
     forward_includes_kv_cache_update = True
 
@@ -87,6 +93,11 @@ class OscarBackend(AttentionBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Those of the kernels."""
         return (capability.major, capability.minor) >= _LEAST_CAPABILITY
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: the host says how many tokens each request has (newer vLLM)."""
+        return False
 
     @staticmethod
     def get_kv_cache_shape(
@@ -138,7 +149,8 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         self._impls: list[OscarImpl] = [layers[name].impl for name in layer_names]
         config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
-        pages = -(-config.max_model_len // PAGE_TOKENS) + 1
+        self._longest = config.max_model_len
+        pages = -(-self._longest // PAGE_TOKENS) + 1
         self._tables = StepTables(
             max(scheduler.max_num_seqs, *sizes),
             max(scheduler.max_num_batched_tokens, *sizes),
@@ -159,16 +171,32 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             common, decode_threshold=self._most_tokens, require_uniform=True
         )
         host_starts = common.query_start_loc_cpu.numpy()
-        tokens = int(common.max_query_len if not readings else host_starts[1]) if decodes else 1
-        lengths = common.seq_lens_cpu_upper_bound
-        if readings and lengths is None:
-            lengths = common.seq_lens.cpu()
+        # Not max_query_len, which may be that before drafts were rejected.
+        tokens = (int(host_starts[1]) or common.max_query_len) if decodes else 1
+        lengths = np.zeros(0)
+        if readings:
+            bounds = common.seq_lens_cpu_upper_bound
+            bounds = common.seq_lens.cpu() if bounds is None else bounds
+            # A bound with drafts may be beyond the block table.
+            lengths = np.minimum(bounds.numpy(), self._longest)
+        waiting = [impl.attention for impl in self._impls if impl.attention.waits]
+        warms_up = bool(waiting) and _warms_up()
+        if waiting and not readings and not warms_up and bool((common.slot_mapping >= 0).any()):
+            # A captured graph may run this step, which has none of our code.
+            _logger.warning("The first prompt is too short to balance queries and keys by.")
+            for attention in waiting:
+                attention.waits = False
         step = self._tables.step(
             *(common.block_table_tensor, common.seq_lens, common.query_start_loc),
-            *(common.slot_mapping, decodes, tokens, host_starts),
-            np.zeros(0) if lengths is None else lengths.numpy(),
+            *(common.slot_mapping, decodes, tokens, host_starts, lengths, warms_up),
         )
         return OscarMetadata(**vars(step))
+
+
+def _warms_up() -> bool:
+    """Whether vLLM reads prompts of its own: nothing that it hands over tells them from others."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(frame.f_globals.get("__name__") == _WARM_UP for frame in frames)
 
 
 class OscarImpl(AttentionImpl[OscarMetadata]):
@@ -208,7 +236,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             "capped logits": logits_soft_cap,
             "layers that share another's cache": kv_sharing_target_layer_name,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
-            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype != "auto",
+            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype
+            not in OscarBackend.supported_kv_cache_dtypes,
+            "hybrid models": config.model_config.is_hybrid,
             "context parallelism": parallel.decode_context_parallel_size > 1
             or parallel.prefill_context_parallel_size > 1,
             **{name: value is not None for name, value in others.items()},
@@ -225,6 +255,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             found.recipe(self.num_kv_heads, head_size), num_heads, self.scale, flash_attention
         )
         self._most_past = config.model_config.max_model_len
+        self._is_connected = config.kv_transfer_config is not None
         self._module: weakref.ref[nn.Module] | None = None
         self._layer: weakref.ref[nn.Module] | None = None
         self._hook = register_module_module_registration_hook(self._registered)
@@ -237,20 +268,25 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Balance by the weights of the queries' and keys' norms, where there are such; and give
         the layer our spec, where vLLM does not ask the backend."""
         self._hook.remove()
-        config = get_current_vllm_config()
         module = None if self._module is None else self._module()
         sigma = None
         if self._balance in ("auto", "weights") and module is not None:
             sigma = sigma_of_weights(module, self.head_size)
         by_prompt = sigma is None and self._balance in ("auto", "prompt")
-        if by_prompt and config.kv_transfer_config is not None:
+        if by_prompt and self._is_connected:
             raise InputError(
                 "a KV connector with balancing by the first prompt: pages of one process mean "
                 "nothing to another; set policy 'standard:balance=none'"
             )
-        self.attention.balance(sigma, by_prompt=by_prompt)
         layer = None if self._layer is None else self._layer()
-        if layer is not None and not hasattr(AttentionBackend, "customize_spec"):
+        if layer is None:
+            self.attention.balance(sigma, by_prompt=by_prompt)
+            return
+        device = next(itertools.chain(layer.buffers(), layer.parameters())).device
+        self.attention.balance(sigma, by_prompt=by_prompt, device=device)
+        # While vLLM sleeps, it keeps buffers of layers only.
+        layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
+        if not hasattr(AttentionBackend, "customize_spec"):
             layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
 
     def _spec(self, vllm_config: VllmConfig) -> Any:
@@ -295,9 +331,26 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             tokens = -(-self._most_past // PAGE_TOKENS) * PAGE_TOKENS
             key.new_empty(2, tokens, self.num_kv_heads, self.head_size)
             return output.fill_(0)
-        pages = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
-        self.attention(query, key, value, pages, attn_metadata, output)
+        self.attention(query, key, value, pages_of(kv_cache), attn_metadata, output)
         return output
+
+
+def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The pages of a layer as (pages, page_bytes) uint8.
+
+    Args:
+        kv_cache: of any shape and dtype, with blocks first.
+
+    Raises:
+        InputError: there is something between the pages.
+    """
+    pages = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
+    if not pages.is_contiguous():
+        raise InputError(
+            "--attention-backend CUSTOM (oscar_mm) needs pages that follow each other; vLLM pads "
+            "them where layers, or a draft model's, have blocks of other sizes"
+        )
+    return pages
 
 
 def flash_attention(
