@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import traceback
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -244,10 +246,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             **{name: value is not None for name, value in others.items()},
         }
         if refused := [name for name, value in given.items() if value]:
-            raise InputError(
-                f"--attention-backend CUSTOM (oscar_mm) does not support {', '.join(refused)}; "
-                "leave the option away, and vLLM takes its own attention in 16 bit"
-            )
+            raise _unsupported(refused)
         OscarBackend.settings = found = Settings.of(config.additional_config)
         self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
         self._balance = found.policy.balance
@@ -282,6 +281,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if layer is None:
             self.attention.balance(sigma, by_prompt=by_prompt)
             return
+        if type(layer) is not Attention:  # It would have another mask, or other blocks.
+            raise _unsupported([f"layers of {type(layer).__name__}"])
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, by_prompt=by_prompt, device=device)
         # While vLLM sleeps, it keeps buffers of layers only.
@@ -333,6 +334,13 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             return output.fill_(0)
         self.attention(query, key, value, pages_of(kv_cache), attn_metadata, output)
         return output
+
+
+def _unsupported(names: Iterable[str]) -> InputError:
+    return InputError(
+        f"--attention-backend CUSTOM (oscar_mm) does not support {', '.join(names)}; "
+        "leave the option away, and vLLM takes its own attention in 16 bit"
+    )
 
 
 def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:

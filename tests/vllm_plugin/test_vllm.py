@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,9 @@ from vllm.config import (  # noqa: E402
     VllmConfig,
     set_current_vllm_config,
 )
-from vllm.model_executor.layers.attention import Attention  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention  # noqa: E402
+from vllm.model_executor.models import llama, qwen3  # noqa: E402
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum  # noqa: E402
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -150,6 +153,16 @@ def configure(tmp_path: Path) -> Iterator[Configure]:
         context.__exit__(None, None, None)
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """vLLM's loaders have another default of new tensors."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Parent(nn.Module):
     """Attention of a decoder layer, as models of vLLM have it."""
 
@@ -165,23 +178,16 @@ class Parent(nn.Module):
         query_heads, kv_heads, head_dim = heads
         name = f"model.layers.{number}.self_attn.attn"
         options = {"cache_config": config.cache_config, "prefix": name} | options
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # as vLLM's loaders do
-        try:
-            sizes = (query_heads, head_dim, head_dim**-0.5, kv_heads)
+        sizes = (query_heads, head_dim, head_dim**-0.5, kv_heads)
+        with loading():
             self.attn = Attention(*sizes, **options)
             if norms:
                 self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
-        finally:
-            torch.set_default_dtype(default)
 
     def load(self) -> plugin.OscarImpl:
         """What follows on loading weights."""
-        torch.set_default_dtype(torch.bfloat16)
-        try:
+        with loading():
             self.attn.process_weights_after_loading(torch.bfloat16)
-        finally:
-            torch.set_default_dtype(torch.float32)
         return self.attn.impl
 
 
@@ -326,6 +332,37 @@ def test_balancing_lasts_while_vllm_sleeps(norms: bool, configure: Configure) ->
 def test_layers_that_are_refused(options: dict, words: str, configure: Configure) -> None:
     with pytest.raises(InputError, match=f"does not support.*{words}"):
         Parent(configure(), 1, attn_backend=plugin.OscarBackend, **options)
+
+
+def test_kinds_of_layers_that_are_refused(configure: Configure) -> None:
+    """They have masks and caches of their own, and say so to no backend."""
+    parent = Parent(configure())
+    sizes = (HEADS, HEAD_DIM, HEAD_DIM**-0.5, 128, KV_HEADS)
+    options = {"cache_config": vllm.config.get_current_vllm_config().cache_config}
+    with loading():
+        parent.attn = ChunkedLocalAttention(*sizes, prefix="model.layers.1.attn", **options)
+    with pytest.raises(InputError, match="layers of ChunkedLocalAttention"):
+        parent.load()
+
+
+def test_attention_of_models(configure: Configure, tmp_path: Path) -> None:
+    """Decoder layers as vLLM's models of Qwen3 and Llama have them."""
+    config = configure()
+    world = (1, 0, f"file://{tmp_path / 'world'}", 0, "gloo")
+    parallel_state.init_distributed_environment(*world)
+    parallel_state.initialize_model_parallel()
+    try:
+        model, cache = config.model_config.hf_config, config.cache_config
+        with loading():
+            normed = qwen3.Qwen3DecoderLayer(model, cache, prefix="model.layers.0")
+            plain = llama.LlamaDecoderLayer(config, prefix="model.layers.1")
+            for layer, waits in ((normed, False), (plain, True)):
+                impl = layer.self_attn.attn.impl
+                layer.self_attn.attn.process_weights_after_loading(torch.bfloat16)
+                assert isinstance(impl, plugin.OscarImpl) and impl.attention.waits is waits
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
 
 def test_cache_dtypes_that_are_refused(configure: Configure) -> None:
