@@ -149,6 +149,8 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             )
         layers = vllm_config.compilation_config.static_forward_context
         self._impls: list[OscarImpl] = [layers[name].impl for name in layer_names]
+        if not all(impl.is_loaded for impl in self._impls):
+            raise _unsupported(["--model-impl transformers, nor other layers outside of modules"])
         config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
         self._longest = config.max_model_len
@@ -207,6 +209,10 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     Args:
         num_heads, head_size, scale, num_kv_heads, ...: as vLLM gives them.
 
+    Attributes:
+        attention: what it does.
+        is_loaded: whether vLLM has said that weights are loaded.
+
     Raises:
         InputError: the layer is of a kind that pages cannot serve.
     """
@@ -255,6 +261,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         )
         self._most_past = config.model_config.max_model_len
         self._is_connected = config.kv_transfer_config is not None
+        self.is_loaded = False
         self._module: weakref.ref[nn.Module] | None = None
         self._layer: weakref.ref[nn.Module] | None = None
         self._hook = register_module_module_registration_hook(self._registered)
@@ -267,6 +274,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Balance by the weights of the queries' and keys' norms, where there are such; and give
         the layer our spec, where vLLM does not ask the backend."""
         self._hook.remove()
+        self.is_loaded = True
         module = None if self._module is None else self._module()
         sigma = None
         if self._balance in ("auto", "weights") and module is not None:

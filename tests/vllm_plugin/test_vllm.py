@@ -345,6 +345,15 @@ def test_kinds_of_layers_that_are_refused(configure: Configure) -> None:
         parent.load()
 
 
+def test_layers_outside_of_modules_are_refused(configure: Configure) -> None:
+    """vLLM tells nobody that their weights are loaded."""
+    config = configure()
+    layer = Parent(config).attn
+    spec = spec_of(layer, config)
+    with pytest.raises(InputError, match="--model-impl transformers"):
+        plugin.OscarMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu"))
+
+
 def test_attention_of_models(configure: Configure, tmp_path: Path) -> None:
     """Decoder layers as vLLM's models of Qwen3 and Llama have them."""
     config = configure()
