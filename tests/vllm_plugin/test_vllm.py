@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,10 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum  #
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import _cached_get_attn_backend  # noqa: E402
+from vllm.v1.worker.ubatch_utils import (  # noqa: E402
+    maybe_create_ubatch_slices,
+    split_attn_metadata,
+)
 
 from oscar_mm.errors import InputError  # noqa: E402
 from oscar_mm.quant.balance import sigma_from_norms  # noqa: E402
@@ -689,23 +694,37 @@ def test_prompts_too_short_to_balance_by(configure: Configure) -> None:
     assert (engine.attention.sigma == 1).all()
 
 
-def test_two_batches_at_a_time(engine: Engine, configure: Configure) -> None:
-    """Each of the micro-batches that overlap has a builder, and its own tables."""
+@pytest.mark.parametrize("tokens", [(1, 1, 1, 1), (1, 1, 200, 70), (100, 20)])
+def test_two_batches_at_a_time(tokens: tuple, engine: Engine) -> None:
+    """Micro-batches overlap, each with a builder of its own; a request may be in both."""
     config = vllm.config.get_current_vllm_config()
     names = [engine.layer.layer_name]
     second = plugin.OscarMetadataBuilder(engine.spec, names, config, torch.device("cpu"))
-    requests = [engine.request(300) for _ in range(2)]
+    requests = [engine.request(400) for _ in tokens]
     engine.run([(request, 140) for request in requests])
-    commons = [engine.common([(request, 1)]) for request in requests]
+    common = engine.common(list(zip(requests, tokens, strict=True)))
+    slices, _ = maybe_create_ubatch_slices(True, np.array(tokens), sum(tokens), len(tokens), 2)
+    parts = split_attn_metadata(slices, common)
     metadata = [
-        builder.build(0, c) for builder, c in zip((engine.builder, second), commons, strict=True)
+        builder.build(0, part)
+        for builder, part in zip((engine.builder, second), parts, strict=True)
     ]
-    for request, step in zip(requests, metadata, strict=True):
-        states = [x[140:141] for x in request.states]
-        output = torch.empty_like(states[0])
-        engine.impl.forward(engine.layer, *states, engine.kv_cache, step, output)
-        expected = engine.expected(request, 140, 141)
-        assert (output.double() - expected).norm() < 1e-4 * expected.norm()
+    states = [
+        torch.cat([r.states[side][140 : 140 + n] for r, n in zip(requests, tokens, strict=True)])
+        for side in range(3)
+    ]
+    output = torch.full_like(states[0], torch.nan)
+    for part, step in zip(slices, metadata, strict=True):
+        own = [x[part.token_slice] for x in states]
+        engine.impl.forward(engine.layer, *own, engine.kv_cache, step, output[part.token_slice])
+    half, at = sum(tokens) // 2, 0
+    for request, n in zip(requests, tokens, strict=True):
+        cut = min(max(half - at, 0), n)  # the tokens of it in the first micro-batch
+        for start, stop in ((0, cut), (cut, n)):
+            expected = engine.expected(request, 140 + start, 140 + stop)
+            error = (output[at + start : at + stop].double() - expected).norm()
+            assert error <= 1e-4 * expected.norm()
+        at += n
 
 
 def test_a_run_that_measures_memory(engine: Engine) -> None:
