@@ -13,6 +13,7 @@ vllm = pytest.importorskip("vllm")
 
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.attention import ChunkedLocalAttention  # noqa: E402
+from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.models import llama, qwen3  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -117,21 +118,24 @@ def test_a_layer_balances_by_the_norms_of_its_parent(configure: Configure) -> No
     attention = parent.load().attention
     assert torch.equal(attention.sigma, sigma_from_norms(parent.q_norm, parent.k_norm, HEAD_DIM))
     assert attention.sigma.dtype == torch.float32 and not attention.waits
-    # Weights that are loaded anew change the tensor that captured graphs read.
-    address = attention.sigma.data_ptr()
-    with torch.no_grad():
-        parent.k_norm.weight.mul_(torch.linspace(1, 2, HEAD_DIM))
-    before = attention.sigma.clone()
-    parent.load()
-    assert attention.sigma.data_ptr() == address and not torch.equal(attention.sigma, before)
 
 
-def test_weights_are_loaded_anew_outside_of_a_configuration(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parent = Parent(configure())
+def test_weights_are_loaded_anew(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM, outside of a current configuration: captured graphs read the same tensor."""
+    config = configure()
+    parent = Parent(config)
+    reload.record_metadata_for_reloading(parent)
+    attention = parent.load().attention
+    sigma, before = attention.sigma, attention.sigma.clone()
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", None)
-    parent.load()
+    reload.initialize_layerwise_reload(parent)
+    for norm, end in ((parent.q_norm, 1), (parent.k_norm, 5)):
+        weight = torch.linspace(1, end, HEAD_DIM).bfloat16()
+        norm.weight.weight_loader(norm.weight, weight)
+    reload.finalize_layerwise_reload(parent, config.model_config)
+    assert attention.sigma is sigma and not torch.equal(sigma, before)
+    assert torch.equal(sigma, sigma_from_norms(parent.q_norm, parent.k_norm, HEAD_DIM))
+    assert any(buffer is sigma for buffer in parent.buffers())
 
 
 def test_a_layer_without_norms_waits_for_a_prompt(configure: Configure) -> None:

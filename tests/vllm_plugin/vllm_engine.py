@@ -114,7 +114,7 @@ def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> Vl
         target_model_config=model,
         target_parallel_config=ParallelConfig(),
     )
-    config = VllmConfig(
+    return VllmConfig(
         model_config=model,
         scheduler_config=scheduler,
         cache_config=CacheConfig(block_size=128),
@@ -122,7 +122,6 @@ def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> Vl
         speculative_config=speculation if drafts else None,
         additional_config={"oscar_mm": {"policy": policy}},
     )
-    return config
 
 
 @contextmanager
