@@ -30,6 +30,7 @@ from oscar_mm.compare.methods import (
     PUBLISHED,
     REFERENCE,
     Method,
+    block_methods,
     main_methods,
     selected,
 )
@@ -43,6 +44,7 @@ METHODS = (
     *(COMPACT, "KIVI", "QuaRot", "standard, center False", "standard, norm plain"),
     *("compact, norm plain", "compact, balance None", "compact, groups 32", "compact, 4 bit"),
     *("quanto, 2 bit", "quanto, 4 bit", "hqq, 2 bit", "hqq, 4 bit"),
+    *(method.name for method in block_methods()),
 )
 STEPWISE = (PUBLISHED, DEFAULT, COMPACT)
 """Methods that also read a passage's end token by token and continue it freely."""
@@ -64,6 +66,9 @@ NOTES = [
     f"next. same: number of the {GENERATED} greedy tokens after the passage before the first that "
     "differs from the 16-bit cache's; greedy: share of them that are the same token at the same "
     "place.",
+    "blocks: standard as vLLM serves with it, without tokens in 16 bit but the judged ones. The "
+    "passage is read at once, in chunks of 200 tokens, or token by token after the first 40 "
+    "(decoded); the whole passage balances.",
     "quanto and hqq: transformers' QuantizedCache on the tokens that compact packs.",
     "The model runs in float32; keys and values are rounded to bfloat16 first. `one by one`, "
     "`same` and `greedy` keep what is not packed in float32.",
@@ -226,7 +231,8 @@ def run(options: argparse.Namespace, line: str) -> None:
         {str(path): read_text(path) for path in options.text} if options.text else python_texts()
     )
     methods = selected(
-        [method for method in main_methods() if method.name in METHODS], options.methods
+        [method for method in (*main_methods(), *block_methods()) if method.name in METHODS],
+        options.methods,
     )
     if not methods:
         raise InputError(

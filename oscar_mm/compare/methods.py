@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.compare.blocks import Blocks
 from oscar_mm.compare.forced import LayerStates, Pair
 from oscar_mm.compare.paged import Paged, Restored
 from oscar_mm.policy import KVPolicy
@@ -212,6 +213,17 @@ def main_methods() -> list[Method]:
             for name in ("text", "image", "audio")
         ),
         *quantized_cache_methods(Paged(COMPACT, _COMPACT)),
+    ]
+
+
+def block_methods() -> list[Blocks]:
+    """``standard`` as vLLM serves with it, of prompts read in several ways."""
+    ways = {"": (None, 1), " in chunks of 200": (200, 200), " decoded": (40, 1)}
+    widths = {"": (3, 2), ", keys 4 bit": (4, 2), ", 2 bit": 2}
+    return [
+        Blocks(f"blocks{way}{width}", replace(_STANDARD, bits=bits), first=first, step=step)
+        for way, (first, step) in ways.items()
+        for width, bits in widths.items()
     ]
 
 

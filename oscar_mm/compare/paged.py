@@ -16,13 +16,14 @@ from oscar_mm.cache.step import Filling
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.forced import LayerStates, Pair
 from oscar_mm.modality import Modality
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import recipe_arguments
 from oscar_mm.ops.pack import NOT_STORABLE, pack
 from oscar_mm.ops.store import store
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,7 @@ class Paged:
         self, sides: list[Tensor], filling: Filling, page_format: PageFormat, basis: Basis
     ) -> Tensor:
         """(rows * pages, page_bytes) uint8: the pages of one filling, for every row."""
-        (keys, values), pages = sides, len(filling.pages)
-        rows, device = len(keys), keys.device
+        rows, pages, device = len(sides[0]), len(filling.pages), sides[0].device
         numbers = {page: number for number, page in enumerate(filling.pages)}
         tables = []
         for table, row_at in ((filling.jobs(), 2), (filling.beginnings(), 1)):
@@ -129,16 +129,32 @@ class Paged:
             of_rows[:, :, 0] += pages * np.arange(rows)[:, None]
             tables.append(torch.from_numpy(of_rows.reshape(-1, table.shape[1])).to(device))
         packed = torch.zeros(rows * pages, page_format.page_bytes, dtype=torch.uint8, device=device)
-        bad = torch.zeros(1, dtype=torch.int32, device=device)
-        policy = self.policy
+        jobs, begins = tables
+        self._store(sides, jobs, begins, packed, page_format, basis)
+        return packed
+
+    def _store(
+        self,
+        sides: Sequence[Tensor],
+        jobs: Tensor,
+        begins: Tensor,
+        pages: Tensor,
+        page_format: PageFormat,
+        basis: Basis,
+    ) -> None:
+        """``oscar_mm.ops.store`` of new keys and values.
+
+        Raises:
+            FloatingPointError: they cannot be stored.
+        """
+        keys, values = sides
+        bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         store(
-            *(keys, values, keys.new_empty(0, 2, *keys.shape[1::2]), *tables, packed, bad),
-            *(basis.sigma, numbers_of(page_format), basis.rotate),
-            *(policy.fit, policy.norm, policy.value_scale),
+            *(keys, values, keys.new_empty(0, 2, *keys.shape[1::2]), jobs, begins, pages, bad),
+            *(basis.sigma, *recipe_arguments(Recipe.of(page_format, self.policy))),
         )
         if bool(bad):
             raise FloatingPointError(NOT_STORABLE)
-        return packed
 
     def _parts(self, states: LayerStates) -> Iterator[tuple]:
         """Rows that are packed together: a function that views keys or values, and their sigma."""
