@@ -51,10 +51,10 @@ class Blocks(Paged):
         packed = blocks.new_zeros(rows * pages, page_format.page_bytes, dtype=torch.uint8)
         step_tables = StepTables(rows, rows * tokens, pages, heads, 1, pages, device)
         for start, stop in self._steps(tokens):
-            lengths, starts = np.full(rows, stop), np.arange(rows + 1) * (stop - start)
-            on_device = [torch.from_numpy(x).to(device, torch.int32) for x in (lengths, starts)]
+            ends, starts = np.full(rows, stop), np.arange(rows + 1) * (stop - start)
+            lengths, firsts = (torch.from_numpy(x).to(device, torch.int32) for x in (ends, starts))
             new_slots = slots[:, start:stop].flatten()
-            step = step_tables.step(blocks, *on_device, new_slots, 0, 1, starts, lengths)
+            step = step_tables.step(blocks, lengths, firsts, new_slots, 0, 1, starts, ends)
             tables = step.tables
             new = [x[:, :, start:stop].transpose(0, 1).flatten(1, 2)[None] for x in sides]
             begins = tables.begins[: len(tables.begins) * page_format.center]
