@@ -116,3 +116,19 @@ struct Codes {
     return (UPPER ? word >> 8 : word) & bit_mask<LOW>(place);
   }
 };
+
+// The code of a step and half of its channels, in a byte of its word: half of 8 tokens + 2 * odd
+// one of a pair, of channels (keys) or of tokens (values).
+template <int BITS>
+__device__ __forceinline__ float code_of(const Codes<BITS>& codes, int step, int half, int byte) {
+  constexpr int LOW = Codes<BITS>::LOW, STEPS_OF_WORD = LOW == 2 ? 2 : 1;
+  const int place = bit_place<LOW>(step, half);
+  uint32_t code = codes.words[step / STEPS_OF_WORD] >> (8 * byte + LOW * place);
+  code &= (1u << LOW) - 1;
+  if constexpr (BITS == 3) {
+    const uint32_t high = codes.high[step / 4] >> (8 * byte + 2 * place + step / 2 % 2);
+    code |= (high & 1u) << 2;
+  }
+  // 2^23 + code as a float, minus 2^23: cheaper than a conversion, and as exact.
+  return __uint_as_float(0x4b000000u | code) - 8388608.0f;
+}

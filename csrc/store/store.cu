@@ -10,8 +10,8 @@
 //
 // store_layers: the same jobs in each of several layers, of tokens that are there in 16 bit.
 //
-// centers: the mean of some tokens' keys -> the center of a page; of no tokens the center of another
-// page. A warp for a page and KV head.
+// centers: the mean of some tokens' keys -> the center of a page; of no tokens the mean of keys
+// that another page stores. A warp for a page and KV head.
 // Where there are few jobs, as in a decode step, each looks for its page among those that begin and
 // does this itself: a launch less, though two jobs of a page both do it, to the same bytes.
 //
@@ -34,6 +34,7 @@ constexpr int OF_KEY = HEAD_DIM / 4;    // channels that a lane has of a token
 constexpr int OF_VALUE = HEAD_DIM / 8;
 constexpr int JOB_HEAD = 4;             // numbers of a job, or a beginning, before its sources
 constexpr int CENTER_TOKENS = 32;
+constexpr int STORED_CENTER = 64;       // first of as many tokens of another page, if by its keys
 constexpr int NOTHING = -2147483647 - 1;  // source of a place that is left alone
 using P = Page<KEY_BITS, VALUE_BITS>;
 
@@ -44,7 +45,7 @@ struct Work {
   const ELEMENT* keys;  // (batch, KV heads, tokens, HEAD_DIM), strides in elements
   const ELEMENT* values;
   const int* jobs;      // (count, 20): page, tile, row, 0, sources of 16 tokens
-  const int* begins;    // (begin_count, 36): page, row, tokens, page before, their sources
+  const int* begins;    // (begin_count, 36): page, row, tokens, another page, their sources
   int64_t key_stride[3];
   int64_t value_stride[3];
   int count, begin_count, kv_heads;  // begin_count: 0 where `centers` is launched before
@@ -235,6 +236,43 @@ __device__ __forceinline__ float store_values(const Work& work, const Layer& lay
 }
 
 #if CENTER
+// Give a page the mean of keys that another page stores as its center; by a warp. Lanes have the
+// elements whose codes they read, as in unpack.cu.
+__device__ __forceinline__ float take_mean(uint8_t* center, const uint8_t* other, int lane) {
+  const int group = lane >> 2, quad = lane & 3;
+  float sums[OF_KEY] = {}, zeros = 0.0f, centered = 0.0f;
+#pragma unroll 1
+  for (int tile = STORED_CENTER / TILE; tile < (STORED_CENTER + CENTER_TOKENS) / TILE; ++tile) {
+    Codes<KEY_BITS> codes;
+    codes.load(other + P::key_codes, tile, lane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int place = tile / 4 * 64 + group * 8 + tile % 4 * 2 + half;
+      const __half* scales = reinterpret_cast<const __half*>(other + P::key_scales);
+      const float scale = __half2float(scales[place]);
+      zeros += __half2float(reinterpret_cast<const __half*>(other + P::key_zeros)[place]);
+      centered += signbit(scale) ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < OF_KEY; ++i)
+        sums[i] = fmaf(code_of(codes, i / 4, i / 2 % 2, half + 2 * (i % 2)), fabsf(scale), sums[i]);
+    }
+  }
+  zeros = sum_of_lanes<4, 32>(zeros), centered = sum_of_lanes<4, 32>(centered);
+  float not_finite = 0.0f;
+#pragma unroll
+  for (int i = 0; i < OF_KEY; i += 2) {
+    const int at = ((i / 8 * 4 + quad) * 8 + i % 8) * 2;  // a center has the order of the elements
+    const float2 before = __half22float2(*reinterpret_cast<const __half2*>(other + P::center + at));
+    const float first = fmaf(centered, before.x, sum_of_lanes<4, 32>(sums[i]) + zeros);
+    const float second = fmaf(centered, before.y, sum_of_lanes<4, 32>(sums[i + 1]) + zeros);
+    const __half2 pair = __floats2half2_rn(first / CENTER_TOKENS, second / CENTER_TOKENS);
+    if (group == 0) *reinterpret_cast<__half2*>(center + at) = pair;
+    const float2 stored = __half22float2(pair);
+    not_finite += (stored.x + stored.y) * 0.0f;
+  }
+  return not_finite;
+}
+
 // Give a page its center; by a warp.
 __device__ __forceinline__ float store_center(const Work& work, const Layer& layer,
                                               const int* begin, int head, int lane) {
@@ -242,14 +280,7 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
                                  work.kv_heads);
   const int count = begin[2];
   uint8_t* center = head_of(work, layer, begin[0], head) + P::center;
-  if (count == 0) {
-    const uint8_t* other = head_of(work, layer, begin[3], head) + P::center;
-#pragma unroll
-    for (int i = 0; i < PER_LANE / 2; ++i)
-      reinterpret_cast<uint32_t*>(center)[i * 32 + lane] =
-          reinterpret_cast<const uint32_t*>(other)[i * 32 + lane];
-    return 0.0f;
-  }
+  if (count == 0) return take_mean(center, head_of(work, layer, begin[3], head), lane);
   // A lane has PER_LANE channels that follow each other.
   float sums[PER_LANE] = {};
 #pragma unroll 8

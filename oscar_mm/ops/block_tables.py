@@ -46,7 +46,7 @@ class BlockTables(NamedTuple):
             beyond those of the requests store nothing.
         begins: (``begin_count``, 36), likewise. A page's center is the mean of its first 32 tokens
             if they are all new; else of the last 32 of the request's new tokens; with fewer of
-            them, it is that of the page before.
+            them, of keys that the page before stores.
     """
 
     blocks: torch.Tensor

@@ -9,7 +9,7 @@ import torch
 
 from oscar_mm.ops.library import Written, WrittenList, recipe_of, sigma_of
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, quantize_tokens
+from oscar_mm.quant.quantize import Recipe, quantize_tokens, unpack_stored
 
 TILE = 16
 """Tokens of a job."""
@@ -19,6 +19,8 @@ NOTHING = torch.iinfo(torch.int32).min
 """Source of a place that is left alone."""
 CENTER_TOKENS = 32
 """Most tokens whose mean is a page's center."""
+STORED_CENTER = slice(64, 64 + CENTER_TOKENS)
+"""Tokens of another page whose mean is a page's center."""
 _JOBS_AT_ONCE = 256
 """4,096 tokens: bounds the float32 temporaries of a long prompt."""
 
@@ -40,9 +42,9 @@ class StoreArguments(NamedTuple):
             place that is left alone. No two jobs have a place in common.
         begins: (m, 36) int32, of formats with a center: page (below 0: nothing), row, count,
             another page, and the sources of ``count`` (0 to 32) tokens, the mean of whose keys
-            becomes the page's center, before any job needs it; with a count of 0 the other page's
-            center does, which must not begin here. Of as many beginnings as jobs each page must
-            have a job.
+            becomes the page's center, before any job needs it. With a count of 0 it is the mean of
+            the other page's tokens 64 to 95 as they are stored; that page must not begin here, and
+            no job may have these tokens. Of as many beginnings as jobs each page must have a job.
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 where a center, scale or zero is NaN, infinite or beyond
             float16 (65504), else left alone.
@@ -151,9 +153,10 @@ def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:
     turned = basis.keys_in(keys[:, :, None])[:, :, 0]
     sums = turned.new_zeros(len(begins), *turned.shape[1:]).index_add_(0, at, turned)
     centers = sums / counts.clamp(min=1)[:, None, None]
-    if bool((counts == 0).any()):
-        copied = page_format.read(pages, "center", others.where(counts == 0, 0))
-        centers = torch.where(counts[:, None, None] == 0, copied, centers)
+    by_page = (counts == 0).nonzero()[:, 0]
+    if len(by_page):
+        stored, _ = unpack_stored(pages[others[by_page]], page_format)
+        centers[by_page] = stored[:, :, STORED_CENTER].mean(2)
     arguments.not_finite.bitwise_or_((~centers.half().isfinite().all()).int())
     there = pages[slots]
     page_format.write(there, "center", centers)

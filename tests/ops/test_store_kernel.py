@@ -15,6 +15,7 @@ from oscar_mm.ops.store_torch import (
     CENTER_TOKENS,
     HEAD,
     NOTHING,
+    STORED_CENTER,
     TILE,
     StoreArguments,
     StoreLayersArguments,
@@ -54,6 +55,7 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
         f"static_assert(sizeof(LayersParams) == {ctypes.sizeof(LayersParams)});\n"
         "static_assert(WARPS == 4);\n"
         f"static_assert(JOB_HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS});\n"
+        f"static_assert(STORED_CENTER == {STORED_CENTER.start});\n"
     )
     macros = Specialization(recipe, dtype).macros
     reports = compile_text("store/store.cu", text, arch, macros).reports

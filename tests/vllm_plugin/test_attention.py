@@ -110,6 +110,24 @@ def test_pieces_of_a_prompt_are_stored_alike() -> None:
     assert odd_error < 1.1 * error
 
 
+def test_centers_follow_the_keys_of_a_long_answer() -> None:
+    """After a short prompt keys are stored about as exactly as in one step, though they drift."""
+    layers = once, decoding = Layer(), Layer()
+    requests = [layer.request(600) for layer in layers]
+    for request in requests:
+        request.states[1][60:] += 4 * request.states[1][0]
+    once.step([(requests[0], 600)])
+    # Only where a page begins does it matter that tokens come one by one.
+    for count in (40, 88, *[1, 127] * 3, 1, 87):
+        decoding.step([(requests[1], count)])
+    came = requests[0].states[1][256:]
+    error, other = (
+        float((layer.stored(request, 600)[0][256:] - came).norm())
+        for layer, request in zip(layers, requests, strict=True)
+    )
+    assert other < 1.1 * error < 0.3 * came.norm()
+
+
 def test_small_workspace() -> None:
     """Requests with a past are read some at a time."""
     one, few = Layer(), Layer(most_unpacked=3)
