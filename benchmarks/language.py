@@ -68,7 +68,7 @@ NOTES = [
     "place.",
     "blocks: standard as vLLM serves with it, without tokens in 16 bit but the judged ones. The "
     "passage is read at once, in chunks of 200 tokens, or token by token after the first 40 "
-    "(decoded); the whole passage balances.",
+    "(decoded). Nothing balances, as the model has no QK norms.",
     "quanto and hqq: transformers' QuantizedCache on the tokens that compact packs.",
     "The model runs in float32; keys and values are rounded to bfloat16 first. `one by one`, "
     "`same` and `greedy` keep what is not packed in float32.",

@@ -22,7 +22,7 @@ from oscar_mm.vllm_plugin.step import StepTables
 class Blocks(Paged):
     """A policy of key_axis "token" as vLLM serves with it: a step stores all tokens that it reads.
 
-    The balancing is that of the whole prompt, whatever the steps.
+    Queries and keys are balanced by the weights of QK norms, where the model has them.
 
     Attributes:
         first: tokens of the first step; None for all.
@@ -35,6 +35,13 @@ class Blocks(Paged):
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
         """None: the engine owns the cache."""
         return
+
+    def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
+        """None: it applies to all."""
+        return
+
+    def _sigma(self, states: LayerStates) -> Tensor | None:
+        return states.sigma_of_weights
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
         count, bits = len(ids), self.policy.bits.text

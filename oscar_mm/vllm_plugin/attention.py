@@ -19,7 +19,6 @@ from oscar_mm.ops.store_kernel import Specialization as StoreSpecialization
 from oscar_mm.ops.store_kernel import StoreKernel
 from oscar_mm.ops.unpack import Specialization as UnpackSpecialization
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
-from oscar_mm.quant.balance import sigma_from_prompt
 from oscar_mm.quant.quantize import Recipe
 from oscar_mm.vllm_plugin.step import Reading, Step
 
@@ -47,7 +46,6 @@ class PagedAttention:
     Attributes:
         group: query heads of a KV head.
         sigma: (KV heads or 1, head_dim) float32 balancing; None for none.
-        waits: whether the first prompt decides on the balancing, and none has come yet.
     """
 
     def __init__(self, recipe: Recipe, heads: int, scale: float, flash: Flash) -> None:
@@ -55,35 +53,21 @@ class PagedAttention:
         self._page_format = recipe.page_format
         self._formats = numbers_of(self._page_format)
         self.group = heads // self._page_format.kv_heads
-        self.waits = False
         self.sigma: torch.Tensor | None = None
         self._not_finite = torch.zeros(1, dtype=torch.int32)
         self._beside: torch.cuda.Stream | None = None
 
-    def balance(
-        self,
-        sigma: torch.Tensor | None,
-        *,
-        by_prompt: bool,
-        device: torch.device | None = None,
-    ) -> None:
+    def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
         """Say how queries and keys are balanced; again where weights were loaded anew.
 
         Args:
             sigma: (KV heads or 1, head_dim) float32; None for no balancing.
-            by_prompt: the first prompt decides instead.
             device: of the layer, if it is known yet.
         """
-        if self.sigma is not None:  # Captured graphs have its address.
-            if sigma is not None:
-                self.sigma.copy_(sigma)
-            return
-        heads, head_dim = self._page_format.kv_heads, self._page_format.head_dim
-        if by_prompt:
-            # Engines load models with another default dtype.
-            sigma = torch.ones(heads, head_dim, dtype=torch.float32)
-        self.sigma = None if sigma is None else sigma.to(device).contiguous()
-        self.waits = by_prompt
+        if self.sigma is not None and sigma is not None:
+            self.sigma.copy_(sigma)  # Captured graphs have its address.
+        else:
+            self.sigma = None if sigma is None else sigma.to(device).contiguous()
 
     def prepare(self, device: torch.device, dtype: torch.dtype, query_tokens: int) -> None:
         """Make what a captured step needs: kernels, and tensors at addresses that stay.
@@ -135,8 +119,6 @@ class PagedAttention:
             step: the requests; tokens beyond theirs are padding.
             output: (tokens, query heads, head_dim), to write to.
         """
-        if step.readings and self.waits:
-            self._balance_by(query, key, step)
         if step.readings or self._beside is None:
             self._store(key, value, pages, step)
         else:
@@ -209,17 +191,6 @@ class PagedAttention:
             for side, new in zip(unpacked, (key, value), strict=True)
         )
         self._flash(query, keys, values, output, self._scale, reading)
-
-    def _balance_by(self, query: torch.Tensor, key: torch.Tensor, step: Step) -> None:
-        """Balance by the first prompt; from then on it stays."""
-        tokens = slice(step.readings[0].tokens.start, step.readings[-1].tokens.stop)
-        # Runs that warm up store nothing. The host waits, until the first prompt has come.
-        if step.warms_up or not bool((step.tables.slots[tokens] >= 0).all()):
-            return
-        queries, keys = (x[tokens].transpose(0, 1)[None] for x in (query, key))
-        assert self.sigma is not None
-        self.sigma.copy_(sigma_from_prompt(queries, keys, centered=False))
-        self.waits = False
 
     def _decode_kernel(
         self, dtype: torch.dtype, tokens: int, device: torch.device

@@ -9,7 +9,6 @@ backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_
 from __future__ import annotations
 
 import itertools
-import traceback
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -43,10 +41,8 @@ from oscar_mm.vllm_plugin.settings import DTYPES, Settings
 from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
 
 _LEAST_CAPABILITY = (8, 0)
-_WARM_UP = "vllm.v1.worker.gpu.warmup"
 _BALANCING = "oscar_mm_balancing"
 """Name of a layer's buffer."""
-_logger = init_logger("vllm.oscar_mm")
 
 
 class OscarMetadata(Step, AttentionMetadata):
@@ -183,24 +179,11 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             bounds = common.seq_lens.cpu() if bounds is None else bounds
             # A bound with drafts may be beyond the block table.
             lengths = np.minimum(bounds.numpy(), self._longest)
-        waiting = [impl.attention for impl in self._impls if impl.attention.waits]
-        warms_up = bool(waiting) and _warms_up()
-        if waiting and not readings and not warms_up and bool((common.slot_mapping >= 0).any()):
-            # A captured graph may run this step, which has none of our code.
-            _logger.warning("The first prompt is too short to balance queries and keys by.")
-            for attention in waiting:
-                attention.waits = False
         step = self._tables.step(
             *(common.block_table_tensor, common.seq_lens, common.query_start_loc),
-            *(common.slot_mapping, decodes, tokens, host_starts, lengths, warms_up),
+            *(common.slot_mapping, decodes, tokens, host_starts, lengths),
         )
         return OscarMetadata(**vars(step))
-
-
-def _warms_up() -> bool:
-    """Whether vLLM reads prompts of its own: nothing that it hands over tells them from others."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    return any(frame.f_globals.get("__name__") == _WARM_UP for frame in frames)
 
 
 class OscarImpl(AttentionImpl[OscarMetadata]):
@@ -255,12 +238,11 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             raise _unsupported(refused)
         OscarBackend.settings = found = Settings.of(config.additional_config)
         self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
-        self._balance = found.policy.balance
+        self._is_balanced = found.policy.balance is not None
         self.attention = PagedAttention(
             found.recipe(self.num_kv_heads, head_size), num_heads, self.scale, flash_attention
         )
         self._most_past = config.model_config.max_model_len
-        self._is_connected = config.kv_transfer_config is not None
         self.is_loaded = False
         self._module: weakref.ref[nn.Module] | None = None
         self._layer: weakref.ref[nn.Module] | None = None
@@ -277,22 +259,16 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.is_loaded = True
         module = None if self._module is None else self._module()
         sigma = None
-        if self._balance in ("auto", "weights") and module is not None:
+        if self._is_balanced and module is not None:
             sigma = sigma_of_weights(module, self.head_size)
-        by_prompt = sigma is None and self._balance in ("auto", "prompt")
-        if by_prompt and self._is_connected:
-            raise InputError(
-                "a KV connector with balancing by the first prompt: pages of one process mean "
-                "nothing to another; set policy 'standard:balance=none'"
-            )
         layer = None if self._layer is None else self._layer()
         if layer is None:
-            self.attention.balance(sigma, by_prompt=by_prompt)
+            self.attention.balance(sigma)
             return
         if type(layer) is not Attention:  # It would have another mask, or other blocks.
             raise _unsupported([f"layers of {type(layer).__name__}"])
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
-        self.attention.balance(sigma, by_prompt=by_prompt, device=device)
+        self.attention.balance(sigma, device)
         # While vLLM sleeps, it keeps buffers of layers only.
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
         if not hasattr(AttentionBackend, "customize_spec"):

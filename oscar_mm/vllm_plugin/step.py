@@ -70,7 +70,6 @@ class Step:
         decodes: how many requests decode, the first ones.
         query_tokens: new tokens of each of them.
         readings: the others.
-        warms_up: whether the prompts mean nothing, as those of an engine's warm-up.
     """
 
     tables: BlockTables
@@ -78,7 +77,6 @@ class Step:
     decodes: int
     query_tokens: int
     readings: tuple[Reading, ...]
-    warms_up: bool
 
     @property
     def decode_tokens(self) -> int:
@@ -136,7 +134,6 @@ class StepTables:
         query_tokens: int,
         host_starts: np.ndarray,
         host_lengths: np.ndarray,
-        warms_up: bool = False,
     ) -> Step:
         """Tables of a step; those of the step before are overwritten.
 
@@ -147,7 +144,6 @@ class StepTables:
             host_starts: ``starts`` on the host.
             host_lengths: upper bounds of ``lengths`` on the host, of requests that do not decode;
                 ``blocks`` has as many pages.
-            warms_up: as of ``Step``.
 
         Raises:
             ValueError: more requests or tokens than the tables have room for.
@@ -168,7 +164,7 @@ class StepTables:
         host = (host_starts[: rows + 1], host_lengths)
         readings = tuple(self._readings(blocks, lengths, decodes, *host))
         recents = self._recents[: max(decodes, 1)]
-        return Step(tables, recents, decodes, query_tokens, readings, warms_up)
+        return Step(tables, recents, decodes, query_tokens, readings)
 
     def _readings(
         self,

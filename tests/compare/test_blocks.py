@@ -21,7 +21,6 @@ def test_restored_is_what_an_engine_stores(first: int | None, step: int, policy:
     while request.read < tokens:
         layer.step([(request, min(step, tokens - request.read))])
     queries, keys, values = (x.transpose(0, 1)[None] for x in request.states)
-    assert layer.sigma is not None
     recorded = LayerStates(
         index=0,
         module=torch.nn.Module(),
@@ -29,8 +28,8 @@ def test_restored_is_what_an_engine_stores(first: int | None, step: int, policy:
         keys=keys,
         values=values,
         first_queries=queries,
-        sigma_of_weights=None,
-        sigma_of_prompt={False: layer.sigma},
+        sigma_of_weights=layer.attention.sigma,
+        sigma_of_prompt={},
     )
     method = Blocks("x", KVPolicy.preset(policy), first=first, step=step)
     back = method.restored(recorded, torch.zeros(tokens, dtype=torch.int8))
@@ -45,11 +44,6 @@ def test_rows_do_not_know_of_each_other(method: Blocks) -> None:
     [both] = states(2, ids)
     back = method.restored(both, ids)
     assert not (back.keys == both.keys).all(-1).any() and method.memory([both], ids) is None
-    heads = both.keys.shape[1]
-    alone = LayerStates(
-        **vars(both)
-        | {"keys": both.keys[1:], "values": both.values[1:]}
-        | {"sigma_of_prompt": {False: both.sigma_of_prompt[False][heads:]}}
-    )
+    alone = LayerStates(**vars(both) | {"keys": both.keys[1:], "values": both.values[1:]})
     found = method.restored(alone, ids)
     assert torch.equal(found.keys, back.keys[1:]) and torch.equal(found.values, back.values[1:])

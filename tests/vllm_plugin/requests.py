@@ -40,7 +40,6 @@ class Layer:
         pages: int = 64,
         query_tokens: int = 1,
         most_unpacked: int = 64,
-        by_prompt: bool = False,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         recipe = Settings.of({"oscar_mm": {"policy": policy}}).recipe(KV_HEADS, HEAD_DIM)
@@ -48,8 +47,7 @@ class Layer:
         self.attention = PagedAttention(recipe, HEADS, HEAD_DIM**-0.5, exact_attention)
         generator = torch.Generator().manual_seed(1)
         share = torch.rand(KV_HEADS, HEAD_DIM, generator=generator)
-        self.sigma = None if by_prompt else 1 / (share + 0.5).bfloat16().float()
-        self.attention.balance(self.sigma, by_prompt=by_prompt)
+        self.attention.balance(1 / (share + 0.5).bfloat16().float())
         self.attention.prepare(self.device, dtype, query_tokens)
         shape = (pages, self.format.page_bytes)
         self.pages = torch.full(shape, 255, dtype=torch.uint8, device=device)

@@ -140,28 +140,13 @@ def test_small_workspace() -> None:
             check(layer, request, 130, 230)
 
 
-def test_the_first_prompt_balances() -> None:
-    layer = Layer(by_prompt=True)
-    scale = torch.linspace(0.1, 5, 64)
-    first, second = layer.request(200), layer.request(200)
-    for request in (first, second):
-        request.states[1].mul_(scale)
-    assert layer.attention.waits and (layer.attention.sigma == 1).all()
-    layer.step([(first, 150)])
-    sigma = layer.attention.sigma.clone()
-    assert not layer.attention.waits and sigma[:, -1].mean() > 3 * sigma[:, 0].mean()
-    layer.step([(first, 1), (second, 100)])
-    assert torch.equal(layer.attention.sigma, sigma)
-    check(layer, first, 150, 151)
-
-
-def test_what_is_not_stored_does_not_balance() -> None:
-    """Runs that warm up have no slots."""
-    layer = Layer(by_prompt=True)
+def test_what_has_no_slot_is_not_stored() -> None:
+    """As in runs that warm up."""
+    layer = Layer()
     request = layer.request(100)
     request.blocks = [-1]
     layer.step([(request, 100)])
-    assert layer.attention.waits and (layer.pages == 255).all()
+    assert (layer.pages == 255).all()
 
 
 @pytest.mark.gpu
@@ -182,6 +167,7 @@ def test_tables_are_checked_on_all_kinds_of_batches() -> None:
     [
         ({"policy": "compact"}, "key_axis='token'"),
         ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
+        ({"policy": "standard:balance=prompt"}, "no balancing but by weights"),
         ({"policy": "standart"}, "did you mean"),
         ({"polcy": "standard"}, "no option polcy"),
         ("standard", "must be a mapping"),

@@ -117,7 +117,7 @@ def test_a_layer_balances_by_the_norms_of_its_parent(configure: Configure) -> No
         parent.k_norm.weight.uniform_(0.5, 4)
     attention = parent.load().attention
     assert torch.equal(attention.sigma, sigma_from_norms(parent.q_norm, parent.k_norm, HEAD_DIM))
-    assert attention.sigma.dtype == torch.float32 and not attention.waits
+    assert attention.sigma.dtype == torch.float32
 
 
 def test_weights_are_loaded_anew(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,20 +138,13 @@ def test_weights_are_loaded_anew(configure: Configure, monkeypatch: pytest.Monke
     assert any(buffer is sigma for buffer in parent.buffers())
 
 
-def test_a_layer_without_norms_waits_for_a_prompt(configure: Configure) -> None:
-    parent = Parent(configure(), norms=False)
-    attention = parent.load().attention
-    assert attention.waits and attention.sigma.dtype == torch.float32
-    sigma = attention.sigma
-    sigma[:], attention.waits = 2, False
-    parent.load()
-    assert attention.sigma is sigma and (sigma == 2).all() and not attention.waits
+def test_a_layer_without_norms_is_not_balanced(configure: Configure) -> None:
+    assert Parent(configure(), norms=False).load().attention.sigma is None
 
 
-@pytest.mark.parametrize("norms", [True, False])
-def test_balancing_lasts_while_vllm_sleeps(norms: bool, configure: Configure) -> None:
+def test_balancing_lasts_while_vllm_sleeps(configure: Configure) -> None:
     """vLLM keeps the buffers of a model, and puts them back in place."""
-    parent = Parent(configure(), norms=norms)
+    parent = Parent(configure())
     attention = parent.load().attention
     buffers = dict(parent.named_buffers())
     assert any(buffer is attention.sigma for buffer in buffers.values())
@@ -205,10 +198,11 @@ def test_attention_of_models(configure: Configure, tmp_path: Path) -> None:
         with loading():
             normed = qwen3.Qwen3DecoderLayer(model, cache, prefix="model.layers.0")
             plain = llama.LlamaDecoderLayer(config, prefix="model.layers.1")
-            for layer, waits in ((normed, False), (plain, True)):
+            for layer, balanced in ((normed, True), (plain, False)):
                 impl = layer.self_attn.attn.impl
                 layer.self_attn.attn.process_weights_after_loading(torch.bfloat16)
-                assert isinstance(impl, plugin.OscarImpl) and impl.attention.waits is waits
+                assert isinstance(impl, plugin.OscarImpl)
+                assert (impl.attention.sigma is not None) is balanced
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
