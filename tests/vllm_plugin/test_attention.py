@@ -5,11 +5,6 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.errors import InputError
-from oscar_mm.ops.block_tables import (
-    BlockTablesKernel,
-    block_tables_by_numpy,
-    checked_tables,
-)
 from oscar_mm.vllm_plugin.policies import servable
 from oscar_mm.vllm_plugin.settings import Settings
 from tests.vllm_plugin.requests import Layer, Request
@@ -147,19 +142,6 @@ def test_what_has_no_slot_is_not_stored() -> None:
     request.blocks = [-1]
     layer.step([(request, 100)])
     assert (layer.pages == 255).all()
-
-
-@pytest.mark.gpu
-def test_tables_on_a_gpu() -> None:
-    verdict = BlockTablesKernel.checked.check(None, torch.device("cuda:0"))
-    assert verdict.agrees, verdict
-
-
-def test_tables_are_checked_on_all_kinds_of_batches() -> None:
-    """What a kernel is compared on: rows with and without new pages, mixed and uniform ones."""
-    tables = checked_tables([100, 0], [60, 31], 0, torch.device("cpu"))
-    block_tables_by_numpy(tables)
-    assert (tables.begins[:, 0] >= 0).sum() == 2 and (tables.jobs[:, 0] >= 0).sum() >= 6
 
 
 @pytest.mark.parametrize(
