@@ -231,8 +231,9 @@ class Engine:
                     twin._groups.freed = twin._blocked = False
             if not self.running:
                 self._prepare()
-            self._admit()
-            self._groups.step()
+            # Steps came between the layers of what was read, for as long as it took.
+            if self._admit():
+                self._groups.step()
             self._groups.settle_ended()
         finally:
             self._advancing = False
@@ -257,9 +258,13 @@ class Engine:
         if self.reader.refresh():
             self._groups.forget_batch()
 
-    def _admit(self) -> None:
-        """Begin with the requests that have room, and read short prompts of several together; with
-        the first ones only where others wait for the lock, to submit requests or to end answers."""
+    def _admit(self) -> bool:
+        """Begin with the requests that have room, and read short prompts of several together.
+
+        Returns:
+            False if requests are left because others wait for the lock, to submit requests or to
+            end answers.
+        """
         while self._queue and not self._blocked and self.running < self.most_rows:
             answers: list[Generation] = []
             self._groups.settle_ended()  # Steps came between the layers of the last prompt.
@@ -267,7 +272,7 @@ class Engine:
                 self._take_first(answers)
                 if not answers:
                     self._blocked = True
-                    return
+                    return True
                 self._take_beside(answers)
                 self._begin(answers)
             except BaseException as error:
@@ -281,8 +286,9 @@ class Engine:
                         answer.settle()
                         self._groups.freed = True
             self._threads.wake()
-            if self.lock.is_contended:
-                return
+            if self._queue and self.lock.is_contended:
+                return False
+        return True
 
     def _take_first(self, taken: list[Generation]) -> None:
         """Take the first request that has room, or fails, out of the queue."""
