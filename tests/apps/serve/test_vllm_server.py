@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[3]
 SERVER = """
 import json, os, signal, sys
 shown = {"arguments": sys.argv[1:], "pid": os.getpid(), "key": os.environ.get("VLLM_API_KEY")}
-print(json.dumps(shown), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(json.dumps(shown), flush=True)
 signal.pause()
 """
 
