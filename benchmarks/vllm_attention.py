@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, command, device_name, finish, parser, show
 from oscar_mm.policy import KVPolicy
+from oscar_mm.vllm_plugin.policies import additional_config
 
 _CHILD = "--child"
 _TOKENS = 264
@@ -112,7 +113,7 @@ def engine_options(attention: str, folder: Path, *, filled: bool) -> dict[str, A
     }
     if is_ours(attention):
         options["attention_backend"] = "CUSTOM"
-        options["additional_config"] = {"oscar_mm": {"policy": attention}}
+        options["additional_config"] = additional_config(attention)
     else:
         options["kv_cache_dtype"] = attention
     if not filled:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
 from oscar_mm.models.source import source_of
-from oscar_mm.vllm_plugin.policies import servable
+from oscar_mm.vllm_plugin.policies import additional_config, servable
 
 _BLOCK_TOKENS = 128
 """Tokens of a page; the module that defines it imports torch."""
@@ -71,7 +71,7 @@ def vllm_arguments(
         arguments += ["--served-model-name", model]
     arguments += ["--host", host, "--port", str(port)]
     arguments += ["--attention-backend", "CUSTOM", "--block-size", str(_BLOCK_TOKENS)]
-    arguments += ["--additional-config", json.dumps({"oscar_mm": {"policy": policy}})]
+    arguments += ["--additional-config", json.dumps(additional_config(policy))]
     if not options.get("allow_remote"):
         arguments += ["--allowed-media-domains", _NO_DOMAIN]
     if not has_key:

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,12 +33,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from oscar_mm.errors import InputError
+from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.balance import sigma_of_weights
 from oscar_mm.vllm_plugin.attention import PagedAttention
-from oscar_mm.vllm_plugin.settings import DTYPES, Settings
+from oscar_mm.vllm_plugin.settings import Settings
 from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
 
 _LEAST_CAPABILITY = (8, 0)
@@ -58,7 +60,7 @@ class OscarBackend(AttentionBackend):
     """
 
     settings: ClassVar[Settings] = Settings.of({})
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(ELEMENTS)
     accept_output_buffer = True
     forward_includes_kv_cache_update = True
 
@@ -257,16 +259,15 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         the layer our spec, where vLLM does not ask the backend."""
         self._hook.remove()
         self.is_loaded = True
+        layer = None if self._layer is None else self._layer()
+        if layer is None:
+            return
+        if type(layer) is not Attention:  # It would have another mask, or other blocks.
+            raise _unsupported([f"layers of {type(layer).__name__}"])
         module = None if self._module is None else self._module()
         sigma = None
         if self._is_balanced and module is not None:
             sigma = sigma_of_weights(module, self.head_size)
-        layer = None if self._layer is None else self._layer()
-        if layer is None:
-            self.attention.balance(sigma)
-            return
-        if type(layer) is not Attention:  # It would have another mask, or other blocks.
-            raise _unsupported([f"layers of {type(layer).__name__}"])
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, device)
         # While vLLM sleeps, it keeps buffers of layers only.
@@ -354,7 +355,7 @@ def flash_attention(
     reading: Reading,
 ) -> None:
     """vLLM's flash attention, as ``oscar_mm.vllm_plugin.attention.Flash`` says."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     past = reading.past
     if past is None:
@@ -369,6 +370,13 @@ def flash_attention(
         max_seqlen_q=reading.longest,
         softmax_scale=scale,
         causal=True,
-        fa_version=get_flash_attn_version(head_size=query.shape[-1]),
+        fa_version=_flash_version(query.shape[-1]),
         **of_keys,
     )
+
+
+@cache
+def _flash_version(head_size: int) -> int | None:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version(head_size=head_size)

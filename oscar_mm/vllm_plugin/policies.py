@@ -1,9 +1,19 @@
-"""Policies that vLLM can serve with; without torch, for the command line."""
+"""Policies that vLLM can serve with, and how it is told; without torch, for the command line."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
+
+KEY = "oscar_mm"
+"""Of the plugin's options in `--additional-config`."""
+
+
+def additional_config(policy: str) -> dict[str, Any]:
+    """What `--additional-config` says for a policy."""
+    return {KEY: {"policy": policy}}
 
 
 def servable(policy: str | KVPolicy) -> KVPolicy:

@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from oscar_mm.errors import InputError
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.quantize import Recipe
-from oscar_mm.vllm_plugin.policies import servable
-
-KEY = "oscar_mm"
-"""Of the plugin's options in `--additional-config`."""
+from oscar_mm.vllm_plugin.policies import KEY, servable
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,3 @@ class Settings:
                 f"{page_bytes} bytes, which is no whole number for each token and head"
             )
         return size
-
-
-DTYPES = (torch.bfloat16, torch.float16)
-"""Of models."""

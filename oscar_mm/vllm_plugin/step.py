@@ -18,7 +18,7 @@ from oscar_mm.ops.block_tables import (
     job_count,
     row_tiles,
 )
-from oscar_mm.ops.decode_tables import FIELDS
+from oscar_mm.ops.decode_tables import FIELDS, upload
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
 
@@ -234,7 +234,4 @@ class StepTables:
         )
 
     def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        return upload(np.ascontiguousarray(array, dtype=dtype), self._device)
