@@ -21,6 +21,7 @@ struct Params {
   int64_t key_stride[3];
   int64_t value_stride[3];
   int kv_heads, row_bytes;
+  int beside;           // whether decode is in front, which reads none of the slots
 };
 
 struct alignas(UNIT) Unit {
@@ -41,16 +42,12 @@ struct alignas(UNIT) Unit {
   }
 };
 
-extern "C" __global__ void append(const __grid_constant__ Params params) {
-  let_next_begin();
-  wait_for_previous();
-  const int* write = params.writes + blockIdx.x * 3;
-  const int row = write[0], token = write[1], slot = write[2];
-  if (slot < 0) return;
+__device__ __forceinline__ void copy_token(const Params& params, int row, int token, int slot) {
   const int units = params.row_bytes / UNIT, all = 2 * params.kv_heads * units;
   uint8_t* target = params.recent + static_cast<int64_t>(slot) * 2 * params.kv_heads *
                                         params.row_bytes;
   bool finite = true;
+#pragma unroll 4
   for (int i = threadIdx.x; i < all; i += blockDim.x) {
     const int at = i % units * UNIT, side_head = i / units;
     const bool is_value = side_head >= params.kv_heads;
@@ -63,4 +60,13 @@ extern "C" __global__ void append(const __grid_constant__ Params params) {
     *reinterpret_cast<Unit*>(target + i * UNIT) = unit;
   }
   if (!finite) *params.not_finite = 1;
+}
+
+extern "C" __global__ void append(const __grid_constant__ Params params) {
+  let_next_begin();
+  if (!params.beside) wait_for_previous();
+  const int* write = params.writes + blockIdx.x * 3;
+  const int row = write[0], token = write[1], slot = write[2];
+  if (slot >= 0) copy_token(params, row, token, slot);
+  wait_for_previous();
 }

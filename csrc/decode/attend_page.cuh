@@ -50,7 +50,7 @@ struct Pairs {
 };
 
 constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
-constexpr int PARTS = TILES / PART_TILES;
+constexpr int PART_TOKENS = PART_TILES * TILE;
 
 // A column and its low part are two lanes apart; both get the sum.
 __device__ __forceinline__ void join_parts(float& x) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
   GroupQuery<P> keys;
   if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query, lane);
 #pragma unroll 1
-  for (int part = 0; part < PARTS; ++part) {
+  for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
     float scores[PART_TILES][4];
 #pragma unroll
     for (int i = 0; i < PART_TILES; i += RUN_TILES) {

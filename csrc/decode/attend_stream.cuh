@@ -77,7 +77,7 @@ __device__ __forceinline__ void attend_stream(State& state, const uint8_t* page,
   float apart[4];  // by column: product with the center, sum
   center_products(apart, query, page + P::center, lane);
 #pragma unroll 1
-  for (int part = 0; part < PARTS; ++part) {
+  for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
     Codes<P::Keys::WIDTH> codes[PART_TILES];
     float scores[PART_TILES][4];
 #pragma unroll

@@ -210,13 +210,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   __syncthreads();
-  let_next_begin();
   if (part.begin == part.end) return;
-  wait_for_previous();
   uint32_t taken = 0;
   Query query;
-  query.fetch(params, part, warp, lane);
-  request_first(params, shared, part, taken, warp, lane);
+  // What is stored may be asked for before the launch in front has ended; new tokens and queries
+  // are its.
+#pragma unroll 1
+  for (int waited = params.early ? 0 : 1; waited < 2; ++waited) {
+    if (waited) {
+      wait_for_previous();
+      let_next_begin();
+      query.fetch(params, part, warp, lane);
+    }
+    const bool all = !params.early;
+    request_first(params, shared, part, taken, all || waited, all || !waited, warp, lane);
+  }
   while (true) {
     query.store(shared, warp, lane);
     __syncthreads();
@@ -240,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // The next segment's pages are on their way while this one's states are added up.
       part.advance(params);
       query.fetch(params, part, warp, lane);
-      request_first(params, shared, part, taken, warp, lane);
+      request_first(params, shared, part, taken, true, true, warp, lane);
     }
     finish_segment(params, shared, done, goes_on, warp, lane);
     if (!goes_on) return;

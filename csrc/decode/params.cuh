@@ -62,6 +62,7 @@ struct Params {
   int64_t value_stride[3];
   int batch, kv_heads, group, tokens, recent_stride, item_stride;
   int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
+  int early;               // whether all that is stored was there before the launch in front began
   float scaling;
 };
 

@@ -70,12 +70,15 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
   if (lane == 0) store_release(&shared.turns[buffer], turn);
 }
 
-// Fill the buffers with a segment's first items; all earlier items have been attended to.
+// Fill the buffers with a segment's first items; all earlier items have been attended to. The new
+// tokens, the stored ones, or both.
 __device__ __forceinline__ void request_first(const Params& params, Shared& shared,
-                                              const Assignment& part, uint32_t taken, int warp,
-                                              int lane) {
+                                              const Assignment& part, uint32_t taken, bool added,
+                                              bool stored, int warp, int lane) {
   const Run run = run_of(part);
-  for (int i = warp; i < min(BUFFERS, run.last - run.first); i += WARPS)
-    request(params, shared, part, run.first + i, entry_of(params, part, run.first + i, lane),
-            taken + i, lane);
+  for (int i = warp; i < min(BUFFERS, run.last - run.first); i += WARPS) {
+    const int item = run.first + i;
+    if (item ? stored : added)
+      request(params, shared, part, item, entry_of(params, part, item, lane), taken + i, lane);
+  }
 }

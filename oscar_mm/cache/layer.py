@@ -157,8 +157,15 @@ class OscarLayer(CacheLayerMixin):
         return policy.packs and policy.balance is not None and self.sigma is None
 
     @torch.no_grad()
-    def append(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, step: Step, *, beside: bool = False
+    ) -> None:
         """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
+
+        Args:
+            keys, values: of the chunk.
+            step: where its tokens go.
+            beside: as of ``oscar_mm.ops.append``.
 
         Raises:
             FloatingPointError: as ``OscarCache.note_stored``.
@@ -171,7 +178,7 @@ class OscarLayer(CacheLayerMixin):
             self.pack(keys, values, step)
         writes = step.writes_on(self.device)
         if writes is not None:
-            append(keys, values, self.recent.storage, writes, self.bad)
+            append(keys, values, self.recent.storage, writes, self.bad, beside)
         self.cache.note_stored(self, keys.shape[2])
         step.finish(self.index)
 

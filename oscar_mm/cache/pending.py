@@ -100,7 +100,10 @@ class _Chunk:
         states = (self.queries, self.keys, self.values, pages, layer.recent.storage, layer.sigma)
         rotate = layer.cache.policy.rotate
         arguments = DecodeArguments(*states, *tables, self.scaling, plan.numbers, rotate)
-        output = decode(*arguments) if plan.kernel is None else plan.kernel(arguments)
+        if plan.kernel is None:
+            output = decode(*arguments)
+        else:
+            output = plan.kernel(arguments, early=self.step.fixed is not None)
         in_rows = self.step.real
         if in_rows is None:
             return output
@@ -229,7 +232,8 @@ class Chunk:
             output = scaled_dot_product_attention(
                 *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
             ).nan_to_num()  # a query that is padding sees nothing
-        layer.append(key, value, step)
+        # A step that packs at its end writes to no slot that it reads.
+        layer.append(key, value, step, beside=step.packs_at_end)
         return output
 
     def _stored(self, visible: torch.Tensor) -> torch.Tensor:

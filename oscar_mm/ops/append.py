@@ -16,7 +16,8 @@ from oscar_mm.kernels.launch import Strides, addresses, current_stream, ints, po
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
-_MAX_THREADS = 256
+_MAX_THREADS = 64
+"""Of a thread block: as many as have room beside one of ``decode``."""
 UNITS = (16, 8, 4)
 """Bytes that a thread of the kernel takes at a time, the fastest first."""
 _EXPONENTS = {
@@ -38,6 +39,8 @@ class AppendArguments(NamedTuple):
         writes: (n, 3) int32: row, token and slot; with slot -1 nothing is done, so that a captured
             graph can have a fixed n. No two of them have the same slot.
         not_finite: (1,) int32; set to 1 where a key or value is NaN or infinite, else left alone.
+        beside: whether ``decode`` of these tokens was launched last and reads none of the slots, so
+            that this need not wait for it.
     """
 
     keys: torch.Tensor
@@ -45,6 +48,7 @@ class AppendArguments(NamedTuple):
     recent: Written
     writes: torch.Tensor
     not_finite: Written
+    beside: bool
 
 
 class AppendParams(ctypes.Structure):
@@ -53,7 +57,7 @@ class AppendParams(ctypes.Structure):
     _fields_ = (
         *pointers("keys", "values", "recent", "writes", "not_finite"),
         *(("key_stride", Strides), ("value_stride", Strides)),
-        *ints("kv_heads", "row_bytes"),
+        *ints("kv_heads", "row_bytes", "beside"),
     )
 
 
@@ -80,14 +84,13 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
 
     def __call__(self, arguments: AppendArguments) -> None:
         """Launch; there is at least one write."""
-        keys, values, _, writes, _ = arguments
+        keys, values, recent, writes, not_finite, beside = arguments
         size, kv_heads = keys.element_size(), keys.shape[1]
         row_bytes = keys.shape[3] * size
         params = AppendParams(
-            *addresses(*arguments),
+            *addresses(keys, values, recent, writes, not_finite),
             *(Strides(*(step * size for step in x.stride()[:3])) for x in (keys, values)),
-            kv_heads,
-            row_bytes,
+            *(kv_heads, row_bytes, beside),
         )
         threads = min(_MAX_THREADS, -(-2 * kv_heads * row_bytes // 16 // 32) * 32)
         stream = current_stream(keys.device)
@@ -113,7 +116,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
             recent = random(4, 2, heads, head_dim)
             for run in (kernel, append_by_torch):
                 target, flag = recent.clone(), torch.zeros(1, dtype=torch.int32, device=device)
-                run(AppendArguments(keys, values, target, writes, flag))
+                run(AppendArguments(keys, values, target, writes, flag, False))
                 results.append(torch.cat([target.flatten().float(), flag.float()]))
             differing += float((results[0] != results[1]).float().mean())
         return differing

@@ -115,7 +115,7 @@ class Params(ctypes.Structure):
         *pointers("items", "counts", "assignments", "sigma", "partials", "arrivals"),
         *((f"{name}_stride", Strides) for name in ("query", "key", "value")),
         *ints("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride"),
-        *ints("sigma_row_stride", "sigma_head_stride"),
+        *ints("sigma_row_stride", "sigma_head_stride", "early"),
         ("scaling", ctypes.c_float),
     )
 
@@ -234,9 +234,20 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 
     def __call__(
-        self, arguments: DecodeArguments, output: torch.Tensor | None = None
+        self,
+        arguments: DecodeArguments,
+        output: torch.Tensor | None = None,
+        *,
+        early: bool = False,
     ) -> torch.Tensor:
-        """Launch; the result is written to ``output`` if it is given, which is like the result."""
+        """Launch.
+
+        Args:
+            arguments: of ``decode``.
+            output: to write the result to, which it is like.
+            early: ask for tables and stored tokens before the launch in front has ended: all of
+                them were there before it began.
+        """
         queries, keys, values, pages, recent, sigma, items, recents, counts, assignments, *_ = (
             arguments
         )
@@ -258,6 +269,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
             *(batch, kv_heads, query_heads // kv_heads, tokens),
             *(recents.shape[1], items.shape[1]),
             *sigma_strides(sigma),
+            early,
             arguments.scaling,
         )
         grid, block = (assignments.shape[0], 1, 1), (self.warps * 32, 1, 1)

@@ -9,12 +9,15 @@ import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.pending import attend_stored
-from oscar_mm.kernels.launch import SWITCH
+from oscar_mm.kernels.launch import SWITCH, multiprocessors
 from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
+from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import DecodeArguments, DecodeKernel, Specialization, decode_kernel
+from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.samples import random_past
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
-from tests.ops.arguments import channel_policy, stream_policy
+from tests.ops.arguments import channel_policy, page_format, stream_policy
 
 pytestmark = pytest.mark.gpu
 
@@ -250,6 +253,66 @@ def test_deterministic_on_any_stream_and_in_a_graph(policy: KVPolicy) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, first)
+
+
+def test_beside_other_launches() -> None:
+    """In a graph in which each launch writes what the next one reads: as if each waited."""
+    device, dtype, rounds = torch.device("cuda:0"), torch.bfloat16, 40
+    made = page_format((3, 2), 128, stream_policy())
+    states, *tables = random_past((made,), True, dtype, device, multiprocessors(device))
+    queries, keys, values, pages, recent, sigma = states
+    rows, slots = len(keys), len(recent)
+    recent = torch.cat([recent, torch.zeros_like(recent[:rows])])
+    kernel = decode_kernel((made,), 128, True, dtype, queries.shape[1] // 2 * 3, device)
+    assert kernel is not None
+    writes = torch.tensor([[row, 0, slots + row] for row in range(rows)])
+    writes = writes.to(device, torch.int32)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    arguments = DecodeArguments(
+        *(queries, keys, values, pages, recent, sigma, *tables, 0.1, numbers_of(made), True)
+    )
+    come = torch.randn(rounds, *queries.shape, device=device, dtype=dtype)
+
+    def run(overlap: bool) -> list[torch.Tensor]:
+        found = []
+        for new in come:
+            queries.copy_(new)
+            keys.copy_(new[:, : keys.shape[1]])
+            values.copy_(new[:, -keys.shape[1] :])
+            output = kernel(arguments, early=overlap)
+            append(keys, values, recent, writes, flag, overlap)
+            found += [output.clone(), recent[slots:].clone()]
+        return found
+
+    expected = run(overlap=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(overlap=True)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, right in zip(captured, expected, strict=True):
+            assert torch.equal(found, right)
+            found.zero_()
+
+
+@pytest.mark.parametrize("writes", [[[0, 0, -1]], [[0, 0, 3]]])
+def test_who_waits_for_append_waits_for_decode(writes: list[list[int]]) -> None:
+    """Also where no token is written."""
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+    shape = {"kv_heads": 8, "group": 4, "head_dim": 128}
+    cache = filled(STREAM, images_and_text(60_000), **shape)
+    layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
+    step = cache.ledger.advance(cache._expected.take(1, 1))
+    right = attend_stored(layer, queries, keys, values, 0.1, step)
+    recent = torch.zeros(4, 2, 8, 128, device=device, dtype=dtype)
+    table = torch.tensor(writes, dtype=torch.int32, device=device)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    for _ in range(20):
+        output = attend_stored(layer, queries, keys, values, 0.1, step)
+        append(keys, values, recent, table, flag, True)
+        assert torch.equal(output.clone(), right)
+        output.zero_()
 
 
 def test_a_kernel_that_disagrees_is_not_used(
