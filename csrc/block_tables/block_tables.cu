@@ -32,6 +32,7 @@ struct Params {
   int rows, decodes, row_tiles;  // row_tiles: jobs of a row where all rows have the same; else 0
   int job_count, begin_count;
   int heads, column_tiles, workers;
+  int staged;                // whether store finds token i in the i-th slot of 16 bit
 };
 
 __device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
@@ -157,6 +158,11 @@ __device__ __forceinline__ int first_begin(const Params& params, int row) {
   return params.row_tiles ? row : row + params.starts[row] / PAGE_TOKENS;
 }
 
+// Where store finds a token of the batch.
+__device__ __forceinline__ int source_of(const Params& params, int token) {
+  return params.staged ? ~token : token;
+}
+
 __device__ __forceinline__ void write_job(const Params& params, int line, int lane) {
   const int row =
       row_at(params.rows, line, [&](int other) { return first_job(params, other); });
@@ -171,7 +177,7 @@ __device__ __forceinline__ void write_job(const Params& params, int line, int la
   const int page = stored ? static_cast<int>(one / PAGE_TOKENS) : -1;
   const int tile = stored ? static_cast<int>(one % PAGE_TOKENS) / TILE : 0;
   if (lane < HEAD) job[lane] = lane == 0 ? page : lane == 1 ? tile : 0;
-  if (lane < TILE) job[HEAD + lane] = slot >= 0 ? token : NOTHING;
+  if (lane < TILE) job[HEAD + lane] = slot >= 0 ? source_of(params, token) : NOTHING;
 }
 
 __device__ __forceinline__ void write_begin(const Params& params, int line, int lane) {
@@ -193,7 +199,7 @@ __device__ __forceinline__ void write_begin(const Params& params, int line, int 
   if (lane == 2) begin[2] = count;
   if (lane == 3)
     begin[3] = begins && copies ? params.blocks[row * params.block_stride + number - 1] : 0;
-  begin[HEAD + lane] = lane < count ? source + lane : NOTHING;
+  begin[HEAD + lane] = lane < count ? source_of(params, source + lane) : NOTHING;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

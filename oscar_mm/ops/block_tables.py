@@ -38,6 +38,8 @@ class BlockTables(NamedTuple):
         row_tiles: ``row_tiles`` of the tokens of a request, where all decode; else 0.
         kv_heads: of a layer.
         columns: new tokens of a request that decodes times query heads of a KV head.
+        staged: whether ``store`` will find token i of the batch in slot i of 16 bit; else in the
+            i-th of the new tokens.
         items: (decodes or more, most pages, 2), as of ``oscar_mm.ops.decode``: a request's pages
             without its new tokens.
         counts: (decodes or more, 2), likewise.
@@ -57,6 +59,7 @@ class BlockTables(NamedTuple):
     row_tiles: int
     kv_heads: int
     columns: int
+    staged: bool
     items: torch.Tensor
     counts: torch.Tensor
     assignments: torch.Tensor
@@ -96,7 +99,7 @@ class Params(ctypes.Structure):
         *pointers("items", "counts", "assignments", "jobs", "begins"),
         *((name, ctypes.c_int64) for name in ("block_stride", "item_stride")),
         *ints("rows", "decodes", "row_tiles", "job_count", "begin_count"),
-        *ints("heads", "column_tiles", "workers"),
+        *ints("heads", "column_tiles", "workers", "staged"),
     )
 
 
@@ -114,7 +117,7 @@ class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0
             *addresses(*given[-5:]),
             *(given.blocks.stride(0), given.items.stride(0) // 2),
             *(given.rows, given.decodes, given.row_tiles, len(given.jobs), len(given.begins)),
-            *(given.kv_heads, -(-given.columns // COLUMNS), len(given.assignments)),
+            *(given.kv_heads, -(-given.columns // COLUMNS), len(given.assignments), given.staged),
         )
         lines = len(given.jobs) + len(given.begins)
         grid = (1 + given.decodes + -(-lines // _WARPS), 1, 1)
@@ -174,7 +177,7 @@ def checked_tables(
     kv_heads, columns = 2, 4 * max(new[:decodes], default=1)
     written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
     known = [x.to(device, torch.int32) for x in (blocks, lengths, starts)]
-    how = (torch.tensor(slots, device=device), decodes, of_row, kv_heads, columns)
+    how = (torch.tensor(slots, device=device), decodes, of_row, kv_heads, columns, bool(of_row))
     return BlockTables(*known, *how, *written)  # pyright: ignore[reportCallIssue]
 
 
@@ -210,6 +213,9 @@ def block_tables_by_numpy(given: BlockTables) -> None:
         own = (past[row], starts[row], starts[row + 1], slots)
         _write_jobs(jobs[job_count(*at) :], *own)
         _write_begins(begins[begin_count(*at) :], *own, blocks[row])
+    if given.staged:
+        for table in (jobs[:, HEAD:], begins[:, HEAD:]):
+            np.copyto(table, ~table, where=table != NOTHING)
     for target, table in zip(given[-5:], (items, counts, assignments, jobs, begins), strict=True):
         target.copy_(torch.from_numpy(table))
 

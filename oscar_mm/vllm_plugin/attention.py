@@ -6,15 +6,17 @@ Knows nothing of vLLM, which calls it with the requests of a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from oscar_mm.errors import InputError
+from oscar_mm.ops.append import UNITS, AppendKernel, append
+from oscar_mm.ops.append import Specialization as AppendSpecialization
 from oscar_mm.ops.block_tables import BlockTablesKernel
 from oscar_mm.ops.decode import DecodeArguments, DecodeKernel, decode, decode_kernel
 from oscar_mm.ops.library import numbers_of, recipe_arguments
-from oscar_mm.ops.store import store
+from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.store_kernel import Specialization as StoreSpecialization
 from oscar_mm.ops.store_kernel import StoreKernel
 from oscar_mm.ops.unpack import Specialization as UnpackSpecialization
@@ -29,6 +31,15 @@ Flash = Callable[
 """Causal attention of the requests of a reading: queries (tokens, query heads, head_dim), keys and
 values, the output, the factor of the scores, the reading. Keys and values are new ones, (tokens, KV
 heads, head_dim), or of all tokens where requests have a past: (pages, 128, KV heads, head_dim)."""
+
+
+class StagedLayer(NamedTuple):
+    """New tokens of a layer in 16 bit, and where they are stored: as of ``store_layers``."""
+
+    recent: torch.Tensor
+    pages: torch.Tensor
+    not_finite: torch.Tensor
+    sigma: torch.Tensor | None
 
 
 class PagedAttention:
@@ -55,7 +66,6 @@ class PagedAttention:
         self.group = heads // self._page_format.kv_heads
         self.sigma: torch.Tensor | None = None
         self._not_finite = torch.zeros(1, dtype=torch.int32)
-        self._beside: torch.cuda.Stream | None = None
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
         """Say how queries and keys are balanced; again where weights were loaded anew.
@@ -85,13 +95,13 @@ class PagedAttention:
             self.sigma = self.sigma.to(device).contiguous()
         if device.type != "cuda":
             return
-        self._beside = _stream_beside(device)
         kernels: list[object] = [
             self._decode_kernel(dtype, tokens, device) for tokens in range(1, query_tokens + 1)
         ]
         unpacked = UnpackSpecialization(self._page_format, self._recipe.rotate, dtype)
         kernels += [
             StoreKernel.of(StoreSpecialization(self._recipe, dtype), device),
+            AppendKernel.of(AppendSpecialization(dtype, UNITS[0]), device),
             UnpackKernel.of(unpacked, device),
             BlockTablesKernel.of(None, device),
         ]
@@ -119,32 +129,42 @@ class PagedAttention:
             step: the requests; tokens beyond theirs are padding.
             output: (tokens, query heads, head_dim), to write to.
         """
-        if step.readings or self._beside is None:
+        staging = step.staging
+        if staging is None:
             self._store(key, value, pages, step)
-        else:
-            # Decode takes the new tokens as they came, so that they are stored meanwhile.
-            stream = torch.cuda.current_stream(query.device)
-            self._beside.wait_stream(stream)
-            with torch.cuda.stream(self._beside):
-                self._store(key, value, pages, step)
         if step.decodes:
             part = slice(step.decode_tokens)
             self._decode(query[part], key[part], value[part], pages, step, output[part])
         for reading in step.readings:
             part = reading.tokens
             self._read(query[part], key[part], value[part], pages, reading, output[part])
-        if not step.readings and self._beside is not None:
-            torch.cuda.current_stream(query.device).wait_stream(self._beside)
+        recent = self._no_recent(key)
+        if staging is not None:
+            recent = staging.slots[len(step.passed.layers)]
+            keys, values = (states.transpose(0, 1)[None] for states in (key, value))
+            # Decode takes new tokens as they came, and reads none of these slots.
+            append(keys, values, recent, staging.writes, self._not_finite, True)
+        layers = step.passed.through(StagedLayer(recent, pages, self._not_finite, self.sigma))
+        if staging is not None and layers:
+            self._store_layers(layers, step)
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step
     ) -> None:
-        begins = step.tables.begins if self._page_format.center else step.tables.begins[:0]
         store(
             *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], self._no_recent(key)),
-            *(step.tables.jobs, begins, pages, self._not_finite, self.sigma),
+            *(step.tables.jobs, self._begins(step), pages, self._not_finite, self.sigma),
             *recipe_arguments(self._recipe),
         )
+
+    def _store_layers(self, layers: list[StagedLayer], step: Step) -> None:
+        recent, pages, not_finite, sigma = (list(x) for x in zip(*layers, strict=True))
+        tables = step.tables.jobs, self._begins(step)
+        arguments = recipe_arguments(self._recipe)
+        store_layers(recent, *tables, pages, not_finite, sigma, *arguments)
+
+    def _begins(self, step: Step) -> torch.Tensor:
+        return step.tables.begins if self._page_format.center else step.tables.begins[:0]
 
     def _decode(
         self,
@@ -201,12 +221,6 @@ class PagedAttention:
 
     def _no_recent(self, key: torch.Tensor) -> torch.Tensor:
         return key.new_empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """On which the layers of all models store while they decode."""
-    return torch.cuda.Stream(device)
 
 
 def _with_new(side: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from oscar_mm.ops.block_tables import (
 from oscar_mm.ops.decode_tables import FIELDS, upload
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
+
+Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,41 @@ class Reading:
     past: Past | None
 
 
+class Staging(NamedTuple):
+    """Slots of 16 bit.
+
+    Attributes:
+        slots: (layers, tokens or more, 2, KV heads, head_dim).
+        writes: (tokens, 3) int32, as of ``oscar_mm.ops.append``: token i goes to slot i.
+    """
+
+    slots: torch.Tensor
+    writes: torch.Tensor
+
+
+class ForwardPass(Generic[Layer]):
+    """The layers through which a forward pass has gone.
+
+    Args:
+        count: of all layers.
+
+    Attributes:
+        layers: those since it began.
+        is_complete: whether it has gone through all.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self.layers, self.is_complete = count, list[Layer](), False
+
+    def through(self, layer: Layer) -> list[Layer]:
+        """Go through a layer; all of them after the last one, before it none."""
+        self.layers.append(layer)
+        if len(self.layers) < self._count:
+            return []
+        self.is_complete, found, self.layers = True, self.layers, []
+        return found
+
+
 @dataclass(frozen=True)
 class Step:
     """The requests of a step, the same for all layers of a model.
@@ -70,6 +108,9 @@ class Step:
         decodes: how many requests decode, the first ones.
         query_tokens: new tokens of each of them.
         readings: the others.
+        passed: the layers that have attended, ``oscar_mm.vllm_plugin.attention.StagedLayer``.
+        staging: where layers leave their new tokens until the last one stores those of all; None
+            where each layer stores its own.
     """
 
     tables: BlockTables
@@ -77,6 +118,8 @@ class Step:
     decodes: int
     query_tokens: int
     readings: tuple[Reading, ...]
+    passed: ForwardPass[Any]
+    staging: Staging | None
 
     @property
     def decode_tokens(self) -> int:
@@ -96,6 +139,10 @@ class StepTables:
         most_unpacked: pages of past tokens that are unpacked at a time; a single request may have
             more.
         device: of all of them.
+        staging: (layers, tokens, 2, KV heads, head_dim), for steps of at most so many tokens in
+            which all requests decode. The last layer stores their tokens for all layers at once, in
+            a fraction of the time. First a forward pass has to show that it goes through all
+            layers: a draft model's goes through its own only. None: each layer stores its own.
 
     Raises:
         ValueError: more requests than tables have room for.
@@ -110,19 +157,28 @@ class StepTables:
         group: int,
         most_unpacked: int,
         device: torch.device,
+        staging: torch.Tensor | None = None,
     ) -> None:
         if rows > MOST_ROWS:
             raise ValueError(f"max_num_seqs={rows}: must be at most {MOST_ROWS}")
         self._kv_heads, self._group, self._most_unpacked = kv_heads, group, most_unpacked
-        self._device = device
+        staging = torch.empty(0, 0) if staging is None else staging
+        self._device, self._staging = device, staging
+        self._passed = ForwardPass[Any](len(staging))
+        self._goes_through_all: bool | None = None
+        staged = staging.shape[1]
+        order = torch.arange(staged, dtype=torch.int32)
+        self._order = torch.stack([torch.zeros_like(order), order, order], 1)
+        if device.type == "cuda":
+            self._order = self._order.pin_memory()
         shapes = (
             *((rows, pages, 2), (rows, 2), (multiprocessors(device), FIELDS)),
             (job_count(rows, tokens, 0), HEAD + TILE),
-            *((begin_count(rows, tokens, 0), HEAD + CENTER_TOKENS), (rows, 1)),
+            *((begin_count(rows, tokens, 0), HEAD + CENTER_TOKENS), (rows, 1), (staged, 3)),
         )
-        self._items, self._counts, self._assignments, self._jobs, self._begins, self._recents = (
-            torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes
-        )
+        tables = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+        self._items, self._counts, self._assignments, self._jobs, self._begins, *others = tables
+        self._recents, self._writes = others
 
     def step(
         self,
@@ -148,14 +204,16 @@ class StepTables:
         Raises:
             ValueError: more requests or tokens than the tables have room for.
         """
+        self._learn()
         rows = len(lengths)
         of_row = row_tiles(query_tokens) if decodes == rows else 0
         tokens = rows * query_tokens if of_row else int(host_starts[rows])
         if rows > len(self._recents) or job_count(rows, tokens, of_row) > len(self._jobs):
             raise ValueError(f"{rows} requests of {tokens} tokens: the tables have room for fewer")
+        staging = self._staging_of(tokens) if of_row else None
         tables = BlockTables(
             *(blocks, lengths, starts, slots, decodes, of_row),
-            *(self._kv_heads, self._group * query_tokens),
+            *(self._kv_heads, self._group * query_tokens, staging is not None),
             *(self._items[: max(decodes, 1)], self._counts[: max(decodes, 1)], self._assignments),
             self._jobs[: job_count(rows, tokens, of_row)],
             self._begins[: begin_count(rows, tokens, of_row)],
@@ -164,7 +222,23 @@ class StepTables:
         host = (host_starts[: rows + 1], host_lengths)
         readings = tuple(self._readings(blocks, lengths, decodes, *host))
         recents = self._recents[: max(decodes, 1)]
-        return Step(tables, recents, decodes, query_tokens, readings)
+        self._passed = ForwardPass[Any](len(self._staging))
+        return Step(tables, recents, decodes, query_tokens, readings, self._passed, staging)
+
+    def _learn(self) -> None:
+        """Note whether the forward pass before went through all layers."""
+        if self._passed.layers:
+            self._goes_through_all = False
+        elif self._passed.is_complete and self._goes_through_all is None:
+            self._goes_through_all = True
+
+    def _staging_of(self, tokens: int) -> Staging | None:
+        if not self._goes_through_all or tokens > self._staging.shape[1]:
+            return None
+        writes = self._writes[:tokens]
+        # Anew, as a sleep of vLLM may have dropped it.
+        writes.copy_(self._order[:tokens], non_blocking=True)
+        return Staging(self._staging, writes)
 
     def _readings(
         self,

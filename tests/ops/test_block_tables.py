@@ -29,8 +29,9 @@ def places_of(tables: BlockTables) -> dict[int, int]:
     found: dict[int, int] = {}
     for page, tile, row, nothing, *sources in tables.jobs.tolist():
         assert row == nothing == 0
-        for at, token in enumerate(sources):
-            if token != NOTHING:
+        for at, source in enumerate(sources):
+            token = ~source if tables.staged else source
+            if source != NOTHING:
                 assert page >= 0 and token not in found
                 found[token] = page * 128 + tile * TILE + at
     return found

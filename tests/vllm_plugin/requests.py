@@ -40,6 +40,7 @@ class Layer:
         pages: int = 64,
         query_tokens: int = 1,
         most_unpacked: int = 64,
+        layers_of_tables: int = 1,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         recipe = Settings.of({"oscar_mm": {"policy": policy}}).recipe(KV_HEADS, HEAD_DIM)
@@ -51,8 +52,14 @@ class Layer:
         self.attention.prepare(self.device, dtype, query_tokens)
         shape = (pages, self.format.page_bytes)
         self.pages = torch.full(shape, 255, dtype=torch.uint8, device=device)
+        self.other_pages: list[torch.Tensor] = []
+        """Of further layers, which get the same states."""
         group = HEADS // KV_HEADS
-        self.tables = StepTables(16, 4096, pages, KV_HEADS, group, most_unpacked, self.device)
+        sizes = (16, 4096, pages, KV_HEADS, group, most_unpacked)
+        staging = torch.full((layers_of_tables, 64, 2, KV_HEADS, HEAD_DIM), torch.nan).to(
+            self.device, dtype
+        )
+        self.tables = StepTables(*sizes, self.device, staging)
         self._free = list(range(pages - 1, 0, -1))
         self._generator = torch.Generator().manual_seed(2)
 
@@ -111,6 +118,8 @@ class Layer:
             states.append(torch.cat([*of_all, nan]))
         output = torch.full_like(states[0], torch.nan)
         self.attention(*states, self.pages, step, output)
+        for pages in self.other_pages:
+            self.attention(*states, pages, step, torch.empty_like(output))
         at = 0
         for request, n in scheduled:
             request.outputs.append(output[at : at + n])
@@ -152,6 +161,7 @@ def exact_attention(
     output: torch.Tensor,
     scale: float,
     reading: Reading,
+    version: int | None = None,
 ) -> None:
     """In the place of flash attention, request by request."""
     assert scale == query.shape[2] ** -0.5

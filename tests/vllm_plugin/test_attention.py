@@ -55,6 +55,28 @@ def test_any_schedule(policy: str, place: dict) -> None:
             assert errors.max() < {4: 0.2, 3: 0.4, 2: 0.75}[layer.format.bits.values + 0]
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -> None:
+    """Once a forward pass has gone through all layers of the tables; else each stores its own."""
+    layer = Layer(**place, query_tokens=tokens, layers_of_tables=3)
+    layer.other_pages = [layer.pages.clone() for _ in range(further)]
+    alone = Layer(**place, query_tokens=tokens, layers_of_tables=2)
+    pairs = [(one.request(500), one.request(500)) for one in (layer, alone)]
+    for number in range(40):
+        steps = []
+        for one, (first, second) in zip((layer, alone), pairs, strict=True):
+            if not number:
+                one.step([(first, 120), (second, 250)])
+            before = first.read, second.read
+            steps.append(one.step([(first, tokens), (second, tokens)], decodes=2))
+            for request, start in zip((first, second), before, strict=True):
+                check(one, request, start, start + tokens)
+        assert [step.staging is not None for step in steps] == [further == 2, False]
+        for pages in (*layer.other_pages, alone.pages):
+            assert torch.equal(layer.pages, pages)
+
+
 def test_several_new_tokens_at_once(place: dict) -> None:
     """As speculative decoding asks, also where a page begins among them."""
     layer = Layer(query_tokens=5, **place)

@@ -228,6 +228,7 @@ class Engine(Layer):
         self.pages.fill_(255)
         spec = spec_of(parent.attn, config)
         names = [parent.attn.layer_name]
+        config.model_config.dtype = torch.float32  # as the states of requests here
         self.builder = plugin.OscarMetadataBuilder(spec, names, config, torch.device("cpu"))
         self.spec = spec
 
