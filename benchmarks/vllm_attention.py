@@ -20,13 +20,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from benchmarks.random_model import RELEASED
-from benchmarks.record import Record, Row, command, device_name, finish, parser, show
+from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from oscar_mm.policy import KVPolicy
 from oscar_mm.vllm_plugin.policies import additional_config
 
@@ -315,10 +316,17 @@ def main(arguments: Sequence[str]) -> int:
     line = command("benchmarks.vllm_attention", arguments)
     record = Record("vllm_attention", line, device_name("cuda"), rows, NOTES, versions=_versions())
     if options.add and (earlier := record.earlier(options.out)) is not None:
-        record = record.continuing(earlier)
+        record = replace(record.continuing(earlier), rows=merge(earlier.rows, rows))
     report(record.rows)
     finish(record, options.out)
     return int(any("error" in row for row in rows))
+
+
+def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Rows of both; a figure takes the place of an older one, and what ran again of its errors."""
+    again = {(row["model"], row["attention"]) for row in new}
+    kept = [x for x in rows if "error" not in x or (x["model"], x["attention"]) not in again]
+    return merge_rows(kept, new, ("model", "attention", "what"), lambda row, old: True)
 
 
 def _versions() -> dict[str, str]:
