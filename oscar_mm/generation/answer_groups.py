@@ -18,6 +18,9 @@ from oscar_mm.generation.generation import Generation
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.ranks import Ranks
 
+_MOST_READING = 8.0
+"""How many times as long prompts are read as answers make steps, at most."""
+
 
 class AnswerGroup:
     """Answers that decode in one batch.
@@ -93,14 +96,21 @@ class AnswerGroups:
         family: the model, and what is special about it.
         store: of the caches of all answers.
         wake: called after each step between the layers of a prompt.
+        waiting: how many requests wait for their turn.
 
     Attributes:
         stepping: whether a step is being made.
         freed: set when answers were let go of; the user resets it.
     """
 
-    def __init__(self, family: Family, store: PageStore, wake: Callable[[], None]) -> None:
-        self.family, self._store, self._wake = family, store, wake
+    def __init__(
+        self,
+        family: Family,
+        store: PageStore,
+        wake: Callable[[], None],
+        waiting: Callable[[], int],
+    ) -> None:
+        self.family, self._store, self._wake, self._waiting = family, store, wake, waiting
         self.stepping = self.freed = False
         self._shared: AnswerGroup | None = None
         self._alone: list[AnswerGroup] = []
@@ -169,12 +179,16 @@ class AnswerGroups:
         return ended
 
     @contextmanager
-    def steps_between_layers(self, cache: OscarCache) -> Iterator[None]:
+    def steps_between_layers(self, cache: OscarCache, prompts: int) -> Iterator[None]:
         """Inside, whenever a layer of the decoder is done and answers have waited for as long as
         their last step took, they make steps for as long as they have waited.
 
+        Where more requests wait than answers decode, reading gets so many times as much of the
+        time: a step of few rows takes nearly as long as one of many.
+
         Args:
-            cache: that a prompt is read into.
+            cache: that prompts are read into.
+            prompts: how many are read.
         """
         if not self.live or Ranks.of(self.family.model).count > 1:
             yield
@@ -191,11 +205,13 @@ class AnswerGroups:
                 launched[-1].record(torch.cuda.current_stream(device))
                 if len(launched) > 1:
                     launched.pop(0).synchronize()
-            now = time.perf_counter()
-            if (waited := now - self._step_end) < self._step_seconds:
+            now, waited = time.perf_counter(), time.perf_counter() - self._step_end
+            ratio = (self._waiting() + prompts) / max(len(self.live), 1)
+            share = min(max(ratio, 1.0), _MOST_READING)
+            if waited < self._step_seconds * share:
                 return
             with cache.paused():
-                while self.live and time.perf_counter() < now + waited:
+                while self.live and time.perf_counter() < now + waited / share:
                     self.step()
                     self._wake()
 

@@ -61,8 +61,8 @@ class Engine:
 
     A step reads the last token of every running answer in one forward pass; answers join and leave
     between two steps. While a prompt is read, steps come between its layers, so that both have
-    half of the time. There is no thread of its own: whoever waits for a piece of an answer makes
-    the next step, for all.
+    half of the time, or reading more of it where more requests wait than run. There is no thread of
+    its own: whoever waits for a piece of an answer makes the next step, for all.
 
     First come, first served: a request without room in the budget waits as long as others run, and
     is overtaken by a few smaller ones at most.
@@ -91,10 +91,11 @@ class Engine:
         self.family, self.store, self.admission = family, store, admission
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
         self._threads = LeaderFollowers(store.lock)
-        self._groups = AnswerGroups(family, store, self._threads.wake)
+        self._queue: deque[Generation] = deque()
+        waiting = self._queue.__len__
+        self._groups = AnswerGroups(family, store, self._threads.wake, waiting)
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
-        self._queue: deque[Generation] = deque()
         # A finalizer may take it within itself.
         self._queue_guard = threading.RLock()
         self._blocked = False

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy
 from oscar_mm.fast_decode import decode_steps
-from oscar_mm.generation import decode_batch, decode_loop
+from oscar_mm.generation import answer_groups, decode_batch, decode_loop
 from oscar_mm.generation.generation import Generation
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.fast_decode.test_decode_steps import Repeat
@@ -784,6 +785,51 @@ def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
         over.set()
         thread.join()
         running.cancel()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_many_that_wait_are_read_before_a_few_go_on(
+    at_once: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that ticks with each layer: one by one, a running answer has half of the time."""
+    pipe = loaded(qwen3_vl_folder)
+    pipe.engine.reader.most_in_line = 1  # Each prompt is read by itself.
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(now[0]))
+    monkeypatch.setattr(answer_groups, "time", clock)
+    running = made(pipe, SHORT[0], max_new_tokens=500)
+    now, read = [0], list[int]()
+
+    def tick(_: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        now[0] = next(ticks)
+
+    def begin(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs["inputs_embeds"].shape[1] > 1:
+            read.append(len(running.tokens))
+
+    decoder = pipe.model.get_decoder()
+    handles = [x.register_forward_hook(tick, with_kwargs=True) for x in decoder.layers]
+    handles.append(decoder.register_forward_pre_hook(begin, with_kwargs=True))
+    pipe.engine.submit(running)
+    pipe.engine.run_until(lambda: len(running.tokens) > 4)
+    others = [made(pipe, SHORT[1], max_new_tokens=100) for _ in range(9)]
+    read.clear()
+    if at_once:
+        for answer in others:
+            pipe.engine.submit(answer)
+        pipe.engine.run_until(lambda: len(read) == 9)
+        # Nine wait for one that runs, then eight for two, ...: a layer of each passes meanwhile.
+        assert read[0] == read[2] < read[-1]
+    else:
+        for answer in others:
+            before = len(running.tokens)
+            pipe.engine.submit(answer)
+            pipe.engine.run_until(lambda answer=answer: bool(answer.tokens))
+            assert len(running.tokens) > before
+    for handle in handles:
+        handle.remove()
+    for answer in (running, *others):
+        answer.cancel()
 
 
 def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
