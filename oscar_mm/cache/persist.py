@@ -30,7 +30,7 @@ import torch
 
 from oscar_mm.cache import first_version
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.checked_file import Kind, read_checked, write_checked
+from oscar_mm.cache.checked_file import Content, Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import LayerShape, PageStore
@@ -70,16 +70,37 @@ def save_cache(
 ) -> None:
     """Write a cache to one safetensors file, as a whole or not at all.
 
-    Only slots in use are written; of stream pages (``PageFormat.by_token``) only places in use.
+    Args:
+        path: is replaced if it exists.
+        fingerprint, metadata: as of ``cache_content``.
+
+    Raises:
+        InputError: the file cannot be written, or metadata cannot be saved.
+        RuntimeError, NotImplementedError: as of ``cache_content``.
+    """
+    content = cache_content(cache, path, fingerprint=fingerprint, metadata=metadata)
+    write_checked(path, *content)
+
+
+def cache_content(
+    cache: OscarCache,
+    path: str | Path,
+    *,
+    fingerprint: str,
+    metadata: Mapping[str, Any] | None = None,
+) -> Content:
+    """Copy to the host what a file of a cache holds, for ``write_checked``, which needs no lock.
+
+    Only slots in use are copied; of stream pages (``PageFormat.by_token``) only places in use.
     What has been forgotten of another page that is still in use is in its codes.
 
     Args:
-        path: is replaced if it exists.
+        path: of the file, for messages.
         fingerprint: of the model; only a model with the same one can go on from the file.
         metadata: the caller's own, by name: tensors, arrays, or what JSON can hold.
 
     Raises:
-        InputError: the file cannot be written, or metadata cannot be saved.
+        InputError: metadata cannot be saved.
         RuntimeError: in the middle of a forward pass, or after one that was interrupted.
         NotImplementedError: layers hold states of linear attention.
     """
@@ -120,7 +141,7 @@ def save_cache(
         dumped = json.dumps(text, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: metadata cannot be saved as JSON: {error}") from None
-    write_checked(path, tensors, {_TEXT: dumped})
+    return tensors, {_TEXT: dumped}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.chat.chat_file import save_chat
+from oscar_mm.chat.chat_file import chat_content
 from oscar_mm.chat.conversation import Conversation, Segment, Turn
 from oscar_mm.chat.engine import ChatEngine
 from oscar_mm.chat.spill import SpillableConversation
@@ -250,17 +251,18 @@ class Chat:
             return Chat(self.pipe, self.system, conversation)
 
     def save(self, path: str | Path) -> None:
-        """Write the chat to one safetensors file, for ``pipe.load_chat``.
+        """Write the chat to one safetensors file, for ``pipe.load_chat``; others answer meanwhile.
 
         With ``tp_plan`` each rank writes its heads: ``chat.0-of-2.safetensors`` and so on.
 
         Raises:
             InputError: the file cannot be written; an old one stays.
         """
-        with self._alone() as now:
-            save_chat(
-                self.pipe.store.ranks.path(path), now, self.system, self.pipe.family.fingerprint
-            )
+        path = self.pipe.store.ranks.path(path)
+        with self._calls:
+            with self._alone() as now:
+                content = chat_content(path, now, self.system, self.pipe.family.fingerprint)
+            write_checked(path, *content)
 
     def close(self) -> None:
         """Give up all pages; the chat answers no more. A second call does nothing."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from oscar_mm.cache.persist import SavedCache, save_cache
+from oscar_mm.cache.checked_file import Content
+from oscar_mm.cache.persist import SavedCache, cache_content
 from oscar_mm.cache.rows import NOWHERE
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.cache.tables_file import SavedTables
@@ -26,20 +27,20 @@ _SHOWN = 200
 """Characters of an error in a file that a message shows."""
 
 
-def save_chat(
+def chat_content(
     path: str | Path, conversation: Conversation, system: str | None, fingerprint: str
-) -> None:
-    """Write a conversation to one safetensors file, as a whole or not at all.
+) -> Content:
+    """Copy to the host what the file of a conversation holds, for ``write_checked``.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: the conversation has more turns or media than are read again.
     """
     turns = [asdict(turn) for turn in conversation.turns]
     try:
         _check_counts(turns)
     except ValueError as error:
         raise InputError(f"{path}: cannot be written: {error}") from None
-    save_cache(
+    return cache_content(
         conversation.cache,
         path,
         fingerprint=fingerprint,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import token_bytes
 from oscar_mm.cache.persist import SavedCache, save_cache
+from oscar_mm.chat import chat as chat_module
 from oscar_mm.chat import chat_file as saved_module
-from oscar_mm.chat.chat_file import save_chat
+from oscar_mm.chat.chat_file import chat_content
 from oscar_mm.chat.conversation import Conversation
 from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.modality import Modality
@@ -32,6 +33,10 @@ FAMILIES = {
     "qwen": (OscarVLPipeline, "qwen3_vl_folder", {"images": [noise(300, 300)], "videos": clip(6)}),
     "omni": (OscarOmniPipeline, "qwen3_omni_folder", {"audio": [tone(12)], "videos": clip(4)}),
 }
+
+
+def save_chat(path: Path, *conversation: Any) -> None:
+    write_checked(path, *chat_content(path, *conversation))
 
 
 def first_turn(**changes: Any) -> Any:
@@ -271,3 +276,22 @@ def test_fingerprint_notices_a_changed_weight(qwen3_vl_folder) -> None:
         layer[0, 0] -= 1e-3
     model.config.get_text_config().rope_parameters["rope_theta"] += 1
     assert model_fingerprint(model) != before
+
+
+def test_others_answer_while_a_chat_is_written(qwen, tmp_path, monkeypatch) -> None:
+    """The chat itself goes on when its file is complete."""
+    chat, asking = qwen.chat(), []
+
+    def write(path, *content) -> None:
+        with qwen.chat() as other:
+            assert threads.submit(other.ask, "Hi", max_new_tokens=2).result(60).text
+        asking.append(threads.submit(chat.ask, "And?", max_new_tokens=2))
+        assert not wait(asking, timeout=0.2).done
+        write_checked(path, *content)
+
+    monkeypatch.setattr(chat_module, "write_checked", write)
+    with ThreadPoolExecutor(2) as threads, chat:
+        chat.ask("Hello", max_new_tokens=2)
+        chat.save(tmp_path / "a")
+        asking[0].result(60)
+        assert (len(qwen.load_chat(tmp_path / "a").turns), len(chat.turns)) == (1, 2)
