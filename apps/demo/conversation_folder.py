@@ -6,13 +6,14 @@ import json
 import logging
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.measured_chat import MemorySample
-from oscar_mm.apps.demo.session import SessionSettings
+from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
 from oscar_mm.policy import KVPolicy
@@ -28,6 +29,8 @@ MAX_AGE_S = 7 * 24 * 3600.0
 """How long a conversation stays in a folder."""
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 _MOST_SAMPLES = 160
+_PATIENCE_S = 60.0
+"""How long ``save`` waits for a running answer."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +38,8 @@ class ConversationFolder:
     """Writes conversations to a folder, and reads one when a visitor has its id.
 
     A conversation takes two files named by its id: ``.safetensors`` as ``Chat.save`` writes it, and
-    ``.json`` with settings, curve and previews. Whoever can write to the folder is trusted.
+    ``.json`` with settings, curve and previews. Whoever can write to the folder is trusted. Both
+    are complete files at any time, however the process ends.
 
     Args:
         path: folder of the files, made if it is missing.
@@ -48,10 +52,46 @@ class ConversationFolder:
         self.path = path
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in path.glob(".*.part"):  # A process ended while it wrote.
+            if _ID.fullmatch(part.name[1:33]):
+                self._remove(part)
+        self._writer = ThreadPoolExecutor(1, "conversation-writer")
         self.prune()
 
-    def save(self, session: Session) -> None:
-        """Write a conversation; one without turns has no files."""
+    def save_later(self, session: Session) -> None:
+        """Write a conversation as of ``save`` in the background, one after the other.
+
+        Nothing is written while the conversation is changed, as the end of the change is followed
+        by another call.
+        """
+        self._writer.submit(self.save, session, patience=0.0)
+
+    def save(self, session: Session, patience: float = _PATIENCE_S) -> None:
+        """Write a conversation if it has changed; one without turns has no files.
+
+        The log tells of a conversation that cannot be written; its old files stay.
+
+        Args:
+            session: the conversation.
+            patience: seconds to wait for a running answer.
+        """
+        with session.unchanging(patience) as is_ready:
+            if not (is_ready and session.is_unsaved):
+                return
+            try:
+                self._write(session)
+                session.is_unsaved = False
+            except InputError as error:
+                _log.warning("a conversation is not kept: %s", error)
+            except Exception:
+                _log.exception("a conversation is not kept")
+        self.prune()
+
+    def close(self) -> None:
+        """Return when nothing is written any more."""
+        self._writer.shutdown()
+
+    def _write(self, session: Session) -> None:
         if not session.turns:
             self.remove(session.id)
             return
@@ -66,14 +106,11 @@ class ConversationFolder:
             "forgotten": chat.forgotten,
             "previews": [store.html(span) for span in media],
         }
-        try:
-            session.save(self._path(session.id, "safetensors"))
-            path = self._path(session.id, "json")
-            with writing(path), whole_file(path, private=True) as new:
-                new.write_text(json.dumps(record))
-        except InputError as error:
-            _log.warning("a conversation is not kept: %s", error)
-            self.remove(session.id)
+        path = self._path(session.id, "json")
+        with writing(path), whole_file(path, private=True) as new:
+            new.write_text(json.dumps(record))
+            # Last, so that the two files are replaced together.
+            chat.chat.save(self._path(session.id, "safetensors"))
 
     def load(self, session: Session, session_id: str) -> bool:
         """Have a new session go on with a conversation of the folder; False if there is none."""
@@ -93,16 +130,13 @@ class ConversationFolder:
         ) as error:
             _log.warning("a conversation cannot be read: %s", error)
             return False
-        session.id = session_id
+        session.id, session.is_unsaved = session_id, False
         return True
 
     def remove(self, session_id: str) -> None:
         """Remove the files of a conversation; the log tells of those that stay."""
         for suffix in ("json", "safetensors"):
-            try:
-                self._path(session_id, suffix).unlink(missing_ok=True)
-            except OSError as error:
-                _log.warning("a conversation's file cannot be removed: %s", error)
+            self._remove(self._path(session_id, suffix))
 
     def prune(self) -> None:
         """Remove old conversations, and the oldest of too many or too large ones."""
@@ -115,6 +149,12 @@ class ConversationFolder:
                 size, count = size + path.stat().st_size, count + 1
             if size > MAX_BYTES or count > MAX_FILES or age > MAX_AGE_S:
                 self.remove(path.stem)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("a conversation's file cannot be removed: %s", error)
 
     def _path(self, session_id: str, suffix: str) -> Path:
         return self.path / f"{session_id}.{suffix}"

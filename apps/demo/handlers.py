@@ -22,7 +22,8 @@ from oscar_mm.apps.demo.memory_panel import (
     segments_view,
     status_view,
 )
-from oscar_mm.apps.demo.session import Session, SessionSettings, as_int
+from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.session_settings import SessionSettings, as_int
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import as_markdown, history, live
 from oscar_mm.errors import InputError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oscar_mm.apps.demo.examples import FOLDER
-from oscar_mm.apps.demo.session import SessionSettings
+from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
 from oscar_mm.apps.server_process import bind, sigterm_as_ctrl_c

@@ -6,13 +6,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
+from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
 from oscar_mm.apps.demo.uploads import (
     MAX_FILES,
@@ -29,70 +30,11 @@ if TYPE_CHECKING:
     from oscar_mm.inspect.inspection import Inspection
     from oscar_mm.pipelines.pipeline import Pipeline
 
-AS_PRESET = "preset"
-"""The choice of bits that leaves them to the preset."""
-WIDTHS = ("2", "3/2", "4/2", "4", "16")
-"""Bits of keys and of values that the page offers, one number where they are the same."""
 _PATIENCE_S = 60
 _MOST_REFUSED, _SHOWN_CHARACTERS = 20, 4000
 """How many refused messages the transcript shows, and how much of their texts."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SessionSettings:
-    """What a visitor chooses for a conversation.
-
-    Attributes:
-        policy: how its keys and values are stored.
-        preset: which preset the policy is, or was made from.
-        system: system prompt, or None.
-        compare: whether a 16-bit cache answers beside it.
-    """
-
-    policy: KVPolicy
-    preset: str
-    system: str | None = None
-    compare: bool = False
-
-    @classmethod
-    def of_fields(
-        cls, preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
-    ) -> SessionSettings:
-        """Check what the fields of the page contain.
-
-        Args:
-            preset: a preset's name.
-            bits: one of WIDTHS, or AS_PRESET, by modality.
-            window: latest tokens that stay in 16 bit.
-            system: system prompt; empty for none.
-            compare: whether a 16-bit cache answers beside it.
-
-        Raises:
-            InputError: a value is not allowed.
-        """
-        widths = {name: _bits(text) for name, text in bits.items() if text != AS_PRESET}
-        policy = KVPolicy.preset(preset, bits=widths, window=as_int(window))
-        text = bounded_text("system prompt", system or "")
-        return cls(policy, preset, text or None, bool(compare))
-
-    @property
-    def name(self) -> str:
-        """The policy's name for people; a star marks a changed preset."""
-        return self.preset if self.policy == KVPolicy.preset(self.preset) else f"{self.preset}*"
-
-
-def as_int(value: Any) -> Any:
-    """Turn a slider's 32.0 into 32; leave anything else to the checks of others."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _bits(text: str) -> tuple[int, int]:
-    if text not in WIDTHS:
-        raise InputError(f"bits {text!r}: must be one of {', '.join(WIDTHS)} or {AS_PRESET!r}")
-    first, *second = map(int, text.split("/"))
-    return first, second[0] if second else first
 
 
 class Session:
@@ -110,6 +52,8 @@ class Session:
         active: the exchange whose answer the model writes now, or None.
         baseline_exchange: the exchange that the 16-bit cache answers now, or None.
         last_active: ``time.monotonic()`` when the visitor last did something.
+        is_unsaved: whether the conversation has changed since it was written to, or read from, a
+            folder of conversations.
     """
 
     def __init__(self, sessions: Sessions) -> None:
@@ -119,6 +63,8 @@ class Session:
             time.monotonic(),
         )
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
+        # Taken before ``_turn``: a question waits while the conversation is written.
+        self._writing, self.is_unsaved = threading.Lock(), False
         self._begin(sessions.settings)
 
     def _begin(self, settings: SessionSettings) -> None:
@@ -160,8 +106,9 @@ class Session:
         Raises:
             InputError: the model writes another answer.
         """
-        if not self._turn.acquire(blocking=False):
-            raise InputError("an answer is being written: wait for it, or stop it")
+        with self._writing:
+            if not self._turn.acquire(blocking=False):
+                raise InputError("an answer is being written: wait for it, or stop it")
         try:
             if self._closed:
                 raise InputError("this conversation has ended: reload the page")
@@ -176,7 +123,7 @@ class Session:
             self.active = None
             if self._closed:
                 self._close_chats()
-            self._turn.release()
+            self._release()
 
     def _answer(self, exchange: Exchange, text: str, files: Sequence[str | Path]) -> Iterator[None]:
         try:
@@ -196,6 +143,7 @@ class Session:
             finally:
                 exchange.counts = len(self.conversation.chat.turns) > before
                 if exchange.counts:
+                    self.is_unsaved = True
                     self._note_end(exchange)
             if not exchange.counts:
                 raise InputError("stopped before the first word: the conversation is as before")
@@ -298,7 +246,7 @@ class Session:
 
     def begin(self, settings: SessionSettings | None = None) -> None:
         """Begin a new conversation."""
-        with self._exclusive():
+        with self._change():
             old = self._chats
             self._begin(settings or self.settings)
             for chat in old:
@@ -306,7 +254,7 @@ class Session:
 
     def undo(self) -> None:
         """Take back the last question, or the last message that the page refused."""
-        with self._exclusive():
+        with self._change():
             if not self.exchanges:
                 raise InputError("there is nothing to take back")
             if self.exchanges[-1].counts:
@@ -334,11 +282,12 @@ class Session:
             fork.conversation, fork.settings = self.conversation.fork(), self.settings
             fork.baseline = self.baseline.fork() if self.baseline is not None else None
             fork.exchanges = [replace(exchange) for exchange in self.exchanges]
+            fork.is_unsaved = True
             return fork
 
     def forget(self, index: int) -> None:
         """Free the memory of a segment: an image, a video or a recording."""
-        with self._exclusive():
+        with self._change():
             for chat in self._chats:
                 chat.forget(index)
 
@@ -358,16 +307,17 @@ class Session:
 
         Args:
             path: the file.
-            previews: HTML of the conversation's media in their order, where it is known and safe;
-                otherwise media that were shown here lately have theirs.
+            previews: HTML of the conversation's media in their order, as far as it is known and
+                safe; other media that were shown here lately have theirs.
         """
-        with self._exclusive():
+        with self._change():
             chat, store = self._pipe.load_chat(path), self.sessions.previews
             self._close_chats()
             self.conversation, self.baseline = MeasuredChat(chat), None
             self.settings = replace(self.settings, system=chat.system, compare=False)
             if previews is not None:
-                store.add([span for turn in chat.turns for span in turn.media], previews)
+                media = [span for turn in chat.turns for span in turn.media]
+                store.add(media[: len(previews)], previews[: len(media)])
             self.exchanges = [
                 Exchange.loaded(turn, [store.preview(span) for span in turn.media])
                 for turn in chat.turns
@@ -430,4 +380,37 @@ class Session:
             self._stop.clear()
             yield
         finally:
-            self._turn.release()
+            self._release()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """As of ``_exclusive``, for what changes the conversation."""
+        with self._exclusive():
+            self.is_unsaved = True
+            yield
+
+    def _release(self) -> None:
+        """Let others change the conversation, which is written in the background if it has
+        changed."""
+        self._turn.release()
+        if self.is_unsaved and not self._closed:
+            self.sessions.save_later(self)
+
+    @contextmanager
+    def unchanging(self, patience: float) -> Iterator[bool]:
+        """Inside, questions wait and the conversation does not change.
+
+        Args:
+            patience: seconds to wait for the answer that the model writes.
+
+        Yields:
+            False if the model still writes, or the conversation has ended.
+        """
+        with self._writing:
+            if not self._turn.acquire(timeout=patience):
+                yield False
+                return
+            try:
+                yield not self._closed
+            finally:
+                self._turn.release()

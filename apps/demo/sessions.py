@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from oscar_mm.apps.demo.conversation_folder import ConversationFolder
 from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.apps.demo.preview_store import PreviewStore
-from oscar_mm.apps.demo.session import Session, SessionSettings
+from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
@@ -41,7 +42,8 @@ class Sessions:
         pipe: answers; its ``kv_budget`` keeps visitors from filling the memory.
         settings: settings of conversations for which the visitor has chosen none.
         folders: the only folders from which files of messages are read.
-        keep: folder from which conversations go on after ``close``; None for none.
+        keep: folder to which conversations are written after each change, and from which they go
+            on when the page is served again; None for none.
 
     Raises:
         InputError: the folder cannot be made.
@@ -126,7 +128,14 @@ class Sessions:
         Raises:
             InputError: the page is full, or closed.
         """
-        return self._admit(key, self.session(key).fork(), is_fork=True)
+        fork = self._admit(key, self.session(key).fork(), is_fork=True)
+        self.save_later(fork)
+        return fork
+
+    def save_later(self, session: Session) -> None:
+        """Write a session to the folder, if there is one, in the background."""
+        if self.folder is not None and self._sessions.get(session.id) is session:
+            self.folder.save_later(session)
 
     def _add_visit(self, key: str, session_id: str) -> None:
         self._former_visits.pop(key, None)
@@ -208,7 +217,8 @@ class Sessions:
                 self.folder.remove(session.id)
 
     def close(self) -> None:
-        """End all sessions as soon as their answers end, and admit no more; write what is kept."""
+        """End all sessions as soon as their answers end, and admit no more; write what is not
+        written yet."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())
@@ -219,7 +229,7 @@ class Sessions:
                 self.folder.save(session)
             session.close()
         if self.folder is not None:
-            self.folder.prune()
+            self.folder.close()
         with self._lock:
             self._sessions.clear()
             self._visits.clear()

@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.apps.demo.session import Session, SessionSettings
+from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.uploads import LIMITS
 from oscar_mm.policy import KVPolicy

@@ -2,13 +2,18 @@
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from oscar_mm.apps.demo import conversation_folder as module
-from oscar_mm.apps.demo.session import AS_PRESET, Session, SessionSettings
+from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.cache.checked_file import write_checked
+from oscar_mm.chat import chat as chat_module
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from tests.apps.demo.conftest import COMPACT, asked
@@ -60,6 +65,154 @@ def test_a_conversation_goes_on_with_its_settings_curve_and_pictures(serve, uplo
     assert len(serve().visit("c", session.id).turns) == 2
 
 
+def written(sessions: Sessions) -> Sessions:
+    """Sessions, when the changes up to now are written."""
+    assert sessions.folder is not None
+    sessions.folder._writer.submit(bool).result(60)
+    return sessions
+
+
+@pytest.fixture
+def after_crash(pipe, uploads, folder):
+    """Reads a conversation as a page does that is served after the process was killed."""
+
+    def read(session: Session) -> Session:
+        sessions = Sessions(pipe, COMPACT, (uploads,), folder)
+        try:
+            return sessions.visit("later", session.id)
+        finally:
+            sessions.close()
+
+    return read
+
+
+def test_each_change_is_written_when_it_has_ended(serve, uploads, after_crash) -> None:
+    sessions = serve()
+    session = converse(sessions, uploads)
+    written(sessions)
+    assert [turn.answer for turn in after_crash(session).turns] == [session.turns[0].answer]
+    asked(session, "And?")
+    session.forget(1)
+    written(sessions)
+    read = after_crash(session)
+    assert len(read.turns) == 2
+    assert [one.forgotten for one in read.conversation.segments].count(True) == 1
+    fork = sessions.fork("a")
+    session.undo()
+    written(sessions)
+    assert (len(after_crash(session).turns), len(after_crash(fork).turns)) == (1, 2)
+    session.begin()
+    written(sessions)
+    assert not after_crash(session).turns
+
+
+def test_an_answer_that_is_stopped_is_written(serve, after_crash) -> None:
+    sessions = serve()
+    session = sessions.session("a")
+    answering = session.ask("What?", [], max_new_tokens=60, temperature=0.0)
+    while not session.exchanges or not session.exchanges[0].answer:
+        next(answering)
+    answering.close()
+    written(sessions)
+    assert after_crash(session).turns[0].answer == session.turns[0].answer
+
+
+def test_nothing_is_written_without_a_change(serve, uploads, folder, monkeypatch) -> None:
+    sessions = serve()
+    session = converse(sessions, uploads)
+    written(sessions)
+    monkeypatch.setattr(module.ConversationFolder, "_write", lambda *_: pytest.fail("written"))
+    session.save(uploads / "download.safetensors")
+    list(session.ask("x" * 10**7, []))
+    written(sessions)
+    assert not session.is_unsaved
+    assert serve().visit("b", session.id).turns
+
+
+def test_a_question_waits_while_its_conversation_is_written(serve, uploads, monkeypatch) -> None:
+    """Other conversations go on meanwhile; a conversation has no two writers at once."""
+    began, go_on, writers = threading.Event(), threading.Event(), []
+
+    def slow(path, *content) -> None:
+        writers.append(path)
+        began.set()
+        assert go_on.wait(60)
+        write_checked(path, *content)
+        writers.remove(path)
+
+    monkeypatch.setattr(chat_module, "write_checked", slow)
+    sessions = serve()
+    session, other = converse(sessions, uploads), sessions.session("b")
+    assert began.wait(60)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(asked, session, "And?")
+        asked(other, "What?")
+        assert other.turns and len(session.turns) == 1 and len(writers) == 1
+        go_on.set()
+        asking.result(60)
+    assert len(session.turns) == 2 and not session.turns[1].error
+    written(sessions)
+    assert not writers and not session.is_unsaved and not other.is_unsaved
+
+
+def test_a_conversation_that_answers_is_written_afterwards(serve, uploads, after_crash) -> None:
+    sessions = serve()
+    session = converse(sessions, uploads)
+    answering = session.ask("And?", [], max_new_tokens=6, temperature=0.0)
+    next(answering)
+    written(sessions)
+    list(answering)
+    written(sessions)
+    assert len(after_crash(session).turns) == 2
+
+
+def test_a_write_that_fails_leaves_the_old_files(
+    serve, uploads, after_crash, folder, monkeypatch, caplog
+) -> None:
+    sessions = serve()
+    session = converse(sessions, uploads)
+    written(sessions)
+
+    def full(*_) -> None:
+        raise InputError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_module, "write_checked", full)
+        asked(session, "And?")
+        written(sessions)
+        assert "not kept: the disk is full" in caplog.text
+        assert len(after_crash(session).turns) == 1
+        assert len(list(folder.iterdir())) == 2
+    sessions.close()
+    assert len(after_crash(session).turns) == 2
+
+
+def test_a_process_that_is_killed_while_it_writes(serve, uploads, after_crash, folder) -> None:
+    """Its unfinished files go; a chat without the record of its last turn is read."""
+    sessions = serve()
+    session = converse(sessions, uploads)
+    written(sessions)
+    record = folder / f"{session.id}.json"
+    old = record.read_text()
+    asked(session, "And?", uploads / "1.png")
+    written(sessions)
+    record.write_text(old)
+    part = folder / f".{session.id}.safetensors.0123456789abcdef.part"
+    part.write_bytes(b"unfinished")
+    (folder / ".notes.part").write_text("of somebody else")
+    assert len(after_crash(session).turns) == 2
+    assert not part.exists() and (folder / ".notes.part").exists()
+
+
+def test_a_folder_is_bounded_while_the_page_is_served(serve, folder, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MAX_FILES", 2)
+    sessions = serve()
+    for key in "abc":
+        asked(sessions.session(key), "What?")
+    written(sessions)
+    assert len(list(folder.glob("*.safetensors"))) == 2
+
+
 def test_files_are_of_their_owner_alone(serve, uploads, folder) -> None:
     converse(serve(), uploads)
     serve()
@@ -108,7 +261,10 @@ def test_files_that_cannot_be_removed_keep_no_other_conversation_out(
 ) -> None:
     sessions = serve()
     lost, saved = (converse(sessions, uploads, key) for key in "ab")
+    written(sessions)
+    (folder / f"{lost.id}.safetensors").unlink()
     (folder / f"{lost.id}.safetensors").mkdir()
+    lost.begin()
     again = serve()
     assert "cannot be removed" in caplog.text
     assert again.visit("b", saved.id).id == saved.id

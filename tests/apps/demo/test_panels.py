@@ -24,7 +24,7 @@ from oscar_mm.apps.demo.memory_panel import (
     segments_view,
     status_view,
 )
-from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
+from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality

@@ -11,7 +11,7 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.demo import measured_chat as chat_module
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo.memory_panel import status_view
-from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
+from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import history
 from oscar_mm.apps.demo.uploads import LIMITS

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from oscar_mm.apps.demo import sessions as sessions_module
-from oscar_mm.apps.demo.session import AS_PRESET, SessionSettings
+from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
