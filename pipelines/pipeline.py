@@ -157,7 +157,7 @@ class Pipeline:
             InputError: the file cannot be read, is no chat, was altered or is another model's; or
                 it has no room in ``kv_budget``.
         """
-        # Reading may take long, so others answer meanwhile.
+        # Reading may take long, so others answer meanwhile; then they may have the room.
         conversation, system, saved = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
@@ -165,10 +165,18 @@ class Pipeline:
             layers=self.admission.layer_shapes,
             vocabulary=self.model.get_input_embeddings().num_embeddings,
         )
-        with self.lock:
-            if self.budget is not None:
-                self.budget.make_room(saved.bytes)
-            cache = saved.placed(self.store, self.family.layer_devices)
+        budget = self.budget
+        if budget is not None and saved.bytes > budget.limit:
+            raise InputError(
+                f"{path}: holds {saved.bytes:,} bytes, and kv_budget is {budget.limit:,}: raise it"
+            )
+
+        def place() -> OscarCache:
+            if budget is not None:
+                budget.make_room(saved.bytes)
+            return saved.placed(self.store, self.family.layer_devices)
+
+        with self.engine.room_for(place) as cache:
             return Chat(self, system, replace(conversation, kv=cache))
 
     def batch(

@@ -155,9 +155,8 @@ class Chat:
         pipe.admission.check_text("answer", answer, may_be_empty=True)
         shown = pipe.media_reader.read(images, videos, audio)
         ids = family.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        with self._next_turn(prompt, shown, len(ids), before) as (now, opened):
+        with self._next_turn(prompt, shown, len(ids), before, reserves=True) as (now, opened):
             question = without_reasoning(opened, family.think_tokens)
-            self._spillable.make_room(question, len(ids) + 1)  # all of them are stored
             cache = now.cache.fork()
             try:
                 pipe.engine.reader.read(with_answer(question, ids).to(family.device), cache)
@@ -284,32 +283,48 @@ class Chat:
     @contextmanager
     def _alone(self) -> Iterator[Conversation]:
         """Inside, nobody else uses the chat or its store, and no stream is open."""
-
-        def load() -> Conversation:
-            self._end_stream()
-            return self._spillable.load()
-
-        with self._calls, self.pipe.engine.room_for(load) as now:
+        with self._calls, self.pipe.engine.room_for(self._load) as now:
             yield now
+
+    def _load(self) -> Conversation:
+        self._end_stream()
+        return self._spillable.load()
 
     @contextmanager
     def _next_turn(
-        self, question: str, shown: Media, most: int, before: Sequence[Message]
+        self,
+        question: str,
+        shown: Media,
+        most: int,
+        before: Sequence[Message],
+        *,
+        reserves: bool = False,
     ) -> Iterator[tuple[Conversation, Prompt]]:
         """Inside, as of ``_alone``: the conversation, and the prompt of its next turn, which fits.
 
-        Others answer while the prompt is prepared.
+        Others answer while the prompt is prepared. With ``reserves`` there is room for the prompt
+        and for ``most`` tokens after it, which waits for theirs.
         """
         pipe = self.pipe
+
+        def begin() -> Conversation:
+            now = self._load()
+            if reserves and now.turns is then.turns:
+                pipe.admission.check_prompt(prompt, most, past_of(now))
+                read = without_reasoning(prompt, pipe.family.think_tokens)
+                self._spillable.make_room(read, most + 1)  # all of them are stored
+            return now
+
         with self._calls:
             while True:
                 then = self._spillable.conversation
                 system = None if then.turns else self.system
                 prompt = next_prompt(pipe, then, question, system, shown, most, before)
-                with self._alone() as now:
+                with pipe.engine.room_for(begin) as now:
                     if now.turns is not then.turns:
                         continue  # A stream that was left has become a turn.
-                    pipe.admission.check_prompt(prompt, most, past_of(now))
+                    if not reserves:
+                        pipe.admission.check_prompt(prompt, most, past_of(now))
                     yield now, prompt
                     return
 

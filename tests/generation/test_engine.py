@@ -18,7 +18,7 @@ import torch
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.errors import Busy
+from oscar_mm.errors import Busy, InputError
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import answer_groups, decode_batch, decode_loop
 from oscar_mm.generation.generation import Generation
@@ -716,6 +716,39 @@ def test_a_chat_on_disk_waits_for_room(qwen3_vl_folder) -> None:
     pipe.budget.limit = 1000
     with pytest.raises(Busy):
         found.undo()
+
+
+@pytest.mark.parametrize("waits", ["tell", "load_chat"])
+def test_turns_and_chats_that_are_read_wait_for_room(qwen3_vl_folder, tmp_path, waits: str) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    told = {"prompt": SHORT[0] * 5, "answer": "A fox."}
+    expected = pipe.chat()
+    expected.tell(**told)
+    expected.save(tmp_path / "chat")
+    held = pipe.budget.used_bytes
+    expected.close()
+    running = made(pipe, SHORT[1], max_new_tokens=400)
+    pipe.engine.submit(running)
+    pipe.engine.run_until(lambda: len(running.tokens) > 3)
+    pipe.budget.limit = pipe.budget.taken_bytes + held // 2
+
+    def read() -> Chat:
+        if waits == "load_chat":
+            return pipe.load_chat(tmp_path / "chat")
+        chat = pipe.chat()
+        chat.tell(**told)
+        return chat
+
+    chat = read()
+    assert running.complete().finish_reason == "length"
+    assert len(chat.turns) == 1 and pipe.budget.used_bytes == held
+    for limit, is_busy in ((held + held // 2, True), (held - 1, False)):
+        pipe.budget.limit = limit
+        with pytest.raises(InputError, match="raise") as refused:
+            read()
+        assert issubclass(refused.type, Busy) is is_busy
+    chat.close()
 
 
 def test_a_chat_on_disk_is_not_overtaken_for_ever(qwen3_vl_folder) -> None:
