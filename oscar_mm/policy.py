@@ -113,7 +113,8 @@ class KVPolicy:
             its own already.
         center: with ``key_axis="token"``, each token and head stores its key or the key less its
             page's center, whichever has the smaller error. The center is the mean of the page's
-            first keys.
+            first keys; where the window is below 4 tokens and a page begins while decoding, of
+            keys that the page before stores.
         window: most recent tokens of a sequence that are always kept in 16 bit.
         sinks: first tokens of a sequence that are always kept in 16 bit.
 

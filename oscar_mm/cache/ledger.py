@@ -26,6 +26,8 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 _NUMBERS = itertools.count()
+_SMALL_WINDOW = 4
+"""A smaller one has too few keys for a page's center."""
 
 
 class Ledger:
@@ -342,13 +344,11 @@ class _Advance:
         pages = [self._own_last_page(stream, slots)] if in_last else []
         begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))
         source = np.concatenate([~np.array(stream.slots, np.int64), new])
-        begins = {}
-        if policy.center and begun:
-            begins = self._beginnings(sequence, code, source, in_last, begun)
         first = PAGE_TOKENS - room if in_last else 0
-        self._step.fillings.append(
-            Filling(row, stream.bits, pages + begun, first, source[:count], begins)
-        )
+        filling = Filling(row, stream.bits, pages + begun, first, source[:count], {})
+        if policy.center and begun:
+            self._begin(filling, sequence, code, source, in_last, begun)
+        self._step.fillings.append(filling)
         stream.fill(in_last, begun, count - in_last)
         emptied, stream.slots = stream.slots[:count], stream.slots[count:]
         return emptied, new[count - len(emptied) :]
@@ -364,23 +364,36 @@ class _Advance:
             stream.move_last_page(own)
         return stream.pages[-1]
 
-    def _beginnings(
-        self, sequence: Row, code: int, source: np.ndarray, first: int, pages: list[int]
-    ) -> dict[int, np.ndarray]:
-        """Sources of the tokens whose mean is a page's center.
+    def _begin(
+        self,
+        filling: Filling,
+        sequence: Row,
+        code: int,
+        source: np.ndarray,
+        first: int,
+        pages: list[int],
+    ) -> None:
+        """Choose the tokens whose mean is the center of pages that begin.
 
-        Its first one, and those of its stream that are in the window when that one leaves it: the
-        same ones whether tokens come one by one or together.
+        They are a page's first one, and those of its stream that are in the window when that one
+        leaves it: the same ones whether tokens come one by one or together. A small window has too
+        few: the tokens are 32 of those that come together, or of the page before.
 
         Args:
             source: of the stream's tokens, those in 16 bit and new ones.
             first: of them the first that goes to the first of the pages.
         """
-        places = sequence.stored_positions(code)[-len(source) :]
         starts = first + PAGE_TOKENS * np.arange(len(pages))
-        stops = np.searchsorted(places, places[starts] + self._policy.window, side="right")
-        stops = np.minimum(stops, starts + CENTER_TOKENS)
-        return {
+        stops = np.minimum(starts + CENTER_TOKENS, len(source))
+        if self._policy.window >= _SMALL_WINDOW:
+            places = sequence.stored_positions(code)[-len(source) :]
+            after = np.searchsorted(places, places[starts] + self._policy.window, side="right")
+            stops = np.minimum(stops, after)
+        elif len(source) >= CENTER_TOKENS:
+            starts = np.minimum(starts, stops - CENTER_TOKENS)
+        elif (stream := sequence.streams[code]).stores_center:
+            filling.before, stops = stream.pages[-1], starts
+        filling.begins = {
             page: source[start:stop]
             for page, start, stop in zip(pages, starts.tolist(), stops.tolist(), strict=True)
         }

@@ -14,6 +14,7 @@ import torch
 
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import SECOND, START, Entries
+from oscar_mm.ops.store_torch import STORED_CENTER
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 
@@ -84,6 +85,11 @@ class Stream:
     def room(self) -> int:
         """Places after the last token in pages, in the same page."""
         return PAGE_TOKENS - self.stops[-1] if self.pages else 0
+
+    @property
+    def stores_center(self) -> bool:
+        """Whether the last page, once it is full, stores ``STORED_CENTER`` of this stream."""
+        return bool(self.pages) and self.starts[-1] <= STORED_CENTER.start
 
     def move_last_page(self, page: int) -> None:
         """Have another page, with the same tokens, in the last entry's place."""

@@ -43,7 +43,9 @@ class Filling:
         pages: that they go to, one after the other.
         first: place of the first token in the first page.
         source: (n,) int64 of each token, the index of a new one or ~slot of 16 bit.
-        begins: for each page that begins, the sources of the tokens whose mean is its center.
+        begins: for each page that begins, the sources of the tokens whose mean is its center; none
+            where it is the mean of keys that the page ``before`` stores.
+        before: page of the same stream.
     """
 
     row: int
@@ -52,6 +54,7 @@ class Filling:
     first: int
     source: np.ndarray
     begins: dict[int, np.ndarray]
+    before: int = 0
 
     def is_same(self, other: Filling | None) -> bool:
         """Whether it packs the same tokens to the same places."""
@@ -91,7 +94,7 @@ class Filling:
         """(pages that begin, 36) int32 as ``oscar_mm.ops.store`` takes them."""
         begins = np.zeros((len(self.begins), HEAD + CENTER_TOKENS), np.int32)
         for line, (page, source) in zip(begins, self.begins.items(), strict=True):
-            line[:3] = page, self.row, len(source)
+            line[:HEAD] = page, self.row, len(source), 0 if len(source) else self.before
             line[HEAD : HEAD + len(source)] = source
         return begins
 

@@ -15,6 +15,7 @@ from oscar_mm.cache.slot_growth import first_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
+from oscar_mm.ops.store_torch import STORED_CENTER
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 
@@ -57,7 +58,10 @@ class Contents:
                 return [new[row, at] if at >= 0 else self.recent[~at] for at in source.tolist()]
 
             for page, source in filling.begins.items():
-                self.centers[filling.bits, page] = tokens(source)
+                stored = self.pages.get((filling.bits, filling.before), np.zeros(0))[STORED_CENTER]
+                center = tokens(source) or stored.tolist()
+                assert len(center) and min(center) >= 0
+                self.centers[filling.bits, page] = center
             for index, number in enumerate(tokens(filling.source)):
                 at, place = divmod(filling.first + index, PAGE_TOKENS)
                 key = bits, page = filling.bits, filling.pages[at]
