@@ -46,8 +46,13 @@ def kinds_now(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
     return found
 
 
-def tensors_now(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def tensors_now(
+    tensors: Mapping[str, torch.Tensor], formats: Mapping[str, PageFormat]
+) -> dict[str, torch.Tensor]:
     """Tensors of a file whose kinds were checked, as the present version has them.
+
+    Args:
+        formats: of the tensors that are pages.
 
     Raises:
         ValueError: blocks and streams do not fit together.
@@ -75,10 +80,13 @@ def tensors_now(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name in names:
         tokens = found.pop(name).transpose(2, 3).transpose(1, 2).flatten(0, 1)
         found[_renamed(name)] = tokens[torch.from_numpy(used)].contiguous()
+    for name, page_format in formats.items():
+        if page_format.by_token:
+            found[name] = _pages_now(found[name], page_format)
     return found
 
 
-def pages_now(pages: torch.Tensor, page_format: PageFormat) -> torch.Tensor:
+def _pages_now(pages: torch.Tensor, page_format: PageFormat) -> torch.Tensor:
     """Pages of key_axis "token", (n, page_bytes) uint8, in the present order."""
     found = torch.zeros_like(pages)
     heads = pages[:, : page_format.head_bytes * page_format.kv_heads]

@@ -121,7 +121,8 @@ def cache_content(
         for bits, pool in layer.pages.items():
             pages = pool.storage[slots[bits]].cpu()
             if layer.formats[bits].by_token:
-                _clear(pages, layer.formats[bits], in_use[bits])
+                # What nobody has was never written, or is forgotten.
+                layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
         recent = layer.recent.storage[slots[PLAIN]].cpu()
         tensors[f"layer.{layer.index}.{_name(PLAIN)}"] = recent
@@ -201,7 +202,14 @@ class SavedCache:
         [(text, found, shapes)] = accepted
         with _as_damaged(path):
             if text["version"] == 1:
-                tensors = _of_first_version(tensors, found, shapes)
+                tensors = first_version.tensors_now(
+                    tensors,
+                    {
+                        f"layer.{index}.{_name(bits)}": PageFormat.of(found, bits, *shape[:2])
+                        for index, shape in enumerate(shapes)
+                        for bits in found.packed_bits
+                    },
+                )
             tables = SavedTables.of(tensors, found)
             _check_content(tensors, found, tables, shapes)
         return cls(
@@ -296,17 +304,6 @@ def load_cache(
 
 def _name(bits: Bits) -> str:
     return "recent" if bits == PLAIN else f"pages.{'.'.join(str(bits).split('/'))}"
-
-
-def _clear(pages: torch.Tensor, page_format: PageFormat, in_use: np.ndarray) -> None:
-    """Zero the bytes of (n, page_bytes) pages that no stream has: never written, or forgotten."""
-    owners = page_format.token_bytes(pages.device).long()
-    # The bytes of no token, of owner -1, are in use.
-    kept = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
-    step = max(1, _CHECKED_BYTES // page_format.page_bytes)
-    for start in range(0, len(pages), step):
-        part = slice(start, start + step)
-        pages[part] *= kept[part][:, owners]
 
 
 @contextmanager
@@ -426,19 +423,6 @@ def _checked_shapes(
     if unknown := rest.keys() - SavedTables.KINDS.keys():
         raise ValueError(f"unknown tensors {sorted(unknown)[:3]}")
     return shapes
-
-
-def _of_first_version(
-    tensors: dict[str, torch.Tensor], policy: KVPolicy, shapes: list[LayerShape]
-) -> dict[str, torch.Tensor]:
-    """Tensors of a file of version 1 as the present version has them."""
-    found = first_version.tensors_now(tensors)
-    for index, shape in enumerate(shapes):
-        for bits in policy.packed_bits:
-            page, name = PageFormat.of(policy, bits, *shape[:2]), f"layer.{index}.{_name(bits)}"
-            if page.by_token:
-                found[name] = first_version.pages_now(found[name], page)
-    return found
 
 
 def _check_content(

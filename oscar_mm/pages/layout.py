@@ -70,6 +70,8 @@ def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 PAGE_TOKENS = 128
 ALIGNMENT = 16
+_CLEARED_BYTES = 1 << 26
+"""Of pages that are cleared in one go."""
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
 """Bits of the arrays that codes are stored in, lowest bits first."""
 
@@ -330,6 +332,19 @@ class PageFormat:
     def token_bytes(self, device: torch.device) -> torch.Tensor:
         """(page_bytes,) int16: the place whose token a byte of a stream page is of, else -1."""
         return _token_bytes(self).to(device)
+
+    def clear_unused(self, pages: torch.Tensor, in_use: np.ndarray) -> None:
+        """Zero what stream pages, (n, page_bytes) uint8 on the CPU, store of unused places.
+
+        Args:
+            in_use: (n, 128) bool.
+        """
+        owners = self.token_bytes(pages.device).long()
+        # The bytes of no token, of owner -1, are in use.
+        used = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
+        count = max(1, _CLEARED_BYTES // self.page_bytes)
+        for part, own in zip(pages.split(count), used.split(count), strict=True):
+            part *= own[:, owners]
 
     def all_finite(self, pages: torch.Tensor) -> bool:
         """Whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or infinite."""
