@@ -195,7 +195,7 @@ class KVBudget:
         for store in self.stores:
             ledgers = [cache.ledger for cache in caches if cache.store is store]
             slots = SlotSet.of(stream for ledger in ledgers for stream in ledger.streams())
-            total += slots.bytes(store, unshared=True)
+            total += store.bytes_of(slots.counts - slots.shared(store.allocators))
         return total
 
     def _refusal(self, used: int, needed: int) -> str:

@@ -290,7 +290,7 @@ class OscarCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Bytes held, by modality and by kind."""
-        return measure(self)
+        return measure(self.ledger, self.packed_layers, self.linear_layers)
 
     def fork(self) -> OscarCache:
         """A cache with the same past, over the same pages: only tables are copied.

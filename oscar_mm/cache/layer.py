@@ -9,13 +9,14 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from oscar_mm.cache.rows import Row, TokenPlaces
 from oscar_mm.cache.step import Step
+from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.library import numbers_of
@@ -23,17 +24,44 @@ from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
 from oscar_mm.quant.basis import Basis
 from oscar_mm.ranks import Ranks
-
-if TYPE_CHECKING:
-    from oscar_mm.cache.cache import OscarCache
 
 _GPU_PAGES = 256
 """Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16 bit."""
 _CPU_PAGES = 16
 """Pages that a CPU unpacks at a time: parts that stay in its caches are quicker."""
+
+
+class LayerCache(Protocol):
+    """What a layer needs of the cache that has it."""
+
+    policy: KVPolicy
+    store: PageStore
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new keys and values, (batch, KV heads, tokens, head_dim) each."""
+        ...
+
+    def note_stored(self, layer: OscarLayer, tokens: int) -> None:
+        """Check what a layer has stored of so many new tokens of each row."""
+        ...
+
+    def real_tokens(self, count: int) -> torch.Tensor:
+        """(batch, count) bool on the CPU: which of the last tokens are no padding."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Tokens of a row, padding included."""
+        ...
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(length of the keys in the coming forward pass, 0)."""
+        ...
 
 
 class OscarLayer(CacheLayerMixin):
@@ -44,7 +72,7 @@ class OscarLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: OscarCache, index: int) -> None:
+    def __init__(self, cache: LayerCache, index: int) -> None:
         self.is_initialized = False
         # Weak, so that slots go back as soon as nobody has the cache.
         self._cache, self.index = weakref.ref(cache), index
@@ -52,7 +80,7 @@ class OscarLayer(CacheLayerMixin):
         self.sigma_is_final = False
 
     @property
-    def cache(self) -> OscarCache:
+    def cache(self) -> LayerCache:
         """The cache that has this layer; RuntimeError if it is gone."""
         cache = self._cache()
         if cache is None:
@@ -69,7 +97,7 @@ class OscarLayer(CacheLayerMixin):
 
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
-    def fork(self, cache: OscarCache) -> OscarLayer:
+    def fork(self, cache: LayerCache) -> OscarLayer:
         """The same layer for a fork of the cache: the same pools and the same basis."""
         twin = copy.copy(self)
         twin._cache = weakref.ref(cache)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from oscar_mm.cache.layer import LinearLayer, OscarLayer
+from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.store import LayerPools
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN
 from oscar_mm.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from oscar_mm.cache.cache import OscarCache
-    from oscar_mm.cache.store import LayerPools, PageStore
 
 KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
 _SHARED = "shared"
@@ -138,51 +137,17 @@ class MemoryReport:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *notes])
 
 
-@dataclass(frozen=True)
-class StoreReport:
-    """Bytes of a store's pools, each once, whoever holds them.
-
-    Attributes:
-        used_bytes: of slots that some cache holds.
-        free_bytes: of slots that nobody holds; they are used again before the pools grow.
-        rounding_bytes: of no slot: a GPU gives a pool memory in pieces (2 MiB), and the last one is
-            not full. Reports of a cache leave them out.
-    """
-
-    used_bytes: int
-    free_bytes: int
-    rounding_bytes: int = 0
-
-    @property
-    def pool_bytes(self) -> int:
-        """What the pools take on their devices."""
-        return self.used_bytes + self.free_bytes + self.rounding_bytes
-
-
-def measure_store(store: PageStore) -> StoreReport:
-    """Add up the pools of all layers."""
-    used = slots = total = 0
-    for pools in store.layers.values():
-        for bits, pool in pools.by_bits.items():
-            held = store.allocators[bits].used * pool.slot_bytes
-            used += min(held, pool.storage.nbytes)
-            slots += pool.storage.nbytes
-            total += pool.device_bytes
-    return StoreReport(used, slots - used, total - slots)
-
-
-def token_bytes(cache: OscarCache, start: int, stop: int, row: int = 0) -> int:
+def token_bytes(ledger: Ledger, start: int, stop: int, row: int = 0) -> int:
     """Bytes that tokens ``start`` to ``stop - 1`` of a row take: their part of pages and slots.
 
     Tables and what is not in use of a page are in the whole report only; padding takes nothing.
     """
-    return span_bytes(cache, [(start, stop)], row)[0]
+    return span_bytes(ledger, [(start, stop)], row)[0]
 
 
-def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0) -> list[int]:
+def span_bytes(ledger: Ledger, spans: Sequence[tuple[int, int]], row: int = 0) -> list[int]:
     """``token_bytes`` of many spans, (start, stop) each, by one look at the tokens."""
-    sequence, ends = cache.ledger.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
-    pools = [cache.store.layers[x.index].by_bits for x in cache.packed_layers]
+    sequence, ends = ledger.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
         # Of the stream's tokens those before a span, and those before its end.
@@ -193,13 +158,20 @@ def span_bytes(cache: OscarCache, spans: Sequence[tuple[int, int]], row: int = 0
             (stream.bits, packed, PAGE_TOKENS),
             (PLAIN, in_16_bit, 1),
         ):
-            total += sum(by_bits[bits].slot_bytes for by_bits in pools) * tokens / whole
+            total += ledger.store.bytes_of({bits: 1}) * tokens / whole
     return np.rint(total).astype(np.int64).tolist()
 
 
-def measure(cache: OscarCache) -> MemoryReport:
-    """Add up the tensors that a cache holds, layer by layer, and its tables."""
-    ledger = cache.ledger
+def measure(
+    ledger: Ledger, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
+) -> MemoryReport:
+    """Add up the tensors that a cache holds, layer by layer, and its tables.
+
+    Args:
+        ledger: of the cache.
+        packed: its layers that have taken in keys and values.
+        linear: its layers of linear attention.
+    """
     ledger.store.collect()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     by_modality = {modality.label: 0 for modality in Modality} | {_SHARED: 0}
@@ -207,14 +179,15 @@ def measure(cache: OscarCache) -> MemoryReport:
     for stream in ledger.streams():
         tokens[stream.modality.label] += stream.tokens
     held = SlotSet.of(ledger.streams())
-    shared, spare = held.shared(ledger.store), sum(len(row.spare) for row in ledger.sequences)
+    shared = held.shared(ledger.allocators)
+    spare = sum(len(row.spare) for row in ledger.sequences)
     taken = held.counts + Counter({PLAIN: spare})
     alone = all(slots.used == taken[bits] for bits, slots in ledger.allocators.items())
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
-    for layer in cache.packed_layers:
+    for layer in packed:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
-        pools = cache.store.layers[layer.index]
+        pools = ledger.store.layers[layer.index]
         before = sum(by_kind.values())
         _add_pools(pools, held, None if alone else spare, by_kind, by_modality)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
@@ -222,7 +195,7 @@ def measure(cache: OscarCache) -> MemoryReport:
         by_kind["tables"] += own
         by_modality[_SHARED] += own
         by_device[str(layer.device)] += sum(by_kind.values()) - before
-    for state in (x for layer in cache.linear_layers for x in layer.states):
+    for state in (x for layer in linear for x in layer.states):
         by_kind["states"] += state.nbytes
         by_modality[_SHARED] += state.nbytes
         by_device[str(state.device)] += state.nbytes

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from oscar_mm.cache.rows import Stream
+from oscar_mm.cache.slot_allocator import SlotAllocator
 from oscar_mm.policy import PLAIN, Bits
-
-if TYPE_CHECKING:
-    from oscar_mm.cache.store import PageStore
 
 
 class SlotSet:
@@ -49,22 +46,10 @@ class SlotSet:
         """Modality ("text", "image", "video", "audio") -> number of slots of one kind."""
         return Counter(self._modalities.get(bits, {}).values())
 
-    def shared(self, store: PageStore) -> Counter[Bits]:
+    def shared(self, allocators: Mapping[Bits, SlotAllocator]) -> Counter[Bits]:
         """Bits -> number of slots that others hold too."""
         found = Counter[Bits]()
         for bits, names in self._names.items():
-            owners = store.allocators[bits].owners
+            owners = allocators[bits].owners
             found[bits] = sum(owners(slot) > count for slot, count in names.items())
         return found
-
-    def bytes(self, store: PageStore, *, unshared: bool = False) -> int:
-        """Bytes of the slots in all layers.
-
-        Args:
-            store: of the streams.
-            unshared: without the slots that others hold too.
-        """
-        counts = self.counts
-        if unshared:
-            counts -= self.shared(store)
-        return store.bytes_of(counts)

@@ -1,6 +1,6 @@
 """PageStore: the slots that caches keep their pages in, and the bytes under them in every layer.
 
-All layers of a model store the same tokens, so slots are allocated once for all of them:
+All layers of a model store the same tokens, so slots are allocated once for all of them: a
 ``SlotAllocator`` hands out the ids, each layer's ``Pool`` has the bytes of its layer under them.
 """
 
@@ -12,12 +12,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from oscar_mm.cache.fair_lock import FairLock
-from oscar_mm.cache.memory import StoreReport, measure_store
+from oscar_mm.cache.rows import Row
+from oscar_mm.cache.slot_allocator import SlotAllocator
 from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
@@ -26,102 +28,10 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
 from oscar_mm.ranks import Ranks
 
-if TYPE_CHECKING:
-    from oscar_mm.cache.ledger import Ledger
-    from oscar_mm.cache.rows import Row
-
 _TRIMMING = 0.02
 """Most of the time that goes into moving slots together."""
 _COPY_BYTES = 1 << 26
 """Bytes that are copied at once where a pool is compacted in place."""
-
-
-class SlotAllocator:
-    """Free list and reference counts of slots. Slots are shared by forks of a sequence.
-
-    Attributes:
-        promises: how often slots were given out or foretold. If it has grown since a free slot was
-            foretold, others may have written to that slot.
-    """
-
-    def __init__(self) -> None:
-        self.promises = 0
-        self._references: list[int] = []
-        self._free: list[int] = []
-
-    @property
-    def capacity(self) -> int:
-        """Slots that pools must hold."""
-        return len(self._references)
-
-    @property
-    def free(self) -> int:
-        """Slots without an owner."""
-        return len(self._free)
-
-    @property
-    def used(self) -> int:
-        """Slots with at least one owner."""
-        return self.capacity - self.free
-
-    def allocate(self, count: int) -> list[int]:
-        """``count`` slots with one owner each.
-
-        A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
-        nothing and a long answer seldom moves the pool.
-        """
-        if not count:
-            return []
-        self.promises += 1
-        missing = count - len(self._free)
-        if missing > 0:
-            grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
-            self._references += [0] * len(grown)
-            self._free += reversed(grown)
-        slots = [self._free.pop() for _ in range(count)]
-        for slot in slots:
-            self._references[slot] = 1
-        return slots
-
-    def foretell(self, index: int) -> int | None:
-        """The slot that the allocation after ``index`` others will give; None if pools must grow
-        for it."""
-        self.promises += 1
-        return self._free[-1 - index] if index < len(self._free) else None
-
-    def share(self, slots: Iterable[int]) -> None:
-        """Add an owner to each slot."""
-        for slot in slots:
-            self._references[slot] += 1
-
-    def release(self, slots: Iterable[int]) -> None:
-        """Take an owner from each slot; a slot without owners is free."""
-        for slot in slots:
-            self._references[slot] -= 1
-            if not self._references[slot]:
-                self._free.append(slot)
-
-    def retain(self, slots: Iterable[int]) -> None:
-        """Add an owner to each slot, also to free ones, which are not free then."""
-        kept = set(slots)
-        if any(not self._references[slot] for slot in kept):
-            self._free = [slot for slot in self._free if slot not in kept]
-        self.share(kept)
-
-    def compact(self) -> list[int]:
-        """Leave out the free slots: slot i of now is the i-th of the returned ones of before."""
-        kept = [slot for slot, owners in enumerate(self._references) if owners]
-        self._references = [self._references[slot] for slot in kept]
-        self._free = []
-        return kept
-
-    def owners(self, slot: int) -> int:
-        """How many owners a slot has."""
-        return self._references[slot]
-
-    def is_shared(self, slot: int) -> bool:
-        """Whether the slot has more than one owner and so must not be written to."""
-        return self._references[slot] > 1
 
 
 class Pool:
@@ -243,6 +153,36 @@ class LayerPools:
             pool.reserve(allocators[bits].capacity)
 
 
+@dataclass(frozen=True)
+class StoreReport:
+    """Bytes of a store's pools, each once, whoever holds them.
+
+    Attributes:
+        used_bytes: of slots that some cache holds.
+        free_bytes: of slots that nobody holds; they are used again before the pools grow.
+        rounding_bytes: of no slot: a GPU gives a pool memory in pieces (2 MiB), and the last one is
+            not full. Reports of a cache leave them out.
+    """
+
+    used_bytes: int
+    free_bytes: int
+    rounding_bytes: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pools take on their devices."""
+        return self.used_bytes + self.free_bytes + self.rounding_bytes
+
+
+class SlotOwner(Protocol):
+    """Has slots of a store."""
+
+    @property
+    def sequences(self) -> list[Row]:
+        """Its rows; always the same list, which the store releases once the owner is gone."""
+        ...
+
+
 class PageStore:
     """Slots and pools that the caches of one model share::
 
@@ -284,24 +224,24 @@ class PageStore:
         self._pools: list[Pool] = []
         self._reserved: tuple[int, ...] = ()
         """Pools and slots at the last ``reserve``."""
-        self._ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[SlotOwner] = weakref.WeakSet()
         self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
         self._dropped: deque[list[Row]] = deque()
 
-    def register(self, ledger: Ledger) -> None:
-        """Take in a ledger, the slots of whose sequences come back when it is gone.
+    def register(self, owner: SlotOwner) -> None:
+        """Take in an owner, whose slots come back when it is gone.
 
         A finalizer runs between any two steps of any thread, so it only leaves a note, and
         ``collect`` gives the slots back.
         """
         with self._joining:
-            self._ledgers.add(ledger)
-        weakref.finalize(ledger, self._dropped.append, ledger.sequences).atexit = False
+            self._owners.add(owner)
+        weakref.finalize(owner, self._dropped.append, owner.sequences).atexit = False
 
-    def _registered(self) -> list[Ledger]:
-        """The ledgers that are there now; others may join while somebody goes through them."""
+    def _registered(self) -> list[SlotOwner]:
+        """The owners that are there now; others may join while somebody goes through them."""
         with self._joining:
-            return list(self._ledgers)
+            return list(self._owners)
 
     def layer(
         self,
@@ -381,9 +321,8 @@ class PageStore:
             for pools in self.layers.values():
                 pools.by_bits[bits].keep(kept)
             new_ids = {old: new for new, old in enumerate(kept)}
-            for ledger in self._registered():
-                for sequence in ledger.sequences:
-                    sequence.renumber(bits, new_ids)
+            for sequence in (row for owner in self._registered() for row in owner.sequences):
+                sequence.renumber(bits, new_ids)
 
     def trim_surplus(self, soon: int = 0) -> None:
         """``trim`` where it is worth moving the slots that are in use, and in a small share of all
@@ -413,8 +352,9 @@ class PageStore:
     def bytes_by_modality(self) -> dict[str, int]:
         """Bytes of the slots in use by modality, each once, whoever holds them."""
         self.collect()
-        ledgers = self._registered()
-        held = SlotSet.of(stream for ledger in ledgers for stream in ledger.streams())
+        owners = self._registered()
+        rows = (row for owner in owners for row in owner.sequences)
+        held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
         for bits in self.allocators:
             for label, count in held.by_modality(bits).items():
@@ -433,7 +373,14 @@ class PageStore:
     def memory(self) -> StoreReport:
         """Bytes of the pools, used and free, whoever holds them; each once."""
         self.collect()
-        return measure_store(self)
+        used = slots = total = 0
+        for pools in self.layers.values():
+            for bits, pool in pools.by_bits.items():
+                held = self.allocators[bits].used * pool.slot_bytes
+                used += min(held, pool.storage.nbytes)
+                slots += pool.storage.nbytes
+                total += pool.device_bytes
+        return StoreReport(used, slots - used, total - slots)
 
 
 def _describe(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:

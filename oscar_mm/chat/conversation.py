@@ -200,7 +200,7 @@ class Conversation:
         spans = [span for turn in self.turns for span in (turn, *turn.media)]
         sizes = iter([0] * len(spans))
         if self.kv is not None and spans:
-            sizes = iter(span_bytes(self.kv, [(span.start, span.stop) for span in spans]))
+            sizes = iter(span_bytes(self.kv.ledger, [(span.start, span.stop) for span in spans]))
         segments: list[Segment] = []
         for number, turn in enumerate(self.turns):
             turn_bytes = next(sizes)

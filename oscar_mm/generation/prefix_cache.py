@@ -136,7 +136,7 @@ class PrefixCache:
                 return
             if length == len(entry.ids):
                 self._drop(entry)
-        size = token_bytes(cache, 0, stop)
+        size = token_bytes(cache.ledger, 0, stop)
         if size > self.limit:
             return
         while len(self) >= _MOST_ENTRIES or self.bytes + size > self.limit:

@@ -107,7 +107,9 @@ def test_bytes_of_tokens(policy: str) -> None:
     cache, _ = filled(POLICIES[policy], IDS)
     report = cache.memory()
     ends = [0, 100, 101, 350, 512, 700, 890]
-    parts = [token_bytes(cache, *ends[at : at + 2], row=row) for row in (0, 1) for at in range(6)]
+    parts = [
+        token_bytes(cache.ledger, *ends[at : at + 2], row=row) for row in (0, 1) for at in range(6)
+    ]
     # All but the places of pages that are not in use.
     held = sum(report.by_kind[kind] for kind in ("codes", "scales", "norms", "tails"))
     idle = sum(
@@ -117,10 +119,10 @@ def test_bytes_of_tokens(policy: str) -> None:
     )
     assert (idle > 0) == (policy in ("stream", "stream_mixed"))
     assert abs(held - idle / 128 - sum(parts)) <= len(parts)
-    assert token_bytes(cache, 0, 190, row=1) == 0  # padding
+    assert token_bytes(cache.ledger, 0, 190, row=1) == 0  # padding
     cache.forget(200, 700)
-    assert token_bytes(cache, 190, 710) == token_bytes(cache, 190, 200) + token_bytes(
-        cache, 700, 710
+    assert token_bytes(cache.ledger, 190, 710) == token_bytes(cache.ledger, 190, 200) + token_bytes(
+        cache.ledger, 700, 710
     )
 
 

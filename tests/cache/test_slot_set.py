@@ -18,13 +18,14 @@ def test_forks_hold_the_same_slots() -> None:
     assert held.counts == {bits: slots.used for bits, slots in store.allocators.items()}
     pages = [page for stream in streams for page in stream.pages]
     assert len(pages) > 1 and held.slots(TWO) == pages
-    assert held.bytes(store) == held.bytes(store, unshared=True) == store.memory().used_bytes
+    assert store.bytes_of(held.counts) == store.memory().used_bytes
+    assert not +held.shared(store.allocators)
     twin = cache.fork()
     both = SlotSet.of([*streams, *twin.ledger.streams()])
-    assert both.counts == held.counts and not +both.shared(store)
-    assert held.shared(store) == held.counts and held.bytes(store, unshared=True) == 0
+    assert both.counts == held.counts and not +both.shared(store.allocators)
+    assert held.shared(store.allocators) == held.counts
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert store.bytes_of(held.counts, cpu) == held.bytes(store)
+    assert store.bytes_of(held.counts, cpu) == store.memory().used_bytes
     assert store.bytes_of(held.counts, meta) == 0
 
 
@@ -38,7 +39,7 @@ def test_a_page_with_a_gap_is_one_slot() -> None:
     cache.forget(int(places[20]), int(places[30]))
     after = SlotSet.of(cache.ledger.streams())
     assert sum(len(stream.pages) for stream in cache.ledger.streams()) == before.counts[TWO] + 1
-    assert after.counts[TWO] == before.counts[TWO] and not +after.shared(cache.store)
+    assert after.counts[TWO] == before.counts[TWO] and not +after.shared(cache.store.allocators)
 
 
 def test_slots_by_modality() -> None:

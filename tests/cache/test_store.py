@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.rows import Row, Stream
+from oscar_mm.cache.slot_set import SlotSet
 from oscar_mm.cache.store import PageStore, Pool
 from oscar_mm.policy import Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids
@@ -31,13 +32,14 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, _ = filled("compact", IDS)
-    store, streams, renumber = cache.store, cache.ledger.streams, Row.renumber
+    store, slot_set, renumber = cache.store, SlotSet.of, Row.renumber
     joined, walks = [], set()
 
-    def slow_streams() -> Iterator[Stream]:
-        walks.add("streams")
-        joined.append(OscarCache("compact", store=store))
-        return streams()
+    def slow_streams(streams: Iterable[Stream]) -> Iterator[Stream]:
+        for stream in streams:
+            walks.add("streams")
+            joined.append(OscarCache("compact", store=store))
+            yield stream
 
     def slow_renumber(sequence: Row, bits: Bits, ids: dict[int, int]) -> None:
         walks.add(bits)
@@ -45,7 +47,7 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
         renumber(sequence, bits, ids)
 
     cache.crop(-500)  # leaves slots to trim
-    monkeypatch.setattr(cache.ledger, "streams", slow_streams)
+    monkeypatch.setattr(SlotSet, "of", lambda streams: slot_set(slow_streams(streams)))
     monkeypatch.setattr(Row, "renumber", slow_renumber)
     assert store.bytes_by_modality()["text"] > 0
     store.trim()

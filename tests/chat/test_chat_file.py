@@ -251,7 +251,7 @@ def test_segments_of_many_turns_take_one_look(held) -> None:
     """Their bytes are those of each one's tokens; a file may name thousands of turns."""
     turn = held.turns[0]
     parts = [turn, *turn.media]
-    found = [token_bytes(held.cache, one.start, one.stop) for one in parts]
+    found = [token_bytes(held.cache.ledger, one.start, one.stop) for one in parts]
     assert [one.bytes for one in held.segments()] == [found[0] - found[1], found[1]]
     cache = OscarCache("compact")
     cache.begin(np.zeros((1, 200_000), np.int8))

@@ -1,0 +1,93 @@
+"""SlotAllocator: which slots of one kind are free, and how many owners the others have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SlotAllocator:
+    """Free list and reference counts of slots. Slots are shared by forks of a sequence.
+
+    Attributes:
+        promises: how often slots were given out or foretold. If it has grown since a free slot was
+            foretold, others may have written to that slot.
+    """
+
+    def __init__(self) -> None:
+        self.promises = 0
+        self._references: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Slots that pools must hold."""
+        return len(self._references)
+
+    @property
+    def free(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Slots with at least one owner."""
+        return self.capacity - self.free
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` slots with one owner each.
+
+        A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
+        nothing and a long answer seldom moves the pool.
+        """
+        if not count:
+            return []
+        self.promises += 1
+        missing = count - len(self._free)
+        if missing > 0:
+            grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
+            self._references += [0] * len(grown)
+            self._free += reversed(grown)
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self._references[slot] = 1
+        return slots
+
+    def foretell(self, index: int) -> int | None:
+        """The slot that the allocation after ``index`` others will give; None if pools must grow
+        for it."""
+        self.promises += 1
+        return self._free[-1 - index] if index < len(self._free) else None
+
+    def share(self, slots: Iterable[int]) -> None:
+        """Add an owner to each slot."""
+        for slot in slots:
+            self._references[slot] += 1
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Take an owner from each slot; a slot without owners is free."""
+        for slot in slots:
+            self._references[slot] -= 1
+            if not self._references[slot]:
+                self._free.append(slot)
+
+    def retain(self, slots: Iterable[int]) -> None:
+        """Add an owner to each slot, also to free ones, which are not free then."""
+        kept = set(slots)
+        if any(not self._references[slot] for slot in kept):
+            self._free = [slot for slot in self._free if slot not in kept]
+        self.share(kept)
+
+    def compact(self) -> list[int]:
+        """Leave out the free slots: slot i of now is the i-th of the returned ones of before."""
+        kept = [slot for slot, owners in enumerate(self._references) if owners]
+        self._references = [self._references[slot] for slot in kept]
+        self._free = []
+        return kept
+
+    def owners(self, slot: int) -> int:
+        """How many owners a slot has."""
+        return self._references[slot]
+
+    def is_shared(self, slot: int) -> bool:
+        """Whether the slot has more than one owner and so must not be written to."""
+        return self._references[slot] > 1
