@@ -309,6 +309,7 @@ class PageStore:
         A pool whose address stays is compacted in place; of others one at a time is copied, so that
         much memory is needed on the way.
         """
+        owners = self._registered()  # None goes from here on, and comes back with old ids.
         self.collect()
         for bits, slots in self.allocators.items():
             if not slots.free:
@@ -321,7 +322,7 @@ class PageStore:
             for pools in self.layers.values():
                 pools.by_bits[bits].keep(kept)
             new_ids = {old: new for new, old in enumerate(kept)}
-            for sequence in (row for owner in self._registered() for row in owner.sequences):
+            for sequence in (row for owner in owners for row in owner.sequences):
                 sequence.renumber(bits, new_ids)
 
     def trim_surplus(self, soon: int = 0) -> None:

@@ -54,6 +54,26 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
     assert walks == {"streams", *store.allocators} and len(joined) > 2
 
 
+def test_a_cache_may_go_while_slots_get_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = filled("compact", IDS)
+    others, store, renumber = [cache.fork()], cache.store, Row.renumber
+    attend_oscar(others[0], chunk(1, 300))
+
+    def last_renumber(sequence: Row, bits: Bits, ids: dict[int, int]) -> None:
+        others.clear()
+        gc.collect()
+        renumber(sequence, bits, ids)
+
+    cache.crop(-500)
+    others[0].crop(-700)
+    monkeypatch.setattr(Row, "renumber", last_renumber)
+    store.trim()
+    assert not others
+    gc.collect()
+    store.collect()
+    check_slots(store, [cache.ledger])
+
+
 def test_a_store_is_joined_while_another_thread_holds_its_lock() -> None:
     store = PageStore("compact")
     joining = threading.Thread(target=OscarCache, args=("compact",), kwargs={"store": store})
