@@ -153,7 +153,7 @@ class _LikeVllm(BaseHTTPRequestHandler):
 @pytest.fixture
 def like_vllm() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _LikeVllm)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -807,6 +807,7 @@ def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
     try:
         while len(running.tokens) < 20:
             assert thread.is_alive()
+            time.sleep(0.001)  # A thread that does not sleep keeps the others from running.
         waits = []
         for _ in range(20):
             before = len(running.tokens)

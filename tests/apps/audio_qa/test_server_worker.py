@@ -87,6 +87,7 @@ class Scripted(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64  # Of more connections at once some would try again after a second.
 
     def __init__(self, reply: Callable[[dict[str, Any]], Reply]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -150,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def scripted(reply: Callable[[dict[str, Any]], Reply] = lambda _: ANSWERED) -> Iterator[Scripted]:
     with Scripted(reply) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield server
         finally:
@@ -285,7 +286,7 @@ def test_failures_that_pass(tmp_path) -> None:
 
 def test_failures_that_stay_with_their_row(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(chat_client, "TRIES", 3)
-    monkeypatch.setattr(chat_client, "_PATIENCE_S", 3.0)
+    monkeypatch.setattr(chat_client, "_PATIENCE_S", 0.5)
     replies: dict[str, Reply] = {
         "fine": ANSWERED,
         "long": (400, {}, {"error": {"message": "the conversation\nneeds 9 tokens"}}),

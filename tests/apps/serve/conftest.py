@@ -117,7 +117,7 @@ def picture_address(tmp_path, monkeypatch) -> Iterator[str]:
     (tmp_path / "a.png").write_bytes(png())
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/a.png"
     server.shutdown()
     server.server_close()
