@@ -20,10 +20,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKS = ("apps", "csrc", "pipelines")
 
 
-def run_python(program: str, folder: Path = ROOT) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60
-    )
+def run_python(program: str, folder: Path = ROOT, seconds: float = 60) -> str:
+    line, how = [sys.executable, "-c", program], {"capture_output": True, "text": True}
+    done = subprocess.run(line, cwd=folder, timeout=seconds, **how)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
