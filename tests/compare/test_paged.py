@@ -67,7 +67,6 @@ def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: b
     alone = method.restored(first_row(layers[0]), IDS)
     assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
     # What is packed is lossy, the rest exact; the same tokens as in the cache.
-    # Without a window the first key of a page is its center, and may come back exactly.
     exact = (back.keys == layers[0].keys) & (back.values == layers[0].values)
     exact = exact.all(-1).all(1)[0]
     packed = torch.zeros(len(IDS), dtype=torch.bool)
