@@ -44,7 +44,7 @@ class compiled:  # a decorator
 
 # A function that is called is there twice, once in the caller's own code, and which of the two is
 # run, with other bits as a result, depends on whether the code comes from the cache. That looks at
-# the file of the compiled function alone: after a change of ``floats`` touch those that call it.
+# the file of the compiled function alone: after a change of another touch those that call it.
 inlined = njit(inline="always", **_HOW)
 """Of a function that a compiled one calls."""
 
@@ -55,7 +55,7 @@ def as_bits(states: torch.Tensor) -> np.ndarray:
     states = states.detach()
     if states.dtype == torch.bfloat16:
         return states.contiguous().view(torch.uint16).numpy()
-    return states.float().contiguous().view(torch.uint32).numpy()
+    return states.float().contiguous().numpy().view(np.uint32)
 
 
 @inlined
@@ -67,23 +67,37 @@ def widen(row, bits):
 
 
 @inlined
-def floats(halves, places):
-    """float16 numbers as float32; none of them is infinite or NaN.
+def read_floats(halves, places, numbers):
+    """Write float16 numbers as float32; none of them is infinite or NaN.
 
     Args:
         halves: (n,) uint16.
         places: (m,) of the numbers.
+        numbers: (m,) float32.
     """
-    bits = np.empty(len(places), np.uint32)
-    for index in range(len(bits)):
+    bits = numbers.view(np.uint32)
+    for index in range(len(numbers)):
         half = np.uint32(halves[places[index]])
         bits[index] = (half & np.uint32(0x8000)) << np.uint32(16) | (
             half & np.uint32(0x7FFF)
         ) << np.uint32(13)
-    found = bits.view(np.float32)
-    for index in range(len(bits)):
-        found[index] *= np.float32(2.0**112)  # The exponents' offsets are 15 and 127.
-    return found
+    for index in range(len(numbers)):
+        numbers[index] *= np.float32(2.0**112)  # The exponents' offsets are 15 and 127.
+
+
+@inlined
+def rotate_vector(vector):
+    """Multiply (n,) float32, n a power of two, by the normalized Hadamard matrix."""
+    count, width = len(vector), 1
+    while width < count:
+        for start in range(0, count, 2 * width):
+            for index in range(start, start + width):
+                one, two = vector[index], vector[index + width]
+                vector[index], vector[index + width] = one + two, one - two
+        width *= 2
+    factor = np.float32(1 / np.sqrt(np.float64(count)))
+    for index in range(count):
+        vector[index] *= factor
 
 
 def shares(tasks: np.ndarray) -> list[np.ndarray]:

@@ -1,10 +1,12 @@
 """decode on CPUs: attention over packed pages by loops that numba compiles.
 
-Codes are never brought into their natural order. A plane of codes (the low bits of all codes of a
-page, or the high ones) is read a row of 32-bit words at a time; a word's lane and a code's place in
-it tell token and channel, by tables made from the page's ``Order``. Of keys a place in the word and
-the lane within a group decide on the channel, so queries are spread out over lanes once. Of values
-the sums of all lanes are brought into the order of channels once, at the end.
+Codes are never brought into their natural order (see ``oscar_mm.pages.fragments``): a vector has
+16 words of a page, and a place in a word means the same for all of them. Planes become words of
+eight codes, of 4 bits each; the number of a code's place has three bits, k2 k1 k0. Words of keys
+are transposed, so that a lane has two tokens: k1 tells which, k2 and k0 tell the channel, and the
+sum of a token's products stays in its lane. In words of values k0 tells the channel, k2, k1 and the
+lane tell the token: weights are spread out over lanes, and the sums of lanes are brought into the
+order of channels once, at the end.
 """
 
 from __future__ import annotations
@@ -15,46 +17,87 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.kernels.loops import as_bits, call_all, compiled, floats, inlined, shares, widen
+from oscar_mm.kernels.loops import (
+    as_bits,
+    call_all,
+    compiled,
+    inlined,
+    read_floats,
+    rotate_vector,
+    widen,
+)
+from oscar_mm.kernels.vectors import (
+    LANES,
+    aligned,
+    as_floats,
+    as_words,
+    from_words,
+    load,
+    prefetch,
+    shuffle,
+    splat,
+    splat_one,
+    store,
+    total,
+)
 from oscar_mm.ops.decode_tables import SECOND, START
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.quant.basis import Basis
 
 if TYPE_CHECKING:
     from oscar_mm.ops.decode import DecodeArguments
 
 _TILE = 16
+_TILES = PAGE_TOKENS // _TILE
 _GROUPS = 8
-"""Tokens of a tile, or pairs of channels, that the lanes of a row of words are of."""
+"""Of words of a tile."""
+_BLOCKS = PAGE_TOKENS // 2 // LANES
+"""Vectors that have the words of a place of all groups and tiles."""
 _PART = 64
 """Most pages of a task: bounds the scores that are in memory."""
+_ZIP_LOW = shuffle(*(lane // 2 + lane % 2 * 16 for lane in range(LANES)))
+_ZIP_HIGH = shuffle(*(8 + lane // 2 + lane % 2 * 16 for lane in range(LANES)))
+_FIRST_HALVES = shuffle(*(lane + lane // 8 * 8 for lane in range(LANES)))
+_SECOND_HALVES = shuffle(*(lane + 8 + lane // 8 * 8 for lane in range(LANES)))
 
 
-class _Plane(NamedTuple):
-    """Where the codes of a plane are, and of what. Of values a word is of one pair of channels at
-    four tokens, so that four places of a word are added to the same sum.
+def _over_lanes(number: int, words: int) -> Any:
+    """Shuffle that takes weights of a tile's tokens to the lanes of their codes.
+
+    Args:
+        number: bits k2 and k1 of the codes.
+        words: of a quad that follow each other.
+    """
+    first = number % 2 * 8 + number // 2
+    return shuffle(*(first + lane // words % 4 * 2 for lane in range(LANES)))
+
+
+_OVER_2_0, _OVER_2_1, _OVER_2_2, _OVER_2_3 = (_over_lanes(number, 2) for number in range(4))
+_OVER_4_0, _OVER_4_1, _OVER_4_2, _OVER_4_3 = (_over_lanes(number, 4) for number in range(4))
+
+
+class _Codes(NamedTuple):
+    """Where the codes of keys or of values are in a head, in 32-bit words.
 
     Attributes:
-        start: first word of a head.
-        bits: of a code.
-        factor: of its codes: 1, or that of high bits.
-        places: (sums, 4) int64: the places in a word that are added to one of its sums. Of keys
-            (2 * n, 4): first those of the first 8 tokens of a tile, then of the others.
-        channels: of keys (rows, places, lanes of a group): the channel. Of values (rows, sums,
-            lanes of all groups): the channel of a sum.
-        tokens: of values (kinds, lanes of a group): the token of a tile; empty for keys.
-        scales: of values (rows, kinds, lanes of a group): which of a token's scales it has.
-        kinds: of values (places,): which of ``tokens`` a place in a word has.
+        start: of the plane of low bits.
+        high: start of the plane of high bits; 0 where there is none.
+        steps: runs of a tile's words; a run has those of 8 groups.
+        words: of a group in a run: 8 or 16.
+        parts: words of eight codes that a word becomes: 1, or 2, of its even and of its odd codes.
+        mask: of the low bits in a word of eight codes.
+        channels: of keys (head_dim,): for each run, word, part, k2 and k0 the channel. Of values
+            (sums,): for each run, vector, part, k0 and lane.
+        scales: of values (runs, scales, 16) float32: 1 for the scale of a lane's channels, else 0.
     """
 
     start: int
-    bits: int
-    factor: float
-    places: np.ndarray
+    high: int
+    steps: int
+    words: int
+    parts: int
+    mask: int
     channels: np.ndarray
-    tokens: np.ndarray
     scales: np.ndarray
-    kinds: np.ndarray
 
 
 class _Layout(NamedTuple):
@@ -62,26 +105,22 @@ class _Layout(NamedTuple):
 
     Attributes:
         head_words: 32-bit words of a KV head.
-        key_planes, value_planes: of low bits and of high bits; the latter is without rows where
-            codes have no high bits.
-        key_numbers: (KV heads, n) int64: where the float16 numbers of a head's keys are in a page,
+        keys, values: their codes.
+        key_numbers: (KV heads, n) uint32: where the float16 numbers of a head's keys are in a page,
             in natural order: scales, zeros, center and norms, the last two where there are any.
-        value_numbers: likewise, scales and zeros of values.
+        value_numbers: (KV heads, 2 * n) uint32: of values, scales and zeros, each group by group.
         has_center, has_norms: whether there are.
-        key_middle, value_middle: middle of the codes.
         key_group: tokens that share the scales of channels; 0 where each token has its own.
         value_group: channels of a value's scale.
     """
 
     head_words: int
-    key_planes: tuple[_Plane, _Plane]
-    value_planes: tuple[_Plane, _Plane]
+    keys: _Codes
+    values: _Codes
     key_numbers: np.ndarray
     value_numbers: np.ndarray
     has_center: bool
     has_norms: bool
-    key_middle: float
-    value_middle: float
     key_group: int
     value_group: int
 
@@ -89,69 +128,57 @@ class _Layout(NamedTuple):
 @lru_cache(maxsize=64)
 def _layout(page_format: PageFormat) -> _Layout | None:
     """Of pages in the order of fragments; None for others."""
-    if not page_format.in_fragments or page_format.value_group % (4 * _GROUPS):
+    if not page_format.in_fragments or page_format.value_group % 32:
         return None
+    heads = page_format.kv_heads
+    by_group = page_format.number_places("value_scales", "value_zeros")
+    by_group = by_group.reshape(heads, 2, PAGE_TOKENS, -1).transpose(0, 1, 3, 2)
     return _Layout(
         head_words=page_format.head_bytes // 4,
-        key_planes=_planes_of(page_format, "key"),
-        value_planes=_planes_of(page_format, "value"),
-        key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms"),
-        value_numbers=page_format.number_places("value_scales", "value_zeros"),
+        keys=_codes_of(page_format, "key"),
+        values=_codes_of(page_format, "value"),
+        # Unsigned: numba takes care of negative indices.
+        key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms").astype(
+            np.uint32
+        ),
+        value_numbers=by_group.reshape(heads, -1).astype(np.uint32),
         has_center=page_format.center,
         has_norms=page_format.token_scaling is not None,
-        key_middle=((1 << page_format.bits.keys) - 1) / 2,
-        value_middle=((1 << page_format.bits.values) - 1) / 2,
         key_group=0 if page_format.by_token else page_format.key_group,
         value_group=page_format.value_group,
     )
 
 
-def _planes_of(page_format: PageFormat, side: str) -> tuple[_Plane, _Plane]:
-    """The planes of keys or of values."""
-    planes: list[_Plane] = []
-    head_dim = page_format.head_dim
-    for name, first, bits in page_format.planes(f"{side}_codes"):
-        start = page_format.fields[name].offset // 4
-        of_lane = head_dim * bits // 64  # words
-        rows = -(-of_lane // 4)
-        stored = page_format.orders[name].elements().numpy()
-        # row, group, lane, place of the first tile
-        stored = stored.reshape(PAGE_TOKENS // _TILE, rows, _GROUPS, -1, 32 // bits)[0]
-        stored = stored.transpose(0, 3, 1, 2)
-        token, channel = np.divmod(stored, head_dim)
-        if side == "key":
-            tables = _key_tables(token, channel)
-        else:
-            tables = _value_tables(token, channel, page_format.value_group)
-        planes.append(_Plane(start, bits, float(1 << first), *tables))
-    none, flat, row = (np.zeros(shape, np.int64) for shape in ((0, 0, 0), (0, 4), 0))
-    low, high = [*planes, _Plane(0, 1, 0.0, flat, none, flat, none, row)][:2]
-    return low, high
-
-
-def _key_tables(token: np.ndarray, channel: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Places, channels, tokens, scales and kinds of a ``_Plane`` of keys.
-
-    Args:
-        token, channel: (rows, places, groups, lanes) of each code of a tile.
-    """
-    second = token[0, :, 0, 0] >= _GROUPS
-    places = np.argsort(second, kind="stable").reshape(-1, 4)
-    none, flat, row = (np.zeros(shape, np.int64) for shape in ((0, 0, 0), (0, 4), 0))
-    return places, np.ascontiguousarray(channel[:, :, 0]), flat, none, row
-
-
-def _value_tables(token: np.ndarray, channel: np.ndarray, group: int) -> tuple[np.ndarray, ...]:
-    """The same of a ``_Plane`` of values."""
-    rows, count = channel.shape[:2]
-    by_place = channel.transpose(1, 0, 2, 3).reshape(count, -1)
-    first, sums = np.unique(by_place, axis=0, return_index=True, return_inverse=True)[1:]
-    places = np.argsort(sums.ravel(), kind="stable").reshape(-1, 4)
-    of_place = np.concatenate([token[:1], channel // group])[:, :, 0].transpose(1, 0, 2)
-    seen, kinds = np.unique(of_place.reshape(count, -1), axis=0, return_inverse=True)
-    seen = seen.reshape(len(seen), rows + 1, -1).transpose(1, 0, 2)
-    channels = np.ascontiguousarray(channel[:, first].reshape(rows, len(first), -1))
-    return places, channels, seen[0].copy(), seen[1:].copy(), kinds.ravel()
+def _codes_of(page_format: PageFormat, side: str) -> _Codes:
+    """Codes of keys or of values."""
+    (name, _, bits), *high = page_format.planes(f"{side}_codes")
+    head_dim, group = page_format.head_dim, page_format.value_group
+    parts = 4 // bits
+    of_lane = head_dim * bits // 64  # words
+    steps = -(-of_lane // 4)
+    stored = page_format.orders[name].elements().numpy() % head_dim
+    # run, word, k2, k1, k0, part of the first tile
+    stored = stored.reshape(_TILES, steps, -1, 2, 2, 2, parts)[0]
+    words = stored.shape[1] // _GROUPS
+    scales = np.zeros((0, 0, LANES), np.float32)
+    if side == "key":
+        channels = stored[:, :words, :, 0].transpose(0, 1, 4, 2, 3)
+    else:
+        by_vector = stored[:, :, 0, 0].reshape(steps, -1, LANES, 2, parts)
+        channels = by_vector.transpose(0, 1, 4, 3, 2)
+        of_lane = by_vector[:, 0, :, 0, 0] // group
+        scales = of_lane[:, None] == np.arange(head_dim // group)[:, None]
+    fields = page_format.fields
+    return _Codes(
+        start=fields[name].offset // 4,
+        high=fields[high[0][0]].offset // 4 if high else 0,
+        steps=steps,
+        words=words,
+        parts=parts,
+        mask=0x33333333 if parts == 2 else 0xFFFFFFFF,
+        channels=channels.ravel(),
+        scales=np.ascontiguousarray(scales, np.float32),
+    )
 
 
 def reads(page_format: PageFormat) -> bool:
@@ -159,334 +186,453 @@ def reads(page_format: PageFormat) -> bool:
     return _layout(page_format) is not None
 
 
-@torch.no_grad()
 def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     """``decode``, see ``oscar_mm.ops.decode.DecodeArguments``; of pages in the kernels' order."""
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     batch, query_heads, tokens, head_dim = queries.shape
-    kv_heads = keys.shape[1]
+    kv_heads, rotate = keys.shape[1], arguments.rotate and bool(pages)
     columns = query_heads // kv_heads * tokens
-    straight = queries.float().reshape(batch, kv_heads, columns, head_dim).contiguous()
-    basis = Basis(head_dim, arguments.rotate, sigma)
-    turned = (basis.queries_in(straight) * arguments.scaling).numpy()
-    lines = _tasks(items.numpy(), counts.numpy(), len(pages), kv_heads)
-    parts = 1 + (int(lines[:, 0].max()) if len(lines) else 0)
-    totals = torch.full((parts, batch, kv_heads, columns), -torch.inf)
-    outputs = torch.zeros(parts, batch, kv_heads, columns, head_dim)
-    into = outputs.numpy(), totals.numpy()
-    given = (items.numpy(), turned, *into)
+    entries, ends = items.numpy(), counts.numpy()
+    threads, parts = torch.get_num_threads(), -(-entries.shape[1] // _PART)
+    totals = np.empty((len(pages) * parts, batch, kv_heads, columns), np.float32)
+    outputs = np.empty((*totals.shape, head_dim), np.float32)
+    straight = as_bits(queries).reshape(batch, kv_heads, columns, head_dim)
+    balancing = np.ones((1, 1, head_dim), np.float32) if sigma is None else sigma.numpy()
+    balancing = balancing.reshape(-1, *balancing.shape[-2:])
+    result = np.empty((batch, tokens, query_heads, head_dim), np.float32)
+    given = rotate, straight, arguments.scaling, outputs, totals
     calls: list[tuple[Any, ...]] = []
     for number, (pool, page_format) in enumerate(zip(pages, arguments.page_formats, strict=True)):
-        layout = _layout(page_format)
-        words = pool.numpy().view(np.int32), pool.numpy().view(np.uint16)
-        mine = lines[lines[:, 3] == number]
-        calls += [(_attend_to_pages, *words, layout, part, *given) for part in shares(mine)]
-    plain = (straight.mul(arguments.scaling).numpy(), tokens, *into)
-    given = as_bits(keys), as_bits(values), as_bits(recent), recents.numpy(), counts.numpy()
-    calls += [(_attend_to_tokens, *given, rows, *plain) for rows in shares(np.arange(batch))]
+        stored = pool.numpy()
+        which = stored.view(np.int32), stored.view(np.uint16), _layout(page_format), number
+        which = *which, entries, ends, balancing
+        calls += [
+            (_attend_to_pages, first, threads, *which, *given)
+            for first in range(min(threads, batch * parts * kv_heads))
+        ]
     call_all(calls)
-    weights = totals.softmax(0)[..., None]
-    found = basis.values_out((outputs[1:] * weights[1:]).sum(0)) + outputs[0] * weights[0]
-    output = arguments.result()
-    output.copy_(found.view(batch, query_heads, tokens, head_dim))
-    return output
-
-
-def _tasks(items: np.ndarray, counts: np.ndarray, pools: int, kv_heads: int) -> np.ndarray:
-    """(n, 6): output that is written, row, KV head, pool, and first and last of its entries."""
-    tasks = [
-        (1 + number * -(-items.shape[1] // _PART) + start // _PART, row, head, number, start, stop)
-        for row, (_, in_pages) in enumerate(counts.tolist())
-        for number in range(pools)
-        for start in range(0, in_pages, _PART)
-        for stop in [min(start + _PART, in_pages)]
-        for head in range(kv_heads)
-    ]
-    return np.array(tasks, dtype=np.int64).reshape(-1, 6)
+    states = as_bits(keys), as_bits(values), as_bits(recent), recents.numpy(), ends
+    call_all(
+        [
+            (_attend_to_tokens, first, threads, *states, *given, result)
+            for first in range(min(threads, batch * kv_heads))
+        ]
+    )
+    return torch.from_numpy(result.swapaxes(1, 2)).to(queries.dtype)
 
 
 @compiled
-def _attend_to_pages(words, halves, layout, tasks, items, queries, outputs, totals):
-    """Attend to the pages of each task; arrays as in ``decode_on_cpu``."""
-    columns, head_dim = queries.shape[2:]
+def _attend_to_pages(
+    first,
+    threads,
+    words,
+    halves,
+    layout,
+    number,
+    items,
+    counts,
+    balancing,
+    rotate,
+    queries,
+    scaling,
+    outputs,
+    totals,
+):
+    """Attend to pages of a pool, which is the ``number``-th; arrays as in ``decode_on_cpu``. Each
+    of so many ``threads`` takes every such task, from its ``first`` on."""
+    batch, heads, columns, head_dim = queries.shape
+    parts = -(-items.shape[1] // _PART)
+    longest = min(items.shape[1], _PART)
+    keys, values, head_words = layout.keys, layout.values, layout.head_words
     scales = head_dim // layout.value_group
-    scores = np.empty((columns, _PART * PAGE_TOKENS), np.float32)
-    products = np.empty((columns, PAGE_TOKENS), np.float32)
-    weights = np.empty((columns, PAGE_TOKENS, scales), np.float32)
-    for part, row, head, number, first, last in tasks:
-        query = queries[row, head]
-        entries = np.empty(last - first, np.int64)
+    entries = np.empty(longest, np.int64)
+    query = aligned(columns * head_dim).reshape(columns, -1)
+    table = aligned(columns * head_dim).reshape(columns, -1)
+    planes = aligned(_plane_words(keys)).view(np.int32)
+    numbers = np.empty(layout.key_numbers.shape[1], np.float32)
+    dots = aligned(columns * PAGE_TOKENS).reshape(columns, 2, -1)
+    scores = aligned(columns * longest * PAGE_TOKENS).reshape(columns, -1)
+    value_numbers = np.empty(layout.value_numbers.shape[1], np.float32)
+    weights = aligned(columns * scales * PAGE_TOKENS).reshape(columns, scales, -1)
+    spread = aligned(columns * 4 * LANES)
+    sums = aligned(columns * len(values.channels)).reshape(columns, -1)
+    zeros = np.empty((columns, scales), np.float32)
+    for task in range(first, batch * parts * heads, threads):
+        row, part, head = task // heads // parts, task // heads % parts, task % heads
         count = 0
-        for entry in range(first, last):
+        for entry in range(part * _PART, min((part + 1) * _PART, counts[row, 1])):
             if (items[row, entry, 1] >= SECOND) == (number == 1):
                 entries[count] = entry
                 count += 1
+        part += number * parts
+        for column in range(columns):
+            totals[part, row, head, column] = -np.inf
         if not count:
             continue
-        low, high = layout.key_planes
-        tables = _lane_table(columns, low), _lane_table(columns, high)
-        for plane in range(2):
-            _spread_over_lanes(query, layout.key_planes[plane], tables[plane])
+        base = head * head_words
+        for column in range(columns):
+            widen(queries[row, head, column], query[column].view(np.uint32))
+            for channel in range(head_dim):
+                sigma = balancing[row % len(balancing), head % balancing.shape[1], channel]
+                query[column, channel] *= sigma * np.float32(scaling)
+            if rotate:
+                rotate_vector(query[column])
+            for index in range(head_dim):
+                channel = keys.channels[index]
+                table[column, index] = query[column, channel]
         for place in range(count):
             slot, used = items[row, entries[place]]
-            _score_page(words[slot], halves[slot], head, layout, query, tables, products)
+            start = place * PAGE_TOKENS
+            if place + 1 < count:
+                following = items[row, entries[place + 1], 0] * words.shape[1] + base
+                _fetch(words, following, following + values.start)
+            else:
+                following = items[row, entries[0], 0] * words.shape[1] + base
+                _fetch(words, following + values.start, following + head_words)
+            _transpose(words, slot * words.shape[1] + base, keys, planes)
+            read_floats(halves[slot], layout.key_numbers[head], numbers)
+            _score_page(planes, layout, query, numbers, table, dots, scores, start)
             first_token, stop = used % SECOND // START, used % START
             for column in range(columns):
-                for token in range(PAGE_TOKENS):
-                    score = products[column, token] if first_token <= token < stop else -np.inf
-                    scores[column, place * PAGE_TOKENS + token] = score
-        low, high = layout.value_planes
-        sums = (
-            np.zeros((columns, *low.channels.shape), np.float32),
-            np.zeros((columns, *high.channels.shape), np.float32),
-        )
-        zeros = np.zeros((columns, scales), np.float32)
+                for token in range(first_token):
+                    scores[column, start + token] = -np.inf
+                for token in range(stop, PAGE_TOKENS):
+                    scores[column, start + token] = -np.inf
         for column in range(columns):
+            for index in range(sums.shape[1]):
+                sums[column, index] = 0
+            for scale in range(scales):
+                zeros[column, scale] = 0
             of_column = scores[column, : count * PAGE_TOKENS]
             totals[part, row, head, column] = _exponentials(of_column)
         for place in range(count):
-            slot, used = items[row, entries[place]]
-            base = head * layout.head_words
-            numbers = floats(halves[slot], layout.value_numbers[head])
-            for index in range(PAGE_TOKENS * scales):
-                numbers[PAGE_TOKENS * scales + index] += numbers[index] * np.float32(
-                    layout.value_middle
-                )
-            first_token, stop = used % SECOND // START, used % START
+            slot = items[row, entries[place], 0]
+            following = items[row, entries[min(place + 1, count - 1)], 0] * words.shape[1] + base
+            _fetch(words, following + values.start, following + head_words)
+            read_floats(halves[slot], layout.value_numbers[head], value_numbers)
             for column in range(columns):
-                for token in range(PAGE_TOKENS):
-                    weight = scores[column, place * PAGE_TOKENS + token]
-                    for scale in range(scales):
-                        # Scales of tokens that are not in use may be anything.
-                        if not first_token <= token < stop:
-                            weights[column, token, scale] = 0
-                            continue
-                        index = token * scales + scale
-                        weights[column, token, scale] = weight * numbers[index]
-                        zeros[column, scale] += weight * numbers[PAGE_TOKENS * scales + index]
-            for plane in range(2):
-                _add_values(words[slot], base, layout.value_planes[plane], weights, sums[plane])
-        output = outputs[part, row, head]
-        for plane in range(2):
-            _add_in_order(layout.value_planes[plane], sums[plane], output)
+                for scale in range(scales):
+                    zero = np.float32(0)
+                    for token in range(PAGE_TOKENS):
+                        weight = scores[column, place * PAGE_TOKENS + token]
+                        index = scale * PAGE_TOKENS + token
+                        weights[column, scale, token] = weight * value_numbers[index]
+                        zero += weight * value_numbers[scales * PAGE_TOKENS + index]
+                    zeros[column, scale] += zero
+            _add_values(words, slot * words.shape[1] + base, values, weights, spread, sums)
         for column in range(columns):
             for channel in range(head_dim):
-                output[column, channel] += zeros[column, channel // layout.value_group]
+                scale = channel // layout.value_group
+                outputs[part, row, head, column, channel] = zeros[column, scale]
+            for index in range(sums.shape[1]):
+                channel = values.channels[index]
+                outputs[part, row, head, column, channel] += sums[column, index]
 
 
 @inlined
-def _score_page(page, halves, head, layout, query, tables, scores):
-    """Write the (columns, 128) products of queries and keys."""
+def _fetch(words, start, stop):
+    """Have words of a page brought near."""
+    for place in range(start, stop, LANES):
+        prefetch(words, place)
+
+
+@inlined
+def _plane_words(keys):
+    """Words that ``_transpose`` needs room for."""
+    runs = 2 * keys.steps + 1  # the last half for what it has in between
+    return runs * _BLOCKS * keys.words // 2 * LANES + LANES * LANES
+
+
+@inlined
+def _transpose(words, base, keys, planes):
+    """Write the planes of keys as (runs, blocks, words, 16) words, then that of high bits with half
+    as many words.
+
+    Of the words of 8 groups of two tiles, (16, words), each of four rounds takes the first bit of a
+    word's place to the end.
+    """
+    room = len(planes) - LANES * LANES
+    for step in range(keys.steps + (keys.high > 0)):
+        count, tile, start = keys.words, keys.steps * _GROUPS * keys.words, keys.start
+        if step == keys.steps:
+            count, tile, start = keys.words // 2, _GROUPS * keys.words // 2, keys.high
+        else:
+            start += step * _GROUPS * keys.words
+        half = count // 2
+        for block in range(_BLOCKS):
+            first = base + start + 2 * block * tile
+            source, target = room, (step * _BLOCKS * keys.words + block * count) * LANES
+            for index in range(half):
+                one = load(words, first + index * LANES)
+                two = load(words, first + index * LANES + tile)
+                store(planes, source + 2 * index * LANES, _ZIP_LOW(one, two))
+                store(planes, source + (2 * index + 1) * LANES, _ZIP_HIGH(one, two))
+            for _ in range(3):
+                for index in range(half):
+                    one = load(planes, source + index * LANES)
+                    two = load(planes, source + (half + index) * LANES)
+                    store(planes, target + 2 * index * LANES, _ZIP_LOW(one, two))
+                    store(planes, target + (2 * index + 1) * LANES, _ZIP_HIGH(one, two))
+                source, target = target, source
+
+
+@inlined
+def _score_page(planes, layout, query, numbers, table, sums, scores, start):
+    """Write the products of queries and keys to (columns, start : start + 128) scores."""
     columns, head_dim = query.shape
-    base, count = head * layout.head_words, PAGE_TOKENS
-    if layout.key_group:
-        count = head_dim * (PAGE_TOKENS // layout.key_group)
-    numbers = floats(halves, layout.key_numbers[head])
-    for place in range(count):
-        # The sign bit, of a scale of 0 too, says that the center was taken away.
-        size = abs(numbers[place]) if layout.has_center else numbers[place]
-        numbers[count + place] += size * np.float32(layout.key_middle)
-    group_tokens = layout.key_group or PAGE_TOKENS
-    scaled = np.empty_like(query)
+    keys, key_group, has_center = layout.keys, layout.key_group, layout.has_center
+    count = head_dim * (PAGE_TOKENS // key_group) if key_group else PAGE_TOKENS
+    group_tokens = key_group if key_group else PAGE_TOKENS
+    group_rows = group_tokens // 2
     for group in range(PAGE_TOKENS // group_tokens):
         for column in range(columns):
             zero = np.float32(0)
-            if layout.key_group:
+            if key_group:
                 for channel in range(head_dim):
-                    value, place = query[column, channel], group * head_dim + channel
-                    scaled[column, channel] = value * numbers[place]
-                    zero += value * numbers[count + place]
-            for token in range(group_tokens):
-                scores[column, group * group_tokens + token] = zero
-        for number in range(2):
-            plane, table = layout.key_planes[number], tables[number]
-            if layout.key_group:
-                _spread_over_lanes(scaled, plane, table)
-            first = group * group_tokens // _TILE
-            _add_dots(page, base, plane, table, first, first + group_tokens // _TILE, scores)
-    if not layout.key_group:
-        for column in range(columns):
-            total, middle = np.float32(0), np.float32(0)
-            for channel in range(head_dim):
-                total += query[column, channel]
-                if layout.has_center:
-                    middle += query[column, channel] * numbers[2 * count + channel]
-            for token in range(PAGE_TOKENS):
-                size = abs(numbers[token]) if layout.has_center else numbers[token]
-                score = scores[column, token] * size + numbers[count + token] * total
-                if layout.has_center and halves[layout.key_numbers[head, token]] >> 15:
-                    score += middle
-                scores[column, token] = score
-    if layout.has_norms:
-        for column in range(columns):
-            for token in range(PAGE_TOKENS):
-                scores[column, token] *= numbers[len(numbers) - PAGE_TOKENS + token]
-
-
-@inlined
-def _lane_table(columns, plane):
-    """Room for what the codes of a row of words are multiplied by: (columns, rows, places, lanes of
-    all groups)."""
-    rows, places, lanes = plane.channels.shape
-    return np.empty((columns, rows, places, _GROUPS * lanes), np.float32)
-
-
-@inlined
-def _spread_over_lanes(query, plane, table):
-    """Fill a ``_lane_table`` with queries."""
-    rows, places, lanes = plane.channels.shape
-    factor = np.float32(plane.factor)
-    for column in range(len(query)):
-        for row in range(rows):
-            for place in range(places):
-                for lane in range(lanes):
-                    value = query[column, plane.channels[row, place, lane]] * factor
-                    for group in range(_GROUPS):
-                        table[column, row, place, group * lanes + lane] = value
-
-
-@inlined
-def _unpack(words, start, bits, codes):
-    """Codes of a row of words less the middle of their range, so that sums stay small: (places,
-    lanes) float32."""
-    mask, lanes = np.int32((1 << bits) - 1), codes.shape[1]
-    middle = np.float32(mask) / np.float32(2)
-    row = words[start : start + lanes]
-    for place in range(len(codes)):
-        # Numba makes 64 bits of 32 unless told not to after each operation.
-        shift, into = np.int32(place * bits) & np.int32(31), codes[place]
-        for lane in range(lanes):
-            code = np.int32(np.int32(row[lane] >> shift) & mask)
-            into[lane] = np.float32(code) - middle
-
-
-@inlined
-def _add_dots(page, start, plane, table, first, last, scores):
-    """Add the products of queries and codes for the tokens of some tiles."""
-    rows, places, lanes = table.shape[1:]
-    codes = np.empty((places, lanes), np.float32)
-    per_group, fours = lanes // _GROUPS, len(plane.places)
-    for tile in range(first, last if rows else first):
-        sums = np.zeros((len(scores), 2, lanes), np.float32)
-        for row in range(rows):
-            first_word = start + plane.start + (tile * rows + row) * lanes
-            _unpack(page, first_word, plane.bits, codes)
-            for column in range(len(scores)):
-                for four in range(fours):
-                    into = sums[column, 2 * four // fours]
-                    a, b, c, d = plane.places[four]
-                    ca, cb, cc, cd = codes[a], codes[b], codes[c], codes[d]
-                    query = table[column, row]
-                    qa, qb, qc, qd = query[a], query[b], query[c], query[d]
-                    for i in range(lanes):
-                        into[i] += ca[i] * qa[i] + cb[i] * qb[i] + cc[i] * qc[i] + cd[i] * qd[i]
-        for column in range(len(scores)):
+                    zero += query[column, channel] * numbers[count + group * head_dim + channel]
+                for index in range(head_dim):
+                    channel = keys.channels[index]
+                    scale = numbers[group * head_dim + channel]
+                    table[column, index] = query[column, channel] * scale
             for half in range(2):
-                for group in range(_GROUPS):
-                    total = np.float32(0)
-                    for lane in range(group * per_group, (group + 1) * per_group):
-                        total += sums[column, half, lane]
-                    scores[column, (2 * tile + half) * _GROUPS + group] += total
+                for index in range(group * group_rows, (group + 1) * group_rows):
+                    sums[column, half, index] = zero
+        blocks = group_rows // LANES
+        _add_dots(planes, keys, table, group * blocks, (group + 1) * blocks, sums)
+    for column in range(columns):
+        whole, middle = np.float32(0), np.float32(0)
+        if not key_group:
+            for channel in range(head_dim):
+                whole += query[column, channel]
+            if has_center:
+                for channel in range(head_dim):
+                    middle += query[column, channel] * numbers[2 * count + channel]
+        for block in range(2 * _BLOCKS):
+            # Of two tiles a vector has the first tokens, another the last ones.
+            place = column * PAGE_TOKENS + block // 2 * LANES
+            firsts, seconds = load(sums, place), load(sums, place + PAGE_TOKENS // 2)
+            score = _FIRST_HALVES(firsts, seconds)
+            if block % 2:
+                score = _SECOND_HALVES(firsts, seconds)
+            token = block * LANES
+            if not key_group:
+                scale = load(numbers, token)
+                if has_center:
+                    # The sign bit, of a scale of 0 too, says that the center was taken away.
+                    centered = as_floats(as_words(scale) >> 31)
+                    scale = from_words(as_words(scale) & splat(0x7FFFFFFF))
+                    score = score * scale + centered * splat(middle)
+                else:
+                    score = score * scale
+                score = score + load(numbers, count + token) * splat(whole)
+            if layout.has_norms:
+                score = score * load(numbers, len(numbers) - PAGE_TOKENS + token)
+            store(scores, column * scores.shape[1] + start + token, score)
 
 
 @inlined
-def _add_values(page, start, plane, weights, sums):
-    """Add codes of values times weights to (columns, *plane.channels.shape) sums."""
-    rows, fours, lanes = plane.channels.shape
-    kinds, per_group = plane.tokens.shape
-    codes = np.empty((len(plane.kinds), lanes), np.float32)
-    table = np.empty((kinds, lanes), np.float32)
-    for tile in range(PAGE_TOKENS // _TILE if rows else 0):
-        for row in range(rows):
-            first_word = start + plane.start + (tile * rows + row) * lanes
-            _unpack(page, first_word, plane.bits, codes)
-            for column in range(len(weights)):
-                of_tile = weights[column, tile * _TILE : (tile + 1) * _TILE]
-                for kind in range(kinds):
-                    for lane in range(per_group):
-                        token, scale = plane.tokens[kind, lane], plane.scales[row, kind, lane]
-                        weight = of_tile[token, scale]
-                        for group in range(_GROUPS):
-                            table[kind, group * per_group + lane] = weight
-                for four in range(fours):
-                    a, b, c, d = plane.places[four]
-                    into = sums[column, row, four]
-                    ca, cb, cc, cd = codes[a], codes[b], codes[c], codes[d]
-                    wa, wb = table[plane.kinds[a]], table[plane.kinds[b]]
-                    wc, wd = table[plane.kinds[c]], table[plane.kinds[d]]
-                    # The same loop as of keys, but in a function of its own it is three times
-                    # slower: numba does not vectorize it there.
-                    for i in range(lanes):
-                        into[i] += ca[i] * wa[i] + cb[i] * wb[i] + cc[i] * wc[i] + cd[i] * wd[i]
+def _code(words, place):
+    """Codes of a place in words of eight codes."""
+    return as_floats((words >> 4 * place) & splat(15))
 
 
 @inlined
-def _add_in_order(plane, sums, output):
-    """Add the sums of lanes to the channels that they are of."""
-    rows, fours, lanes = plane.channels.shape
-    factor = np.float32(plane.factor)
-    for column in range(len(output)):
-        for row in range(rows):
-            for four in range(fours):
-                for lane in range(lanes):
-                    channel = plane.channels[row, four, lane]
-                    output[column, channel] += factor * sums[column, row, four, lane]
+def _add_dots(planes, keys, table, first, last, sums):
+    """Add the products of queries, (columns, head_dim) in the order of ``keys.channels``, and codes
+    to the sums of some blocks."""
+    columns, head_dim = table.shape
+    mask, high_mask = splat(keys.mask), splat(0x44444444)
+    for number in range(keys.steps * keys.words * keys.parts):
+        place, part = number // keys.parts, number % keys.parts
+        step, word = place // keys.words, place % keys.words
+        for block in range(first, last):
+            start = ((step * _BLOCKS + block) * keys.words + word) * LANES
+            found = (load(planes, start) >> 2 * part) & mask
+            if keys.high:
+                start = (_BLOCKS * keys.words + block * (keys.words // 2) + word // 2) * LANES
+                above = load(planes, start) >> word % 2
+                found = found | ((above << 2 - 2 * part) & high_mask)
+            a, b, c, d = _code(found, 0), _code(found, 1), _code(found, 4), _code(found, 5)
+            e, f, g, h = _code(found, 2), _code(found, 3), _code(found, 6), _code(found, 7)
+            for column in range(columns):
+                query = column * head_dim + 4 * number
+                p, q = splat_one(table, query), splat_one(table, query + 1)
+                r, s = splat_one(table, query + 2), splat_one(table, query + 3)
+                at = column * PAGE_TOKENS + block * LANES
+                store(sums, at, load(sums, at) + a * p + b * q + c * r + d * s)
+                at += PAGE_TOKENS // 2
+                store(sums, at, load(sums, at) + e * p + f * q + g * r + h * s)
+
+
+@inlined
+def _add_values(words, base, values, weights, table, sums):
+    """Add codes of values times (columns, scales, 128) weights to sums, (columns, n) in the order
+    of ``values.channels``."""
+    columns, scales = weights.shape[:2]
+    vectors = values.words * _GROUPS // LANES
+    mask, high_mask = splat(values.mask), splat(0x44444444)
+    for tile in range(_TILES):
+        for step in range(values.steps):
+            for column in range(columns):
+                w = x = y = z = splat(np.float32(0))
+                for scale in range(scales):
+                    of_tile = load(weights, (column * scales + scale) * PAGE_TOKENS + tile * _TILE)
+                    used = load(values.scales, (step * scales + scale) * LANES)
+                    if values.words == 16:
+                        w = w + used * _OVER_4_0(of_tile, of_tile)
+                        x = x + used * _OVER_4_1(of_tile, of_tile)
+                        y = y + used * _OVER_4_2(of_tile, of_tile)
+                        z = z + used * _OVER_4_3(of_tile, of_tile)
+                    else:
+                        w = w + used * _OVER_2_0(of_tile, of_tile)
+                        x = x + used * _OVER_2_1(of_tile, of_tile)
+                        y = y + used * _OVER_2_2(of_tile, of_tile)
+                        z = z + used * _OVER_2_3(of_tile, of_tile)
+                at = column * 4 * LANES
+                store(table, at, w)
+                store(table, at + LANES, x)
+                store(table, at + 2 * LANES, y)
+                store(table, at + 3 * LANES, z)
+            for vector in range(vectors):
+                run = tile * values.steps + step
+                start = base + values.start + (run * vectors + vector) * LANES
+                low = load(words, start)
+                for part in range(values.parts):
+                    found = (low >> 2 * part) & mask
+                    if values.high:
+                        start = base + values.high + (tile * vectors + vector) * LANES // 2
+                        above = load(words, start)
+                        above = _ZIP_LOW(above, above >> 1)
+                        found = found | ((above << 2 - 2 * part) & high_mask)
+                    a, b, c, d = _code(found, 0), _code(found, 2), _code(found, 4), _code(found, 6)
+                    e, f, g, h = _code(found, 1), _code(found, 3), _code(found, 5), _code(found, 7)
+                    for column in range(columns):
+                        at = column * 4 * LANES
+                        w, x = load(table, at), load(table, at + LANES)
+                        y, z = load(table, at + 2 * LANES), load(table, at + 3 * LANES)
+                        at = ((step * vectors + vector) * values.parts + part) * 2 * LANES
+                        at += column * sums.shape[1]
+                        store(sums, at, load(sums, at) + a * w + b * x + c * y + d * z)
+                        at += LANES
+                        store(sums, at, load(sums, at) + e * w + f * x + g * y + h * z)
 
 
 @compiled
 def _attend_to_tokens(
-    keys, values, recent, recents, counts, rows, queries, tokens, outputs, totals
+    first,
+    threads,
+    keys,
+    values,
+    recent,
+    recents,
+    counts,
+    rotate,
+    queries,
+    scaling,
+    outputs,
+    totals,
+    result,
 ):
-    """Attend to tokens in 16 bit and, causally, to the new ones; the first part of the output."""
-    heads, columns, head_dim = queries.shape[1:]
-    bits = np.empty(head_dim, np.uint32)
-    vector = bits.view(np.float32)
-    for row in rows:
+    """Attend to tokens in 16 bit and, causally, to the new ones, and write the (batch, tokens,
+    query heads, head_dim) result of these and of pages; see ``_attend_to_pages``."""
+    batch, heads, columns, head_dim = queries.shape
+    parts, tokens = len(outputs), keys.shape[2]
+    width = -(-head_dim // LANES) * LANES  # with zeros at the end
+    query = aligned(columns * width).reshape(columns, -1)
+    sums = aligned(columns * width).reshape(columns, -1)
+    vector = aligned(width)
+    bits = vector.view(np.uint32)
+    scores = np.empty((columns, recents.shape[1] + tokens), np.float32)
+    weights = np.empty(1 + parts, np.float32)
+    for channel in range(width):
+        vector[channel] = 0
+        for column in range(columns):
+            query[column, channel] = 0
+    for task in range(first, batch * heads, threads):
+        row, head = task // heads, task % heads
         stored = counts[row, 0]
-        for head in range(heads):
-            query, output = queries[row, head], outputs[0, row, head]
-            scores = np.empty((columns, stored + tokens), np.float32)
-            for index in range(stored + tokens):
-                if index < stored:
-                    source = recent[recents[row, index], 0, head]
-                else:
-                    source = keys[row, head, index - stored]
-                widen(source, bits)
-                for column in range(columns):
-                    total = np.float32(0)
-                    for channel in range(head_dim):
-                        total += query[column, channel] * vector[channel]
-                    seen = index - stored <= column % tokens
-                    scores[column, index] = total if seen else -np.inf
+        for column in range(columns):
+            widen(queries[row, head, column], query[column].view(np.uint32))
+            for channel in range(head_dim):
+                query[column, channel] *= np.float32(scaling)
+            for channel in range(width):
+                sums[column, channel] = 0
+        for index in range(stored + tokens):
+            if index < stored:
+                source = recent[recents[row, index], 0, head]
+            else:
+                source = keys[row, head, index - stored]
+            widen(source, bits)
             for column in range(columns):
-                totals[0, row, head, column] = _exponentials(scores[column])
+                products = splat(np.float32(0))
+                for channel in range(0, width, LANES):
+                    at = column * width + channel
+                    products = products + load(query, at) * load(vector, channel)
+                seen = index - stored <= column % tokens
+                scores[column, index] = total(products) if seen else -np.inf
+        for column in range(columns):
+            log_sum = _exponentials(scores[column, : stored + tokens])
+            highest = log_sum
+            for part in range(parts):
+                highest = max(highest, totals[part, row, head, column])
+            weights[parts] = np.exp(log_sum - highest)
+            whole = weights[parts]
+            for part in range(parts):
+                weights[part] = np.exp(totals[part, row, head, column] - highest)
+                whole += weights[part]
+            query_head, token = divmod(head * columns + column, tokens)
+            output = result[row, token, query_head]
+            for channel in range(head_dim):
+                output[channel] = 0
+            for part in range(parts):
+                if weights[part] == 0:  # Nothing is written to a part without pages.
+                    continue
+                weight = weights[part] / whole
+                for channel in range(head_dim):
+                    output[channel] += weight * outputs[part, row, head, column, channel]
+            if rotate:
+                rotate_vector(output)
             for index in range(stored + tokens):
-                if index < stored:
-                    source = recent[recents[row, index], 1, head]
-                else:
-                    source = values[row, head, index - stored]
-                widen(source, bits)
-                for column in range(columns):
-                    weight, into = scores[column, index], output[column]
-                    for channel in range(head_dim):
-                        into[channel] += weight * vector[channel]
+                scores[column, index] *= weights[parts] / whole
+        for index in range(stored + tokens):
+            if index < stored:
+                source = recent[recents[row, index], 1, head]
+            else:
+                source = values[row, head, index - stored]
+            widen(source, bits)
+            for column in range(columns):
+                weight = splat(scores[column, index])
+                for channel in range(0, width, LANES):
+                    at = column * width + channel
+                    store(sums, at, load(sums, at) + weight * load(vector, channel))
+        for column in range(columns):
+            query_head, token = divmod(head * columns + column, tokens)
+            for channel in range(head_dim):
+                result[row, token, query_head, channel] += sums[column, channel]
 
 
 @inlined
 def _exponentials(scores):
     """Softmax in place; returns the log of the sum of exponentials."""
+    tops = np.full(LANES, -np.inf, np.float32)
+    stop = len(scores) // LANES * LANES
+    for start in range(0, stop, LANES):
+        for lane in range(LANES):
+            tops[lane] = max(tops[lane], scores[start + lane])
     highest = np.float32(-np.inf)
-    for score in scores:
-        highest = max(highest, score)
+    for top in tops:
+        highest = max(highest, top)
+    for index in range(stop, len(scores)):
+        highest = max(highest, scores[index])
     bits = np.empty(len(scores), np.int32)
     powers = bits.view(np.float32)
-    total = np.float32(0)
+    whole = np.float32(0)
     for index in range(len(scores)):
         # 2^x by the Taylor series of its fraction, in a form that compilers vectorize.
         x = (scores[index] - highest) * np.float32(1.4426950408889634)
         x = np.float32(-126) if x < np.float32(-126) else x  # NaN stays.
-        whole = np.floor(x + np.float32(0.5))
-        y = (x - whole) * np.float32(0.6931471805599453)
+        power = np.floor(x + np.float32(0.5))
+        y = (x - power) * np.float32(0.6931471805599453)
         series = np.float32(1 / 720)
         series = series * y + np.float32(1 / 120)
         series = series * y + np.float32(1 / 24)
@@ -494,11 +640,10 @@ def _exponentials(scores):
         series = series * y + np.float32(0.5)
         series = series * y + np.float32(1)
         series = series * y + np.float32(1)
-        bits[index] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-        scores[index] = np.float32(0) if x == np.float32(-126) else series
+        bits[index] = (np.int32(power) + np.int32(127)) << np.int32(23)
+        scores[index] = np.float32(0) if x == np.float32(-126) else series * powers[index]
+        whole += scores[index]
+    inverse = np.float32(1) / whole
     for index in range(len(scores)):
-        scores[index] *= powers[index]
-        total += scores[index]
-    for index in range(len(scores)):
-        scores[index] /= total
-    return highest + np.log(total)
+        scores[index] *= inverse
+    return highest + np.log(whole)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.kernels.loops import as_bits, call_all, compiled, floats, inlined, shares, widen
+from oscar_mm.kernels.loops import (
+    as_bits,
+    call_all,
+    compiled,
+    inlined,
+    read_floats,
+    rotate_vector,
+    shares,
+    widen,
+)
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
@@ -136,6 +145,7 @@ def _store(
     bits = np.empty(head_dim, np.uint32)
     raw = bits.view(np.float32)
     vector, apart = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
+    center = np.empty(head_dim, np.float32)
     codes, other_codes = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     word = np.empty(1, np.uint32)
     for job in range(len(jobs)):
@@ -156,9 +166,9 @@ def _store(
                         raw[channel] if is_value else raw[channel] / sigma[head, channel]
                     )
                 if rotate:
-                    _rotate(vector)
+                    rotate_vector(vector)
                 groups, has_center = head_dim // side.group, side.center.shape[1] > 0
-                center = floats(halves[slot], side.center[head])
+                read_floats(halves[slot], side.center[head], center[: side.center.shape[1]])
                 numbers = side.numbers[head]
                 page = halves[slot]
                 error = np.float32(0)
@@ -197,21 +207,6 @@ def _store(
                             whole = np.int64(codes[channels[element + code]])
                             byte |= (whole >> first & mask) << width * code
                         pages[slot, start + offset + elements[element] * width // 8] = byte
-
-
-@inlined
-def _rotate(vector):
-    """Multiply by the normalized Hadamard matrix."""
-    count, width = len(vector), 1
-    while width < count:
-        for start in range(0, count, 2 * width):
-            for index in range(start, start + width):
-                one, two = vector[index], vector[index + width]
-                vector[index], vector[index + width] = one + two, one - two
-        width *= 2
-    factor = np.float32(1 / np.sqrt(np.float64(count)))
-    for index in range(count):
-        vector[index] *= factor
 
 
 @inlined
