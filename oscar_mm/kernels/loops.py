@@ -55,7 +55,9 @@ def as_bits(states: torch.Tensor) -> np.ndarray:
     states = states.detach()
     if states.dtype == torch.bfloat16:
         return states.contiguous().view(torch.uint16).numpy()
-    return states.float().contiguous().numpy().view(np.uint32)
+    if states.dtype != torch.float32:
+        states = states.float()
+    return np.ascontiguousarray(states.numpy()).view(np.uint32)
 
 
 @inlined

@@ -196,11 +196,11 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     threads, parts = torch.get_num_threads(), -(-entries.shape[1] // _PART)
     totals = np.empty((len(pages) * parts, batch, kv_heads, columns), np.float32)
     outputs = np.empty((*totals.shape, head_dim), np.float32)
-    straight = as_bits(queries).reshape(batch, kv_heads, columns, head_dim)
     balancing = np.ones((1, 1, head_dim), np.float32) if sigma is None else sigma.numpy()
-    balancing = balancing.reshape(-1, *balancing.shape[-2:])
+    if balancing.ndim == 2:
+        balancing = balancing[None]
     result = np.empty((batch, tokens, query_heads, head_dim), np.float32)
-    given = rotate, straight, arguments.scaling, outputs, totals
+    given = rotate, as_bits(queries), arguments.scaling, outputs, totals
     calls: list[tuple[Any, ...]] = []
     for number, (pool, page_format) in enumerate(zip(pages, arguments.page_formats, strict=True)):
         stored = pool.numpy()
@@ -218,7 +218,8 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
             for first in range(min(threads, batch * kv_heads))
         ]
     )
-    return torch.from_numpy(result.swapaxes(1, 2)).to(queries.dtype)
+    output = torch.from_numpy(result.swapaxes(1, 2))
+    return output if queries.dtype == output.dtype else output.to(queries.dtype)
 
 
 @compiled
@@ -240,7 +241,8 @@ def _attend_to_pages(
 ):
     """Attend to pages of a pool, which is the ``number``-th; arrays as in ``decode_on_cpu``. Each
     of so many ``threads`` takes every such task, from its ``first`` on."""
-    batch, heads, columns, head_dim = queries.shape
+    batch, query_heads, tokens, head_dim = queries.shape
+    heads, columns = outputs.shape[2:4]
     parts = -(-items.shape[1] // _PART)
     longest = min(items.shape[1], _PART)
     keys, values, head_words = layout.keys, layout.values, layout.head_words
@@ -248,6 +250,7 @@ def _attend_to_pages(
     entries = np.empty(longest, np.int64)
     query = aligned(columns * head_dim).reshape(columns, -1)
     table = aligned(columns * head_dim).reshape(columns, -1)
+    query_sums = np.empty(columns, np.float32)
     planes = aligned(_plane_words(keys)).view(np.int32)
     numbers = np.empty(layout.key_numbers.shape[1], np.float32)
     dots = aligned(columns * PAGE_TOKENS).reshape(columns, 2, -1)
@@ -271,27 +274,25 @@ def _attend_to_pages(
             continue
         base = head * head_words
         for column in range(columns):
-            widen(queries[row, head, column], query[column].view(np.uint32))
+            query_head, token = divmod(head * columns + column, tokens)
+            widen(queries[row, query_head, token], query[column].view(np.uint32))
             for channel in range(head_dim):
                 sigma = balancing[row % len(balancing), head % balancing.shape[1], channel]
                 query[column, channel] *= sigma * np.float32(scaling)
             if rotate:
                 rotate_vector(query[column])
+            query_sums[column] = 0
             for index in range(head_dim):
-                channel = keys.channels[index]
-                table[column, index] = query[column, channel]
+                query_sums[column] += query[column, index]
+                table[column, index] = query[column, keys.channels[index]]
         for place in range(count):
             slot, used = items[row, entries[place]]
             start = place * PAGE_TOKENS
-            if place + 1 < count:
-                following = items[row, entries[place + 1], 0] * words.shape[1] + base
-                _fetch(words, following, following + values.start)
-            else:
-                following = items[row, entries[0], 0] * words.shape[1] + base
-                _fetch(words, following + values.start, following + head_words)
+            following = items[row, entries[min(place + 1, count - 1)], 0] * words.shape[1] + base
+            _fetch(words, following, following + values.start)
             _transpose(words, slot * words.shape[1] + base, keys, planes)
             read_floats(halves[slot], layout.key_numbers[head], numbers)
-            _score_page(planes, layout, query, numbers, table, dots, scores, start)
+            _score_page(planes, layout, query, query_sums, numbers, table, dots, scores, start)
             first_token, stop = used % SECOND // START, used % START
             for column in range(columns):
                 for token in range(first_token):
@@ -312,13 +313,15 @@ def _attend_to_pages(
             read_floats(halves[slot], layout.value_numbers[head], value_numbers)
             for column in range(columns):
                 for scale in range(scales):
-                    zero = np.float32(0)
-                    for token in range(PAGE_TOKENS):
-                        weight = scores[column, place * PAGE_TOKENS + token]
-                        index = scale * PAGE_TOKENS + token
-                        weights[column, scale, token] = weight * value_numbers[index]
-                        zero += weight * value_numbers[scales * PAGE_TOKENS + index]
-                    zeros[column, scale] += zero
+                    zero = splat(np.float32(0))
+                    for token in range(0, PAGE_TOKENS, LANES):
+                        at = column * scores.shape[1] + place * PAGE_TOKENS + token
+                        weight, index = load(scores, at), scale * PAGE_TOKENS + token
+                        at = (column * scales + scale) * PAGE_TOKENS + token
+                        store(weights, at, weight * load(value_numbers, index))
+                        index += scales * PAGE_TOKENS
+                        zero = zero + weight * load(value_numbers, index)
+                    zeros[column, scale] += total(zero)
             _add_values(words, slot * words.shape[1] + base, values, weights, spread, sums)
         for column in range(columns):
             for channel in range(head_dim):
@@ -377,7 +380,7 @@ def _transpose(words, base, keys, planes):
 
 
 @inlined
-def _score_page(planes, layout, query, numbers, table, sums, scores, start):
+def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores, start):
     """Write the products of queries and keys to (columns, start : start + 128) scores."""
     columns, head_dim = query.shape
     keys, key_group, has_center = layout.keys, layout.key_group, layout.has_center
@@ -386,27 +389,23 @@ def _score_page(planes, layout, query, numbers, table, sums, scores, start):
     group_rows = group_tokens // 2
     for group in range(PAGE_TOKENS // group_tokens):
         for column in range(columns):
-            zero = np.float32(0)
+            zero = splat(np.float32(0))
             if key_group:
-                for channel in range(head_dim):
-                    zero += query[column, channel] * numbers[count + group * head_dim + channel]
+                place = count + group * head_dim
+                zero = splat(_dot(query, column * head_dim, numbers, place, head_dim))
                 for index in range(head_dim):
                     channel = keys.channels[index]
                     scale = numbers[group * head_dim + channel]
                     table[column, index] = query[column, channel] * scale
-            for half in range(2):
-                for index in range(group * group_rows, (group + 1) * group_rows):
-                    sums[column, half, index] = zero
+            for index in range(group * group_rows, (group + 1) * group_rows, LANES):
+                store(sums, column * PAGE_TOKENS + index, zero)
+                store(sums, column * PAGE_TOKENS + PAGE_TOKENS // 2 + index, zero)
         blocks = group_rows // LANES
         _add_dots(planes, keys, table, group * blocks, (group + 1) * blocks, sums)
     for column in range(columns):
-        whole, middle = np.float32(0), np.float32(0)
-        if not key_group:
-            for channel in range(head_dim):
-                whole += query[column, channel]
-            if has_center:
-                for channel in range(head_dim):
-                    middle += query[column, channel] * numbers[2 * count + channel]
+        middle = np.float32(0)
+        if has_center:
+            middle = _dot(query, column * head_dim, numbers, 2 * count, head_dim)
         for block in range(2 * _BLOCKS):
             # Of two tiles a vector has the first tokens, another the last ones.
             place = column * PAGE_TOKENS + block // 2 * LANES
@@ -424,10 +423,19 @@ def _score_page(planes, layout, query, numbers, table, sums, scores, start):
                     score = score * scale + centered * splat(middle)
                 else:
                     score = score * scale
-                score = score + load(numbers, count + token) * splat(whole)
+                score = score + load(numbers, count + token) * splat_one(query_sums, column)
             if layout.has_norms:
                 score = score * load(numbers, len(numbers) - PAGE_TOKENS + token)
             store(scores, column * scores.shape[1] + start + token, score)
+
+
+@inlined
+def _dot(one, first, other, second, count):
+    """Sum of the products of so many numbers of two arrays, from places on."""
+    products = splat(np.float32(0))
+    for index in range(0, count, LANES):
+        products = products + load(one, first + index) * load(other, second + index)
+    return total(products)
 
 
 @inlined
@@ -535,8 +543,8 @@ def _attend_to_tokens(
 ):
     """Attend to tokens in 16 bit and, causally, to the new ones, and write the (batch, tokens,
     query heads, head_dim) result of these and of pages; see ``_attend_to_pages``."""
-    batch, heads, columns, head_dim = queries.shape
-    parts, tokens = len(outputs), keys.shape[2]
+    batch, query_heads, tokens, head_dim = queries.shape
+    parts, heads, columns = len(outputs), outputs.shape[2], outputs.shape[3]
     width = -(-head_dim // LANES) * LANES  # with zeros at the end
     query = aligned(columns * width).reshape(columns, -1)
     sums = aligned(columns * width).reshape(columns, -1)
@@ -552,7 +560,8 @@ def _attend_to_tokens(
         row, head = task // heads, task % heads
         stored = counts[row, 0]
         for column in range(columns):
-            widen(queries[row, head, column], query[column].view(np.uint32))
+            query_head, token = divmod(head * columns + column, tokens)
+            widen(queries[row, query_head, token], query[column].view(np.uint32))
             for channel in range(head_dim):
                 query[column, channel] *= np.float32(scaling)
             for channel in range(width):
@@ -564,12 +573,9 @@ def _attend_to_tokens(
                 source = keys[row, head, index - stored]
             widen(source, bits)
             for column in range(columns):
-                products = splat(np.float32(0))
-                for channel in range(0, width, LANES):
-                    at = column * width + channel
-                    products = products + load(query, at) * load(vector, channel)
                 seen = index - stored <= column % tokens
-                scores[column, index] = total(products) if seen else -np.inf
+                score = _dot(query, column * width, vector, 0, width)
+                scores[column, index] = score if seen else -np.inf
         for column in range(columns):
             log_sum = _exponentials(scores[column, : stored + tokens])
             highest = log_sum
