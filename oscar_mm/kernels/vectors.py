@@ -39,10 +39,9 @@ class VectorType(types.Type):
 
 
 FLOATS = VectorType("Floats", ir.FloatType())
-"""float32 numbers; they know ``+`` and ``*``, and a product that is added is rounded once."""
+"""float32 numbers with ``+``, ``-`` and ``*``; a product that is added is rounded once."""
 WORDS = VectorType("Words", ir.IntType(32))
-"""32-bit words; they know ``&`` and ``|`` with words, ``<<`` and ``>>`` (zeros come in) by an
-integer."""
+"""32-bit words with ``+``, ``&`` and ``|``; ``<<`` and ``>>`` (zeros come in) by an integer."""
 
 
 @register_model(VectorType)
@@ -84,7 +83,9 @@ def _define_operator(
 
 _CONTRACT = ("contract",)
 _define_operator(operator.add, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y, flags=_CONTRACT))
+_define_operator(operator.sub, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y, flags=_CONTRACT))
 _define_operator(operator.mul, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y, flags=_CONTRACT))
+_define_operator(operator.add, (WORDS, WORDS), lambda b, x, y: b.add(x, y))
 _define_operator(operator.and_, (WORDS, WORDS), lambda b, x, y: b.and_(x, y))
 _define_operator(operator.or_, (WORDS, WORDS), lambda b, x, y: b.or_(x, y))
 _define_operator(operator.lshift, (WORDS, types.int64), lambda b, x, y: b.shl(x, y))
@@ -195,18 +196,39 @@ def _reinterpret(vector: VectorType) -> Callable[..., Any]:
 as_words, from_words = _reinterpret(WORDS), _reinterpret(FLOATS)
 
 
+def _larger(builder: Any, first: Any, second: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", first, second), second, first)
+
+
 @_intrinsic
-def total(typing: Any, vector: VectorType) -> Any:
-    """Sum of float32 numbers: of each and the 8th after it, and so on by halves."""
+def larger(typing: Any, first: VectorType, second: VectorType) -> Any:
+    """The larger ones of float32 numbers; the first where one of them is NaN."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        (found,) = values
-        for half in (8, 4, 2, 1):
-            lanes = [(lane + half) % LANES for lane in range(LANES)]
-            found = builder.fadd(found, _shuffle(builder, found, found, lanes))
-        return builder.extract_element(found, ir.IntType(32)(0))
+        return _larger(builder, *values)
 
-    return types.float32(vector), emit
+    return FLOATS(first, second), emit
+
+
+def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function of a vector of float32 numbers: of each and the 8th after it, and so on by
+    halves."""
+
+    @_intrinsic
+    def reduced(typing: Any, vector: VectorType) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            (found,) = values
+            for half in (8, 4, 2, 1):
+                lanes = [(lane + half) % LANES for lane in range(LANES)]
+                found = combine(builder, found, _shuffle(builder, found, found, lanes))
+            return builder.extract_element(found, ir.IntType(32)(0))
+
+        return types.float32(vector), emit
+
+    return reduced
+
+
+total, largest = _reduction(lambda b, x, y: b.fadd(x, y)), _reduction(_larger)
 
 
 def shuffle(*lanes: int) -> Callable[..., Any]:
