@@ -111,9 +111,8 @@ def shares(tasks: np.ndarray) -> list[np.ndarray]:
 def call_all(calls: Sequence[tuple[Any, ...]]) -> None:
     """Call functions with their arguments, at once if torch has several threads. None of them runs
     any more when this returns or raises."""
-    threads = torch.get_num_threads()
     begun: list[Future[Any]] = []
-    if threads > 1 and len(calls) > 1:
+    if len(calls) > 1 and (threads := torch.get_num_threads()) > 1:
         try:
             pool = _pool(os.getpid(), threads)
             for call in calls:

@@ -1,18 +1,14 @@
 """decode on CPUs: attention over packed pages by loops that numba compiles.
 
-Codes are never brought into their natural order (see ``oscar_mm.pages.fragments``): a vector has
-16 words of a page, and a place in a word means the same for all of them. Planes become words of
-eight codes, of 4 bits each; the number of a code's place has three bits, k2 k1 k0. Words of keys
-are transposed, so that a lane has two tokens: k1 tells which, k2 and k0 tell the channel, and the
-sum of a token's products stays in its lane. In words of values k0 tells the channel, k2, k1 and the
-lane tell the token: weights are spread out over lanes, and the sums of lanes are brought into the
-order of channels once, at the end.
+Codes are never brought into their natural order (see ``oscar_mm.ops.decode_layout``). Words of
+keys are transposed, so that the sum of a token's products stays in its lane. Weights of values are
+spread out over lanes, and the sums of lanes are brought into the order of channels once, at the
+end.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,16 +38,21 @@ from oscar_mm.kernels.vectors import (
     store,
     total,
 )
+from oscar_mm.ops.decode_layout import (
+    GROUPS,
+    TILE,
+    TILES,
+    CodesLayout,
+    PageLayout,
+    page_layout,
+    plain_layout,
+)
 from oscar_mm.ops.decode_tables import SECOND, START
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 if TYPE_CHECKING:
     from oscar_mm.ops.decode import DecodeArguments
 
-_TILE = 16
-_TILES = PAGE_TOKENS // _TILE
-_GROUPS = 8
-"""Of words of a tile."""
 _BLOCKS = PAGE_TOKENS // 2 // LANES
 """Vectors that have the words of a place of all groups and tiles."""
 _PART = 64
@@ -77,129 +78,15 @@ _OVER_2_0, _OVER_2_1, _OVER_2_2, _OVER_2_3 = (_over_lanes(number, 2) for number 
 _OVER_4_0, _OVER_4_1, _OVER_4_2, _OVER_4_3 = (_over_lanes(number, 4) for number in range(4))
 
 
-class _Codes(NamedTuple):
-    """Where the codes of keys or of values are in a head, in 32-bit words.
-
-    Attributes:
-        start: of the plane of low bits.
-        high: start of the plane of high bits; 0 where there is none.
-        steps: runs of a tile's words; a run has those of 8 groups.
-        words: of a group in a run: 8 or 16.
-        parts: words of eight codes that a word becomes: 1, or 2, of its even and of its odd codes.
-        mask: of the low bits in a word of eight codes.
-        channels: of keys (head_dim,): for each run, word, part, k2 and k0 the channel. Of values
-            (sums,): for each run, vector, part, k0 and lane.
-        scales: of values (runs, scales, 16) float32: 1 for the scale of a lane's channels, else 0.
-    """
-
-    start: int
-    high: int
-    steps: int
-    words: int
-    parts: int
-    mask: int
-    channels: np.ndarray
-    scales: np.ndarray
-
-
-class _Layout(NamedTuple):
-    """A page as the loops see it.
-
-    Attributes:
-        head_words: 32-bit words of a KV head.
-        keys, values: their codes.
-        key_numbers: (KV heads, n) uint32: where the float16 numbers of a head's keys are in a page,
-            in natural order: scales, zeros, center and norms, the last two where there are any.
-        value_numbers: (KV heads, 2 * n) uint32: of values, scales and zeros, each group by group.
-        has_center, has_norms: whether there are.
-        key_group: tokens that share the scales of channels; 0 where each token has its own.
-        value_group: channels of a value's scale.
-    """
-
-    head_words: int
-    keys: _Codes
-    values: _Codes
-    key_numbers: np.ndarray
-    value_numbers: np.ndarray
-    has_center: bool
-    has_norms: bool
-    key_group: int
-    value_group: int
-
-
-@lru_cache(maxsize=64)
-def _layout(page_format: PageFormat) -> _Layout | None:
-    """Of pages in the order of fragments; None for others."""
-    if not page_format.in_fragments or page_format.value_group % 32:
-        return None
-    heads = page_format.kv_heads
-    by_group = page_format.number_places("value_scales", "value_zeros")
-    by_group = by_group.reshape(heads, 2, PAGE_TOKENS, -1).transpose(0, 1, 3, 2)
-    return _Layout(
-        head_words=page_format.head_bytes // 4,
-        keys=_codes_of(page_format, "key"),
-        values=_codes_of(page_format, "value"),
-        # Unsigned: numba takes care of negative indices.
-        key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms").astype(
-            np.uint32
-        ),
-        value_numbers=by_group.reshape(heads, -1).astype(np.uint32),
-        has_center=page_format.center,
-        has_norms=page_format.token_scaling is not None,
-        key_group=0 if page_format.by_token else page_format.key_group,
-        value_group=page_format.value_group,
-    )
-
-
-@lru_cache(maxsize=64)
-def _plain_layout(page_format: PageFormat) -> tuple[Any, ...]:
-    """A layout in tuples without names, whose types numba tells 20 microseconds faster."""
-    layout = _layout(page_format)
-    assert layout is not None
-    return layout.head_words, tuple(layout.keys), tuple(layout.values), *layout[3:]
-
-
 @inlined
 def _with_names(plain):
-    """The layout."""
-    return _Layout(plain[0], _Codes(*plain[1]), _Codes(*plain[2]), *plain[3:])
-
-
-def _codes_of(page_format: PageFormat, side: str) -> _Codes:
-    """Codes of keys or of values."""
-    (name, _, bits), *high = page_format.planes(f"{side}_codes")
-    head_dim, group = page_format.head_dim, page_format.value_group
-    parts = 4 // bits
-    of_lane = head_dim * bits // 64  # words
-    steps = -(-of_lane // 4)
-    stored = page_format.orders[name].elements().numpy() % head_dim
-    # run, word, k2, k1, k0, part of the first tile
-    stored = stored.reshape(_TILES, steps, -1, 2, 2, 2, parts)[0]
-    words = stored.shape[1] // _GROUPS
-    scales = np.zeros((0, 0, LANES), np.float32)
-    if side == "key":
-        channels = stored[:, :words, :, 0].transpose(0, 1, 4, 2, 3)
-    else:
-        by_vector = stored[:, :, 0, 0].reshape(steps, -1, LANES, 2, parts)
-        channels = by_vector.transpose(0, 1, 4, 3, 2)
-        of_lane = by_vector[:, 0, :, 0, 0] // group
-        scales = of_lane[:, None] == np.arange(head_dim // group)[:, None]
-    fields = page_format.fields
-    return _Codes(
-        start=fields[name].offset // 4,
-        high=fields[high[0][0]].offset // 4 if high else 0,
-        steps=steps,
-        words=words,
-        parts=parts,
-        mask=0x33333333 if parts == 2 else 0xFFFFFFFF,
-        channels=channels.ravel(),
-        scales=np.ascontiguousarray(scales, np.float32),
-    )
+    """The layout that ``plain_layout`` made plain."""
+    return PageLayout(plain[0], CodesLayout(*plain[1]), CodesLayout(*plain[2]), *plain[3:])
 
 
 def reads(page_format: PageFormat) -> bool:
     """Whether there are loops for pages of a format."""
-    return _layout(page_format) is not None
+    return page_layout(page_format) is not None
 
 
 def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
@@ -212,16 +99,15 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     threads, parts = torch.get_num_threads(), -(-entries.shape[1] // _PART)
     totals = np.empty((len(pages) * parts, batch, kv_heads, columns), np.float32)
     outputs = np.empty((*totals.shape, head_dim), np.float32)
-    balancing = np.ones((1, 1, head_dim), np.float32) if sigma is None else sigma.numpy()
-    if balancing.ndim == 2:
-        balancing = balancing[None]
+    balancing = np.ones((1, head_dim), np.float32) if sigma is None else sigma.detach().numpy()
+    balancing = np.ascontiguousarray(balancing if balancing.ndim == 3 else balancing[None])
     result = np.empty((batch, tokens, query_heads, head_dim), np.float32)
     # In float32, so that loops over pages are compiled once.
     given = rotate, as_bits(queries.float()), arguments.scaling, outputs, totals
     calls: list[tuple[Any, ...]] = []
     for number, (pool, page_format) in enumerate(zip(pages, arguments.page_formats, strict=True)):
         stored = pool.numpy()
-        which = stored.view(np.int32), stored.view(np.uint16), _plain_layout(page_format), number
+        which = stored.view(np.int32), stored.view(np.uint16), plain_layout(page_format), number
         which = *which, entries, ends, balancing
         calls += [
             (_attend_to_pages, first, threads, *which, *given)
@@ -374,11 +260,11 @@ def _transpose(words, base, keys, planes):
     """
     room = len(planes) - LANES * LANES
     for step in range(keys.steps + (keys.high > 0)):
-        count, tile, start = keys.words, keys.steps * _GROUPS * keys.words, keys.start
+        count, tile, start = keys.words, keys.steps * GROUPS * keys.words, keys.start
         if step == keys.steps:
-            count, tile, start = keys.words // 2, _GROUPS * keys.words // 2, keys.high
+            count, tile, start = keys.words // 2, GROUPS * keys.words // 2, keys.high
         else:
-            start += step * _GROUPS * keys.words
+            start += step * GROUPS * keys.words
         half = count // 2
         for block in range(_BLOCKS):
             first = base + start + 2 * block * tile
@@ -468,26 +354,28 @@ def _add_dots(planes, keys, table, first, last, sums):
     to the sums of some blocks."""
     columns, head_dim = table.shape
     mask, high_mask = splat(keys.mask), splat(0x44444444)
-    for number in range(keys.steps * keys.words * keys.parts):
-        place, part = number // keys.parts, number % keys.parts
-        step, word = place // keys.words, place % keys.words
-        for block in range(first, last):
-            start = ((step * _BLOCKS + block) * keys.words + word) * LANES
-            found = (load(planes, start) >> 2 * part) & mask
-            if keys.high:
-                start = (_BLOCKS * keys.words + block * (keys.words // 2) + word // 2) * LANES
-                above = load(planes, start) >> word % 2
-                found = found | ((above << 2 - 2 * part) & high_mask)
-            a, b, c, d = _code(found, 0), _code(found, 1), _code(found, 4), _code(found, 5)
-            e, f, g, h = _code(found, 2), _code(found, 3), _code(found, 6), _code(found, 7)
-            for column in range(columns):
-                query = column * head_dim + 4 * number
-                p, q = splat_one(table, query), splat_one(table, query + 1)
-                r, s = splat_one(table, query + 2), splat_one(table, query + 3)
-                at = column * PAGE_TOKENS + block * LANES
-                store(sums, at, load(sums, at) + a * p + b * q + c * r + d * s)
-                at += PAGE_TOKENS // 2
-                store(sums, at, load(sums, at) + e * p + f * q + g * r + h * s)
+    number = 0
+    for step in range(keys.steps):
+        for word in range(keys.words):
+            for part in range(keys.parts):
+                for block in range(first, last):
+                    start = ((step * _BLOCKS + block) * keys.words + word) * LANES
+                    found = (load(planes, start) >> 2 * part) & mask
+                    if keys.high:
+                        start = _BLOCKS * keys.words + block * (keys.words // 2) + word // 2
+                        above = load(planes, start * LANES) >> word % 2
+                        found = found | ((above << 2 - 2 * part) & high_mask)
+                    a, b, c, d = _code(found, 0), _code(found, 1), _code(found, 4), _code(found, 5)
+                    e, f, g, h = _code(found, 2), _code(found, 3), _code(found, 6), _code(found, 7)
+                    for column in range(columns):
+                        query = column * head_dim + 4 * number
+                        p, q = splat_one(table, query), splat_one(table, query + 1)
+                        r, s = splat_one(table, query + 2), splat_one(table, query + 3)
+                        at = column * PAGE_TOKENS + block * LANES
+                        store(sums, at, load(sums, at) + a * p + b * q + c * r + d * s)
+                        at += PAGE_TOKENS // 2
+                        store(sums, at, load(sums, at) + e * p + f * q + g * r + h * s)
+                number += 1
 
 
 @inlined
@@ -495,14 +383,14 @@ def _add_values(words, base, values, weights, table, sums):
     """Add codes of values times (columns, scales, 128) weights to sums, (columns, n) in the order
     of ``values.channels``."""
     columns, scales = weights.shape[:2]
-    vectors = values.words * _GROUPS // LANES
+    vectors = values.words * GROUPS // LANES
     mask, high_mask = splat(values.mask), splat(0x44444444)
-    for tile in range(_TILES):
+    for tile in range(TILES):
         for step in range(values.steps):
             for column in range(columns):
                 w = x = y = z = splat(np.float32(0))
                 for scale in range(scales):
-                    of_tile = load(weights, (column * scales + scale) * PAGE_TOKENS + tile * _TILE)
+                    of_tile = load(weights, (column * scales + scale) * PAGE_TOKENS + tile * TILE)
                     used = load(values.scales, (step * scales + scale) * LANES)
                     if values.words == 16:
                         w = w + used * _OVER_4_0(of_tile, of_tile)
