@@ -79,7 +79,9 @@ def read_floats(halves, places, numbers):
     """
     bits = numbers.view(np.uint32)
     for index in range(len(numbers)):
-        half = np.uint32(halves[places[index]])
+        bits[index] = halves[places[index]]
+    for index in range(len(numbers)):
+        half = bits[index]
         bits[index] = (half & np.uint32(0x8000)) << np.uint32(16) | (
             half & np.uint32(0x7FFF)
         ) << np.uint32(13)
