@@ -41,7 +41,7 @@ class VectorType(types.Type):
 FLOATS = VectorType("Floats", ir.FloatType())
 """float32 numbers with ``+``, ``-`` and ``*``; a product that is added is rounded once."""
 WORDS = VectorType("Words", ir.IntType(32))
-"""32-bit words with ``+``, ``&`` and ``|``; ``<<`` and ``>>`` (zeros come in) by an integer."""
+"""32-bit words with ``&`` and ``|``; ``<<`` and ``>>`` (zeros come in) by an integer."""
 
 
 @register_model(VectorType)
@@ -85,7 +85,6 @@ _CONTRACT = ("contract",)
 _define_operator(operator.add, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y, flags=_CONTRACT))
 _define_operator(operator.sub, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y, flags=_CONTRACT))
 _define_operator(operator.mul, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y, flags=_CONTRACT))
-_define_operator(operator.add, (WORDS, WORDS), lambda b, x, y: b.add(x, y))
 _define_operator(operator.and_, (WORDS, WORDS), lambda b, x, y: b.and_(x, y))
 _define_operator(operator.or_, (WORDS, WORDS), lambda b, x, y: b.or_(x, y))
 _define_operator(operator.lshift, (WORDS, types.int64), lambda b, x, y: b.shl(x, y))

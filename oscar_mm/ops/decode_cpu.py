@@ -142,8 +142,8 @@ def _attend_to_pages(
     outputs,
     totals,
 ):
-    """Attend to pages of a pool, which is the ``number``-th; arrays as in ``decode_on_cpu``. Each
-    of so many ``threads`` takes every such task, from its ``first`` on."""
+    """Attend to the pages of the ``number``-th pool; arrays as in ``decode_on_cpu``. A thread takes
+    task ``first`` (of a row, some of its pages and a KV head) and each ``threads``-th after it."""
     batch, tokens = queries.shape[0], queries.shape[2]
     heads, columns, head_dim = outputs.shape[2:]
     parts = -(-items.shape[1] // _PART)
@@ -246,17 +246,17 @@ def _fetch(words, start, stop):
 @inlined
 def _plane_words(keys):
     """Words that ``_transpose`` needs room for."""
-    runs = 2 * keys.steps + 1  # the last half for what it has in between
-    return runs * _BLOCKS * keys.words // 2 * LANES + LANES * LANES
+    halves = 2 * keys.steps + 1
+    return halves * _BLOCKS * keys.words // 2 * LANES + LANES * LANES
 
 
 @inlined
 def _transpose(words, base, keys, planes):
-    """Write the planes of keys as (runs, blocks, words, 16) words, then that of high bits with half
-    as many words.
+    """Write the plane of low bits of keys as (runs, blocks, words, 16) words, then the plane of
+    high bits with half as many words.
 
-    Of the words of 8 groups of two tiles, (16, words), each of four rounds takes the first bit of a
-    word's place to the end.
+    A block is the words of 8 groups of two tiles, (16, words). Each of four rounds takes the first
+    bit of a word's place in the block to the end.
     """
     room = len(planes) - LANES * LANES
     for step in range(keys.steps + (keys.high > 0)):
@@ -448,7 +448,8 @@ def _attend_to_tokens(
     result,
 ):
     """Attend to tokens in 16 bit and, causally, to the new ones, and write the (batch, tokens,
-    query heads, head_dim) result of these and of pages; see ``_attend_to_pages``."""
+    query heads, head_dim) result of these and of pages. A thread takes task ``first`` (of a row and
+    a KV head) and each ``threads``-th after it."""
     batch, tokens = queries.shape[0], queries.shape[2]
     parts, _, heads, columns, head_dim = outputs.shape
     width = -(-head_dim // LANES) * LANES  # with zeros at the end
@@ -537,14 +538,15 @@ def _exponentials(scores, start, count):
     highest = largest(tops)
     log2_e, ln_2 = splat(np.float32(1.4426950408889634)), splat(np.float32(0.6931471805599453))
     whole, lowest = splat(np.float32(0)), splat(np.float32(-127))
-    one, rounding = splat(np.float32(1)), np.float32(1.5 * 2**23)
+    one, rounding = splat(np.float32(1)), splat(np.float32(1.5 * 2**23 + 127))
     for index in range(start, start + count, LANES):
-        # 2^x by the Taylor series of its fraction. The sum with so large a number is rounded to a
-        # whole one, which its lowest bits are; 2^-127 becomes 0. NaN stays.
+        # 2^x by the Taylor series of its fraction. The sum with a number that large is rounded to
+        # a whole one: its lowest bits are the exponent of a float32 number, which is 0 for 2^-127.
+        # NaN stays.
         x = (load(scores, index) - splat(highest)) * log2_e
         x = larger(x, lowest)
-        power = x + splat(rounding)
-        y = (x - (power - splat(rounding))) * ln_2
+        power = x + rounding
+        y = (x - (power - rounding)) * ln_2
         series = splat(np.float32(1 / 720))
         series = series * y + splat(np.float32(1 / 120))
         series = series * y + splat(np.float32(1 / 24))
@@ -552,7 +554,7 @@ def _exponentials(scores, start, count):
         series = series * y + splat(np.float32(0.5))
         series = series * y + one
         series = series * y + one
-        series = from_words(as_words(series) + (as_words(power) << 23))
+        series = series * from_words(as_words(power) << 23)
         store(scores, index, series)
         whole = whole + series
     sum_of_all = total(whole)

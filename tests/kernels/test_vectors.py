@@ -52,7 +52,7 @@ def bits_and_shifts(words, result):
     one, two = load(words, 1), load(words, 20)
     for number in range(2):
         store(result, number * LANES, (one >> 4 * number) & splat(15) | (two << 8))
-    store(result, 2 * LANES, one + two)
+    store(result, 2 * LANES, one | two)
     store(result, 3 * LANES, as_words(as_floats(one >> 1)))
     store(result, 4 * LANES, as_words(from_words(one)))
 
@@ -62,7 +62,7 @@ def test_words() -> None:
     bits_and_shifts(WORDS, result)
     one, two = (WORDS[part].view(np.uint32) for part in (FIRST, SECOND))
     expected = [(one >> 4 * number) & 15 | two << 8 for number in range(2)]
-    expected += [one + two, (one >> 1).astype(np.float32).view(np.uint32), one]
+    expected += [one | two, (one >> 1).astype(np.float32).view(np.uint32), one]
     np.testing.assert_array_equal(result, np.concatenate(expected))
 
 

@@ -92,10 +92,11 @@ def test_loops_take_16_bit(bits: tuple[int, int], dtype: torch.dtype) -> None:
     assert relative_error(found.float(), expected.float()) < 0.005
 
 
-def test_loops_do_not_lose_nan() -> None:
+@pytest.mark.parametrize("bits", [0x7FC00000, -1], ids=["usual", "all bits set"])
+def test_loops_do_not_lose_nan(bits: int) -> None:
     page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)
     states, *tables = random_past([page_format], True, torch.float32, CPU, 1)
-    states[0][0, 0, 0, 3] = torch.nan
+    states[0].view(torch.int32)[0, 0, 0, 3] = bits
     found = decode(*states, *tables, 0.1, numbers_of(page_format), True)
     assert found[0, 0, 0].isnan().all() and found[1:].isfinite().all()
 
