@@ -27,7 +27,7 @@ class Bits(NamedTuple):
 
 
 PLAIN = Bits(16, 16)
-"""Not packed: in the model's dtype."""
+"""Not packed: in the model's dtype, or in bfloat16 for a model in float32 if others are packed."""
 _NARROWEST = Bits(2, 2)
 Width = int | tuple[int, int] | list[int]
 """Bits of keys and values: one number for both, or two."""
@@ -86,7 +86,7 @@ class KVPolicy:
     Attributes:
         bits: bits per value: 2, 3, 4 or 16, one number for keys and values or a pair such as
             ``(3, 2)``, for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
-            (modalities not named get 2). 16, of keys and values alike, means the model's dtype. At
+            (modalities not named get 2). 16, of keys and values alike, means ``PLAIN``. At
             most two different widths below 16.
         key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR): whole
             pages of 128 tokens at a time. "token" quantizes each token over a group of channels

@@ -23,7 +23,7 @@ from oscar_mm.cache.slot_growth import (
     slot_growth,
 )
 from oscar_mm.cache.slot_set import SlotSet
-from oscar_mm.cache.store import LayerShape, PageStore
+from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
@@ -402,7 +402,8 @@ class Admission:
         """Bytes of a slot of each kind, summed over the layers of each device."""
         shape = ModelShape.of(self.model.config, 0)
         own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
-        expected = own.slot_bytes(self.store.policy, self.layer_shapes[0].dtype.itemsize)
+        dtype = unpacked_dtype(self.store.policy, self.layer_shapes[0].dtype)
+        expected = own.slot_bytes(self.store.policy, dtype.itemsize)
         by_device: dict[torch.device, dict[Bits, int]] = {}
         for index, device in self.family.layer_devices.items():
             pools = self.store.layers.get(index)

@@ -74,7 +74,7 @@ class ModelShape:
 
         Args:
             policy: how keys and values are stored.
-            itemsize: bytes of a number in the model's dtype.
+            itemsize: bytes of a number that is not packed.
         """
         sizes = {PLAIN: 2 * self.kv_heads * self.head_dim * itemsize}
         for bits in policy.packed_bits:

@@ -200,7 +200,11 @@ class OscarLayer(CacheLayerMixin):
         """
         page_store = self.cache.store
         page_store.layers[self.index].reserve(page_store.allocators)
-        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+        # In one dtype, so that pages do not depend on whether tokens were in 16 bit before.
+        dtype = self.recent.storage.dtype
+        keys, values = (
+            (x if x.stride(-1) == 1 else x.contiguous()).to(dtype) for x in (keys, values)
+        )
         self.copy_pages(step)
         if not step.packs_at_end:
             self.pack(keys, values, step)

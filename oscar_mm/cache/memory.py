@@ -20,7 +20,7 @@ from oscar_mm.sizes import format_bytes
 
 KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
 _SHARED = "shared"
-_TAILS = "tails: tokens outside of pages, in the model's dtype"
+_TAILS = "tails: tokens outside of pages, not packed"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content, Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import LayerShape, PageStore
+from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.errors import InputError
 from oscar_mm.pages.layout import PageFormat, all_finite
@@ -50,6 +50,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
 """Of pages or tokens that are looked at in one go."""
@@ -129,7 +130,11 @@ def cache_content(
         if layer.sigma is not None:
             tensors[f"layer.{layer.index}.sigma"] = layer.sigma.cpu().contiguous().clone()
         layers.append(
-            {"balanced": layer.sigma_is_final, "page_order": _page_order(layer.formats.values())}
+            {
+                "balanced": layer.sigma_is_final,
+                "page_order": _page_order(layer.formats.values()),
+                "dtype": _DTYPE_NAMES[layer.dtype],
+            }
         )
     text = {
         "version": FORMAT_VERSION,
@@ -270,7 +275,7 @@ class SavedCache:
             pools = {**layer.pages, PLAIN: layer.recent}
             for bits, pool in pools.items():
                 saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
-                pool.storage[ids[bits]] = saved.to(layer.device)
+                pool.storage[ids[bits]] = saved.to(layer.device, pool.storage.dtype)
         if cache.layers:
             cache.replayed(Step())
 
@@ -395,11 +400,15 @@ def _checked_shapes(
     for index, about in enumerate(layers):
         recent = rest[f"layer.{index}.{_name(PLAIN)}"]
         _, _, heads, width = recent.shape
-        if recent.dtype not in _DTYPES:
+        # Earlier files have them in the model's dtype, and do not say it.
+        name = about.get("dtype", recent.dtype)
+        dtype = _DTYPES.get(name)
+        names = () if dtype is None else (name, _DTYPE_NAMES[unpacked_dtype(policy, dtype)])
+        if dtype is None or recent.dtype not in names:
             raise ValueError(f"layer {index}: tokens in 16 bit are {recent.dtype}")
         if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
             raise ValueError(f"layer {index}: {heads} KV heads of {width} channels")
-        shape = LayerShape(heads, width, _DTYPES[recent.dtype])
+        shape = LayerShape(heads, width, dtype)
         if model is not None and shape != model[index]:
             raise ValueError(f"layer {index}: {shape}, where the model has {model[index]}")
         wanted: dict[Bits, tuple[tuple[int, ...], str]] = {PLAIN: ((2, heads, width), recent.dtype)}
@@ -409,10 +418,10 @@ def _checked_shapes(
         reordered = text["version"] == 1 and policy.by_token
         if formats and about["page_order"] != ("plain" if reordered else _page_order(formats)):
             raise ValueError(f"layer {index}: its pages are in another order")
-        for bits, (slot, dtype) in wanted.items():
+        for bits, (slot, kind) in wanted.items():
             found = rest.pop(f"layer.{index}.{_name(bits)}")
             count = slots.setdefault(bits, found.shape[0])
-            if found != Kind(dtype, (count, *slot)):
+            if found != Kind(kind, (count, *slot)):
                 raise ValueError(f"layer {index}: {_name(bits)} is {found.shape} {found.dtype}")
         sigma = rest.pop(f"layer.{index}.sigma", None)
         if sigma is not None and sigma not in (Kind("F32", (n, width)) for n in (1, heads)):

@@ -106,6 +106,12 @@ class Pool:
         return self.storage.nbytes if self._range is None else self._range.nbytes
 
 
+def unpacked_dtype(policy: KVPolicy, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of tokens that are not packed, of a model of a dtype: 16 bit, unless a policy packs
+    nothing at all."""
+    return torch.bfloat16 if policy.packs and dtype == torch.float32 else dtype
+
+
 class LayerShape(NamedTuple):
     """What one layer of a model stores for every token."""
 
@@ -122,7 +128,7 @@ class LayerPools:
     """The pools of one layer of a model.
 
     Attributes:
-        recent: tokens in 16 bit, (slots, 2, KV heads, head_dim) in the model's dtype.
+        recent: tokens in 16 bit, (slots, 2, KV heads, head_dim) of ``unpacked_dtype``.
         pages: bits -> pages, (slots, page_bytes) uint8.
         by_bits: all pools; ``PLAIN`` for tokens in 16 bit.
         formats: bits -> layout of the pages, ascending.
@@ -137,7 +143,7 @@ class LayerPools:
         device: torch.device,
     ) -> None:
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
-        self.recent = Pool((2, kv_heads, head_dim), dtype, device)
+        self.recent = Pool((2, kv_heads, head_dim), unpacked_dtype(policy, dtype), device)
         self.formats = {
             bits: PageFormat.of(policy, bits, kv_heads, head_dim) for bits in policy.packed_bits
         }

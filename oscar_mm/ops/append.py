@@ -48,7 +48,7 @@ class AppendArguments(NamedTuple):
     recent: Written
     writes: torch.Tensor
     not_finite: Written
-    beside: bool
+    beside: bool = False
 
 
 class AppendParams(ctypes.Structure):
@@ -116,7 +116,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
             recent = random(4, 2, heads, head_dim)
             for run in (kernel, append_by_torch):
                 target, flag = recent.clone(), torch.zeros(1, dtype=torch.int32, device=device)
-                run(AppendArguments(keys, values, target, writes, flag, False))
+                run(AppendArguments(keys, values, target, writes, flag))
                 results.append(torch.cat([target.flatten().float(), flag.float()]))
             differing += float((results[0] != results[1]).float().mean())
         return differing

@@ -73,7 +73,8 @@ class DecodeArguments(NamedTuple):
             over them is causal.
         values: the shape of keys.
         pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
-        recent: (slots, 2, KV heads, head_dim): tokens in 16 bit.
+        recent: (slots, 2, KV heads, head_dim): tokens in 16 bit, in the dtype of queries; also in
+            bfloat16 where that is float32.
         sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
             head_dim): each row's own; None for none.
         items, recents, counts, assignments: of ``oscar_mm.ops.decode_tables.Tables``.
@@ -419,7 +420,8 @@ def _check(arguments: DecodeArguments) -> None:
     if query_heads % kv_heads:
         wanted = f"of a multiple of {kv_heads}, the KV heads"
         _checker.refuse("queries", f"of {query_heads} heads", wanted)
-    check("recent", arguments.recent, ("slots", 2, kv_heads, head_dim), queries.dtype, device)
+    dtypes = (queries.dtype, torch.bfloat16) if queries.dtype == torch.float32 else queries.dtype
+    check("recent", arguments.recent, ("slots", 2, kv_heads, head_dim), dtypes, device)
     pages, formats = arguments.pages, arguments.page_formats
     if len(pages) != len(formats):
         _checker.refuse("pages", f"of {len(pages)} pools", f"of {len(formats)}, as formats")

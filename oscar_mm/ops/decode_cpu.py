@@ -476,10 +476,9 @@ def _attend_to_tokens(
                 sums[column, channel] = 0
         for index in range(stored + tokens):
             if index < stored:
-                source = recent[recents[row, index], 0, head]
+                widen(recent[recents[row, index], 0, head], bits)
             else:
-                source = keys[row, head, index - stored]
-            widen(source, bits)
+                widen(keys[row, head, index - stored], bits)
             for column in range(columns):
                 seen = index - stored <= column % tokens
                 score = _dot(query, column * width, vector, 0, width)
@@ -513,10 +512,9 @@ def _attend_to_tokens(
                 scores[column, index] *= weights[parts] / whole
         for index in range(stored + tokens):
             if index < stored:
-                source = recent[recents[row, index], 1, head]
+                widen(recent[recents[row, index], 1, head], bits)
             else:
-                source = values[row, head, index - stored]
-            widen(source, bits)
+                widen(values[row, head, index - stored], bits)
             for column in range(columns):
                 weight = splat(scores[column, index])
                 for channel in range(0, width, LANES):

@@ -51,8 +51,9 @@ def define(
 
     Args:
         name: of the operation.
-        arguments: a NamedTuple; a field that is written to is a ``Written`` or ``WrittenList``.
-            Of an operation with results it has a method ``result`` that gives them without data.
+        arguments: a NamedTuple; a field that is written to is a ``Written`` or ``WrittenList``, and
+            a default is the schema's too. Of an operation with results it has a method ``result``
+            that gives them without data.
         check: raises an error where the arguments do not fit.
         run: the operation on every device, called with a tuple that fits.
         returns: the results in the schema.
@@ -77,12 +78,13 @@ def define(
 
 def _schema_of(arguments: Callable[..., Any]) -> str:
     fields, letters = [], iter("abcd")
+    defaults: dict[str, Any] = getattr(arguments, "_field_defaults", {})
     for name, hint in get_type_hints(arguments, include_extras=True).items():
         is_written = get_origin(hint) is Annotated
         kind = _SCHEMA_TYPES[hint.__origin__ if is_written else hint]
         if is_written:
             kind = kind.replace("Tensor", f"Tensor({next(letters)}!)")
-        fields.append(f"{kind} {name}")
+        fields.append(f"{kind} {name}" + (f"={defaults[name]}" if name in defaults else ""))
     return ", ".join(fields)
 
 

@@ -81,7 +81,8 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
             logits = model(**arguments, past_key_values=view).logits[:, -1]
         for place, row in enumerate(order):
             expected = read(model, alone[row], tokens[place : place + 1])
-            torch.testing.assert_close(logits[place], expected, atol=5e-4, rtol=5e-4)
+            # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.
+            torch.testing.assert_close(logits[place], expected, atol=5e-3, rtol=5e-3)
     assert not view.take_bad()
     for cache, fork in zip(caches, alone, strict=True):
         cache.check_complete()
@@ -182,5 +183,6 @@ def test_rows_that_are_balanced_by_their_prompts(policy: str) -> None:
             ]
         for place, row in enumerate(order):
             expected = read(plain, alone[row], tokens[place : place + 1])
-            torch.testing.assert_close(logits[place], expected, atol=5e-4, rtol=5e-4)
+            # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.
+            torch.testing.assert_close(logits[place], expected, atol=5e-3, rtol=5e-3)
             lengths[row] += 1

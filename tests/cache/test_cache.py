@@ -51,10 +51,20 @@ def test_sinks_and_window_stay_exact(name: str) -> None:
     ids = random_ids(0, 100, 500, 300)
     cache, (_, keys, values) = filled(policy, ids)
     for given, stored in zip((keys, values), cache.unpacked(0), strict=True):
+        given = given.bfloat16().float()
         assert torch.equal(stored[:, :, :7], given[:, :, :7])
         assert torch.equal(stored[:, :, -50:], given[:, :, -50:])
         assert not torch.equal(stored[:, :, 7:100], given[:, :, 7:100]) or name == "compact"
         assert not torch.equal(stored[:, :, 300:400], given[:, :, 300:400])
+
+
+def test_what_is_not_packed_of_a_float32_model_is_in_16_bit() -> None:
+    tokens = {name: filled(name, random_ids(0, 30))[0] for name in ("compact", "standard", "bf16")}
+    bytes_of = {name: cache.memory().by_kind["tails"] for name, cache in tokens.items()}
+    assert bytes_of["compact"] == bytes_of["standard"] == bytes_of["bf16"] / 2
+    keys = chunk(0, 30)[1]
+    assert torch.equal(tokens["bf16"].unpacked(0)[0], keys)
+    assert torch.equal(tokens["standard"].unpacked(0)[0], keys.bfloat16().float())
 
 
 def test_layers_are_independent() -> None:

