@@ -114,7 +114,9 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
             for first in range(min(threads, batch * parts * kv_heads))
         ]
     call_all(calls)
-    states = as_bits(keys), as_bits(values), as_bits(recent), recents.numpy(), ends
+    # New tokens, which are few, in float32: loops are compiled for the dtypes of stored ones alone.
+    new = as_bits(keys.float()), as_bits(values.float())
+    states = *new, as_bits(recent), recents.numpy(), ends
     call_all(
         [
             (_attend_to_tokens, first, threads, *states, *given, result)

@@ -92,6 +92,19 @@ def test_loops_take_16_bit(bits: tuple[int, int], dtype: torch.dtype) -> None:
     assert relative_error(found.float(), expected.float()) < 0.005
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_float32_model_has_tokens_in_bfloat16() -> None:
+    page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 128)
+    (queries, keys, values, pages, recent, sigma), *tables = random_past(
+        [page_format], True, torch.float32, CPU, 1
+    )
+    how = (*tables, 0.1, numbers_of(page_format), True)
+    found = decode(queries, keys, values, pages, recent.bfloat16(), sigma, *how)
+    expected = decode(queries, keys, values, pages, recent.bfloat16().float(), sigma, *how)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("bits", [0x7FC00000, -1], ids=["usual", "all bits set"])
 def test_loops_do_not_lose_nan(bits: int) -> None:
     page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)
