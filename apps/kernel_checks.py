@@ -25,7 +25,8 @@ from oscar_mm.ops import pack as pack_module
 from oscar_mm.ops import store_kernel
 from oscar_mm.ops import unpack as unpack_module
 from oscar_mm.ops.append import AppendKernel, append
-from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
+from oscar_mm.ops.decode import decode
+from oscar_mm.ops.decode_kernel import DecodeKernel, Specialization
 from oscar_mm.ops.decode_tables import assign
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import PackKernel, pack_jobs

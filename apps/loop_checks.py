@@ -13,8 +13,8 @@ import torch
 
 from oscar_mm.kernels.self_check import Verdict
 from oscar_mm.ops import store_kernel
-from oscar_mm.ops.decode import DecodeKernel, Specialization
 from oscar_mm.ops.decode_cpu import decode_on_cpu
+from oscar_mm.ops.decode_kernel import DecodeKernel, Specialization
 from oscar_mm.ops.store_cpu import store_on_cpu
 from oscar_mm.ops.store_kernel import StoreKernel
 from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one

@@ -8,7 +8,7 @@ end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,10 +48,8 @@ from oscar_mm.ops.decode_layout import (
     plain_layout,
 )
 from oscar_mm.ops.decode_tables import SECOND, START
+from oscar_mm.ops.decode_torch import DecodeArguments
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
-
-if TYPE_CHECKING:
-    from oscar_mm.ops.decode import DecodeArguments
 
 _BLOCKS = PAGE_TOKENS // 2 // LANES
 """Vectors that have the words of a place of all groups and tiles."""
@@ -90,7 +88,7 @@ def reads(page_format: PageFormat) -> bool:
 
 
 def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
-    """``decode``, see ``oscar_mm.ops.decode.DecodeArguments``; of pages in the kernels' order."""
+    """``decode``, see ``DecodeArguments``; of pages in the kernels' order."""
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     batch, query_heads, tokens, head_dim = queries.shape
     kv_heads, rotate = keys.shape[1], arguments.rotate and bool(pages)

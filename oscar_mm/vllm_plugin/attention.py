@@ -14,7 +14,9 @@ from oscar_mm.errors import InputError
 from oscar_mm.ops.append import UNITS, AppendKernel, append
 from oscar_mm.ops.append import Specialization as AppendSpecialization
 from oscar_mm.ops.block_tables import BlockTablesKernel
-from oscar_mm.ops.decode import DecodeArguments, DecodeKernel, decode, decode_kernel
+from oscar_mm.ops.decode import decode
+from oscar_mm.ops.decode_kernel import DecodeKernel, decode_kernel
+from oscar_mm.ops.decode_torch import DecodeArguments
 from oscar_mm.ops.library import numbers_of, recipe_arguments
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.store_kernel import Specialization as StoreSpecialization

@@ -17,12 +17,12 @@ from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import SWITCH
 from oscar_mm.kernels.self_check import CheckedKernels, OperationKernel, relative_error
 from oscar_mm.ops import append as append_module
-from oscar_mm.ops import decode as decode_module
+from oscar_mm.ops import decode_kernel as decode_module
 from oscar_mm.ops import pack as pack_module
 from oscar_mm.ops import store_kernel
 from oscar_mm.ops import unpack as unpack_module
 from oscar_mm.ops.append import append_by_torch
-from oscar_mm.ops.decode import decode_by_torch
+from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.pack import pack_by_torch
 from oscar_mm.ops.store_torch import (
     StoreArguments,
