@@ -1,0 +1,158 @@
+"""Our decode steps and batches beside those of transformers and vLLM, one after the other in a run.
+
+python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--contexts 2048,32768,131072]
+
+Each runs in processes of its own: ``decode_step`` and ``throughput`` for ours and transformers',
+``vllm_attention`` where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.cache_variants import VARIANTS
+from benchmarks.random_model import RELEASED
+from benchmarks.record import Record, Row, command, device_name, finish, parser, show
+
+MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
+WAYS = ("dynamic", "static-compiled", "bf16-graph", "standard-graph", "compact-graph")
+"""Of a single sequence; at full memory without those that take as much for a row as others."""
+FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
+ATTENTIONS = {"auto": "vLLM, bf16", "fp8": "vLLM, fp8", "standard": "vLLM, our standard pages"}
+OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
+"""What is compared with the best of the others."""
+NOTES = [
+    "ms: of a step of one sequence, from its token on the host to the next one there. At full "
+    "memory: as many sequences as the GPU has room for, and their tokens per second together.",
+    "Random weights of the released shapes, caches of random values. transformers' caches run "
+    "eagerly, StaticCache compiled as in `generate`; ours and vLLM's steps are CUDA graphs, vLLM's "
+    "without torch.compile.",
+]
+
+
+def measured(name: str, arguments: Sequence[str]) -> list[Row]:
+    """Rows of another benchmark, which runs in a process of its own; an error is a row too."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--out", folder]
+        code = subprocess.run(line, check=False).returncode
+        files = list(Path(folder).glob(f"{name}-*.json"))
+        if files:
+            return Record.load(files[0]).rows
+    return [{"model": "", "way": name, "error": f"exit code {code}"}]
+
+
+def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
+    """Rows of ``decode_step``; at full memory the largest batches of ``throughput``."""
+    for row in rows:
+        common = {"model": row["model"], "method": row["way"]}
+        if "error" in row:
+            if not row.get("out_of_memory"):
+                yield common | {"error": row["error"]}
+        elif full:
+            yield common | {
+                "full": row["context"],
+                "sequences": row["batch"],
+                "tokens_per_s": row["tokens_per_s"],
+            }
+        else:
+            yield common | {"context": row["context"], "ms": row["ms"]}
+
+
+def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows of ``vllm_attention`` that have an equal in the others."""
+    for row in rows:
+        common = {"model": row["model"], "method": ATTENTIONS.get(row.get("attention", ""), "vLLM")}
+        what, _, tokens = str(row.get("what", "")).rpartition(" ")
+        if "error" in row:
+            yield common | {"error": row["error"]}
+        elif what == "one sequence":
+            yield common | {"context": int(tokens), "ms": row["ms"]}
+        elif what == "full memory":
+            figures = {name: row[name] for name in ("sequences", "tokens_per_s")}
+            yield common | {"full": int(tokens)} | figures
+
+
+def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[Row]:
+    """Rows of ours and of all peers that are installed."""
+    small = ["--tiny"] if tiny else []
+    steps = ["--models", models, "--contexts", contexts, "--ways", ",".join(WAYS), *small]
+    yield from of_loops(measured("decode_step", steps), full=False)
+    batches = ["--models", models, "--contexts", full, "--ways", ",".join(FULL_WAYS), *small]
+    yield from of_loops(measured("throughput", batches), full=True)
+    if tiny or find_spec("vllm") is None:
+        return
+    for model in models.split(","):
+        options = ["--model", model, "--contexts", contexts, "--full", full]
+        line = [*options, "--attention", ",".join(ATTENTIONS)]
+        yield from of_vllm(measured("vllm_attention", line))
+
+
+def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
+    """Where there is a figure of ours, its place, who is the best of the others, and how many times
+    as fast ours is."""
+    speeds: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if "error" in row:
+            continue
+        speed = row["tokens_per_s"] if "full" in row else 1e3 / row["ms"]
+        tokens = row["full"] if "full" in row else row["context"]
+        place = f"{tokens:,} tokens, {'full memory' if 'full' in row else 'one sequence'}"
+        speeds.setdefault((row["model"], place), {})[row["method"]] = speed
+    for (model, place), found in speeds.items():
+        others = {name: speed for name, speed in found.items() if name not in OURS}
+        others.pop(VARIANTS["bf16-graph"].title, None)
+        if not others:
+            continue
+        peer = max(others, key=others.__getitem__)
+        for name in OURS:
+            if name in found:
+                yield f"{model}, {place}: {name}", peer, found[name] / others[peer]
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print a table, and ours beside the best of the others."""
+    contexts = sorted({row["context"] for row in rows if "context" in row})
+    full = sorted({row["full"] for row in rows if "full" in row})
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        line = cells.setdefault((row["model"], row["method"]), {})
+        if "error" in row:
+            line["error"] = row["error"][:40]
+        elif "full" in row:
+            line[f"full {row['full']}"] = f"{row['sequences']}: {row['tokens_per_s']:.0f}"
+        else:
+            line[f"ms {row['context']}"] = f"{row['ms']:.2f}"
+    names = [*(f"ms {x}" for x in contexts), *(f"full {x}" for x in full), "error"]
+    titles = [*(f"ms, {x:,}" for x in contexts), *(f"full, {x:,}" for x in full), ""]
+    lines = ((*who, *(line.get(name, "") for name in names)) for who, line in cells.items())
+    show("Steps, and sequences and tokens/s at full memory", ("model", "method", *titles), lines)
+    for place, peer, times in best(rows):
+        print(f"{place} is {times:.2f} times as fast as {peer}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and record; 1 if something failed."""
+    options_parser = parser("benchmarks.peers", __doc__)
+    add = options_parser.add_argument
+    add("--models", default=MODELS, help=f"with commas, of {', '.join(RELEASED)}")
+    add("--contexts", default=CONTEXTS, help="of one sequence, with commas")
+    add("--full", default=FULL, help="contexts at full memory, with commas")
+    add("--tiny", action="store_true", help="a rehearsal with tiny models, without vLLM")
+    options = options_parser.parse_args(arguments)
+    rows = [*all_rows(options.models, options.contexts, options.full, tiny=options.tiny)]
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    record = Record("peers", command("benchmarks.peers", arguments), device, rows, NOTES)
+    report(rows)
+    finish(record, options.out)
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""The table of peers: rows of three benchmarks, as they write them."""
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.record import Record, Row
+
+MODEL = "qwen3-vl-8b"
+STEPS = {"DynamicCache": 50.0, "bf16, graph": 5.0, "standard, graph": 4.0}
+BATCHES = {"DynamicCache": (6, 47.0), "standard, graph": (46, 1100.0)}
+
+
+def rows_of(name: str, arguments: list[str]) -> list[Row]:
+    """Rows of a benchmark; one of each has failed."""
+    row: Row = {"model": MODEL, "context": 2048}
+    if name == "decode_step":
+        found = [row | {"way": way, "ms": ms} for way, ms in STEPS.items()]
+        return [*found, row | {"way": "StaticCache, compiled", "error": "RuntimeError: no"}]
+    if name == "throughput":
+        found = [
+            row | {"way": way, "batch": count, "tokens_per_s": speed}
+            for way, (count, speed) in BATCHES.items()
+        ]
+        # What ran out of memory was tried again with fewer.
+        return [row | {"way": "DynamicCache", "error": "full", "out_of_memory": True}, *found]
+    assert arguments[arguments.index("--model") + 1] == MODEL
+    return [
+        {"model": MODEL, "attention": "auto", "what": "capacity", "tokens": 8},
+        {"model": MODEL, "attention": "auto", "what": "one sequence 2048", "ms": 5.5},
+        {"model": MODEL, "attention": "fp8", "what": "decode", "error": "exit code 1"},
+        {
+            "model": MODEL,
+            "attention": "standard",
+            "what": "full memory 2048",
+            "sequences": 40,
+            "tokens_per_s": 900.0,
+            "ms": 44.0,
+        },
+    ]
+
+
+@pytest.mark.parametrize("has_vllm", [True, False])
+def test_one_table(has_vllm: bool, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "measured", rows_of)
+    monkeypatch.setattr(peers, "find_spec", lambda name: has_vllm or None)
+    assert peers.main(["--models", MODEL, "--out", str(tmp_path)]) == 1, "some have failed"
+    printed = capsys.readouterr().out
+    peer, times = ("vLLM, bf16", "1.38") if has_vllm else ("DynamicCache", "12.50")
+    place = f"{MODEL}, 2,048 tokens, one sequence: standard, graph"
+    assert f"{place} is {times} times as fast as {peer}" in printed
+    assert "full memory: standard, graph is 23.40 times as fast as DynamicCache" in printed
+    assert ("vLLM, our standard pages is 19.15 times" in printed) == has_vllm
+    assert "46: 1100" in printed and "6: 47" in printed and "capacity" not in printed
+    [path] = tmp_path.glob("peers-*.json")
+    errors = [row["method"] for row in Record.load(path).rows if "error" in row]
+    assert errors == ["StaticCache, compiled", *(["vLLM, fp8"] if has_vllm else [])]
+
+
+def test_a_benchmark_that_writes_nothing_is_an_error() -> None:
+    [row] = peers.measured("decode_step", ["--no-such-option"])
+    assert row["error"] == "exit code 2"
