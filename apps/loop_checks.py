@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from oscar_mm.kernels.self_check import Verdict
-from oscar_mm.ops import store_kernel
+from oscar_mm.ops import store_kernel, unpack
 from oscar_mm.ops.decode_cpu import decode_on_cpu
 from oscar_mm.ops.decode_kernel import DecodeKernel, Specialization
 from oscar_mm.ops.store_cpu import store_on_cpu
 from oscar_mm.ops.store_kernel import StoreKernel
 from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one
+from oscar_mm.ops.unpack import UnpackKernel
+from oscar_mm.ops.unpack_cpu import unpack_on_cpu
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.quantize import Recipe
 
-OPERATIONS = ("decode", "store")
+OPERATIONS = ("decode", "store", "unpack")
 DTYPES = (torch.float32, torch.bfloat16)
 """Of keys and values; loops are compiled for each."""
 _POLICY = KVPolicy.preset(DEFAULT)
@@ -39,7 +41,7 @@ class _StoreLoops:
 
 
 def check(operation: str, dtype: torch.dtype) -> Verdict:
-    """Compare the loops of "decode" or "store" as a kernel is compared."""
+    """Compare the loops of an operation as its kernel is compared."""
     page_format = PageFormat.of(_POLICY, _POLICY.bits.text, 1, 128)
     if operation == "decode":
         made = Specialization.of((page_format,), 128, _POLICY.rotate, torch.bfloat16, 4)
@@ -47,6 +49,10 @@ def check(operation: str, dtype: torch.dtype) -> Verdict:
             raise RuntimeError(made)
         error = DecodeKernel.disagreement(replace(made, dtype=dtype), decode_on_cpu, _CPU)
         return Verdict(error, DecodeKernel.checked.bound)
+    if operation == "unpack":
+        made = unpack.Specialization(page_format, _POLICY.rotate, dtype)
+        error = UnpackKernel.disagreement(made, unpack_on_cpu, _CPU)
+        return Verdict(error, UnpackKernel.checked.bound)
     loops: Any = _StoreLoops()
     made = store_kernel.Specialization(Recipe.of(page_format, _POLICY), dtype)
     return Verdict(StoreKernel.disagreement(made, loops, _CPU), StoreKernel.checked.bound)

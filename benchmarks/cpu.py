@@ -1,4 +1,4 @@
-"""decode and store of one layer on a CPU: compiled loops, PyTorch operations, and SDPA on 16 bit.
+"""decode, store and unpack of one layer on a CPU: loops, PyTorch operations, and SDPA on 16 bit.
 
 python -m benchmarks.cpu [--threads 1]
 """
@@ -22,6 +22,8 @@ from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.store import whole_page_tables
 from oscar_mm.ops.store_cpu import store_on_cpu
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, store_by_torch
+from oscar_mm.ops.unpack import UnpackArguments, slots_by_torch
+from oscar_mm.ops.unpack_cpu import unpack_on_cpu
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.quantize import Recipe
 
@@ -71,6 +73,8 @@ SHAPES = (
 )
 STORED = ((1, 1), (16, 1), (64, 1), (1, 2048))
 """Rows and tokens of each."""
+UNPACKED = ((2, 64, 19), (8, 128, 19))
+"""KV heads, head_dim and pages."""
 
 
 def fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
@@ -162,6 +166,19 @@ def measure_store(rows: int, tokens: int) -> dict[str, Any]:
     return {"operation": "store", "what": what, "loops_ms": loops, "torch_ms": by_torch}
 
 
+def measure_unpack(heads: int, head_dim: int, pages: int) -> dict[str, Any]:
+    """Pages of ``standard`` to keys and values in float32, as a later turn reads them."""
+    policy = KVPolicy.preset("standard")
+    page_format = PageFormat.of(policy, policy.bits.text, heads, head_dim)
+    arguments = UnpackArguments(
+        *(random_pages(pages, page_format, _CPU), torch.arange(pages, dtype=torch.int32), None),
+        *(numbers_of(page_format), policy.rotate, torch.float32),
+    )
+    loops, by_torch = fastest([lambda: unpack_on_cpu(arguments), lambda: slots_by_torch(arguments)])
+    what = f"standard, {heads} heads of {head_dim}, 1 x {pages * PAGE_TOKENS:,}"
+    return {"operation": "unpack", "what": what, "loops_ms": loops, "torch_ms": by_torch}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record."""
     asked = parser("benchmarks.cpu", __doc__)
@@ -171,6 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.manual_seed(0)
     rows = [measure_decode(shape) for shape in SHAPES]
     rows += [measure_store(*stored) for stored in STORED]
+    rows += [measure_unpack(*unpacked) for unpacked in UNPACKED]
 
     def figure(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"

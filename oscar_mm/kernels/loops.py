@@ -89,21 +89,6 @@ def read_floats(halves, places, numbers):
         numbers[index] *= np.float32(2.0**112)  # The exponents' offsets are 15 and 127.
 
 
-@inlined
-def rotate_vector(vector):
-    """Multiply (n,) float32, n a power of two, by the normalized Hadamard matrix."""
-    count, width = len(vector), 1
-    while width < count:
-        for start in range(0, count, 2 * width):
-            for index in range(start, start + width):
-                one, two = vector[index], vector[index + width]
-                vector[index], vector[index + width] = one + two, one - two
-        width *= 2
-    factor = np.float32(1 / np.sqrt(np.float64(count)))
-    for index in range(count):
-        vector[index] *= factor
-
-
 def shares(tasks: np.ndarray) -> list[np.ndarray]:
     """Tasks for each thread that torch has."""
     threads = min(torch.get_num_threads(), len(tasks))

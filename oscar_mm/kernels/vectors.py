@@ -253,3 +253,37 @@ def aligned(count):
     whole = np.empty(count + LANES, np.float32)
     first = -(whole.ctypes.data // 4) % LANES
     return whole[first : first + count]
+
+
+def _swapping(width: int) -> Callable[..., Any]:
+    """Shuffle that swaps each number with that whose place differs in one bit."""
+    return shuffle(*(lane ^ width for lane in range(LANES)))
+
+
+_SWAP_1, _SWAP_2, _SWAP_4, _SWAP_8 = map(_swapping, (1, 2, 4, 8))
+_SIGNS = np.array(
+    [[-1 if lane & width else 1 for lane in range(LANES)] for width in (1, 2, 4, 8)], np.float32
+)
+
+
+@inlined
+def rotate_vector(vector):
+    """Multiply (n,) contiguous float32, n a power of two and at least 16, by the normalized
+    Hadamard matrix."""
+    count, width = len(vector), LANES
+    for index in range(0, count, LANES):
+        x = load(vector, index)
+        x = _SWAP_1(x, x) + x * load(_SIGNS, 0)
+        x = _SWAP_2(x, x) + x * load(_SIGNS, LANES)
+        x = _SWAP_4(x, x) + x * load(_SIGNS, 2 * LANES)
+        store(vector, index, _SWAP_8(x, x) + x * load(_SIGNS, 3 * LANES))
+    while width < count:
+        for start in range(0, count, 2 * width):
+            for index in range(start, start + width, LANES):
+                one, two = load(vector, index), load(vector, index + width)
+                store(vector, index, one + two)
+                store(vector, index + width, one - two)
+        width *= 2
+    factor = splat(np.float32(1 / np.sqrt(np.float64(count))))
+    for index in range(0, count, LANES):
+        store(vector, index, load(vector, index) * factor)

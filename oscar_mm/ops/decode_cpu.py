@@ -19,7 +19,6 @@ from oscar_mm.kernels.loops import (
     compiled,
     inlined,
     read_floats,
-    rotate_vector,
     widen,
 )
 from oscar_mm.kernels.vectors import (
@@ -32,6 +31,7 @@ from oscar_mm.kernels.vectors import (
     largest,
     load,
     prefetch,
+    rotate_vector,
     shuffle,
     splat,
     splat_one,

@@ -18,10 +18,10 @@ from oscar_mm.kernels.loops import (
     compiled,
     inlined,
     read_floats,
-    rotate_vector,
     shares,
     widen,
 )
+from oscar_mm.kernels.vectors import LANES, rotate_vector
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
@@ -29,7 +29,8 @@ from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 from oscar_mm.quant.quantize import Recipe
 
 if TYPE_CHECKING:
-    from oscar_mm.ops.store_torch import StoreArguments
+    from oscar_mm.kernels.vectors import LANES, rotate_vector
+from oscar_mm.ops.store_torch import StoreArguments
 
 
 class _Side(NamedTuple):
@@ -99,8 +100,10 @@ def _sides(recipe: Recipe) -> tuple[tuple[Any, ...], ...]:
 
 
 def rotates(recipe: Recipe) -> bool:
-    """Whether there are loops for a recipe: its rotation is a single block, or there is none."""
-    return not recipe.rotate or len(rotation_blocks(recipe.page_format.head_dim)) == 1
+    """Whether there are loops for a recipe: its rotation is a single block of whole vectors, or
+    there is none."""
+    head_dim = recipe.page_format.head_dim
+    return not recipe.rotate or (len(rotation_blocks(head_dim)) == 1 and head_dim >= LANES)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from oscar_mm.kernels.launch import (
     addresses,
     check_pages,
     current_stream,
+    has_loops,
     ints,
     page_macros,
     pointers,
@@ -156,6 +157,12 @@ def _unpack(arguments: UnpackArguments) -> Sides:
     kernel = UnpackKernel.of(specialization, arguments.pages.device)
     if kernel is not None:
         return kernel(arguments)
+    if arguments.pages.is_cpu and has_loops("unpack"):
+        # Not before it is used: it brings a compiler.
+        from oscar_mm.ops.unpack_cpu import reads, unpack_on_cpu
+
+        if reads(arguments.page_format, arguments.rotate):
+            return unpack_on_cpu(arguments)
     keys, values = arguments.result()
     for result, side in zip((keys, values), slots_by_torch(arguments), strict=True):
         result.copy_(side)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from oscar_mm.apps import doctor, loop_checks
+from oscar_mm.ops.unpack import slots_by_torch
 
 
 @pytest.mark.parametrize("name", [f"{one}_on_cpu" for one in loop_checks.OPERATIONS])
@@ -12,6 +13,7 @@ def test_wrong_loops_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     wrong = {
         "decode_on_cpu": lambda arguments: torch.roll(arguments.queries, 1, 0),
         "store_on_cpu": lambda arguments: arguments.pages.bitwise_not_(),
+        "unpack_on_cpu": lambda arguments: [x.roll(1, 2) for x in slots_by_torch(arguments)],
     }
     monkeypatch.setattr(loop_checks, name, wrong[name])
     monkeypatch.setattr(loop_checks._StoreLoops, "of_layers", lambda self, arguments: None)

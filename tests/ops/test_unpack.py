@@ -12,6 +12,7 @@ from oscar_mm.kernels.compile import compile_text, csrc_folder
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpack_slots
+from oscar_mm.ops.unpack_cpu import reads
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.quantize import unpack_by_torch
@@ -62,6 +63,36 @@ def test_none_and_sigma_of_all_heads() -> None:
     one = unpack_slots(pages, slots, row, numbers, True, torch.bfloat16)
     both = unpack_slots(pages, slots, row.repeat(2, 1), numbers, True, torch.bfloat16)
     assert torch.equal(one[0], both[0]) and one[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
+def test_loops_equal_torch(name: str, bits: tuple[int, int], head_dim: int, rotate: bool) -> None:
+    page_format = PageFormat.of(POLICIES[name], Bits(*bits), 3, head_dim)
+    assert reads(page_format, rotate) == name.startswith("stream")
+    pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
+    slots = torch.tensor([2, 0, 3, 2], dtype=torch.int32)
+    for sigma in (None, basis.sigma, basis.sigma[:1].contiguous()):
+        found = unpack_slots(pages, slots, sigma, numbers_of(page_format), rotate, torch.float32)
+        expected = unpack_by_torch(
+            pages[slots], page_format, replace(basis, sigma=sigma), torch.float32
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_loops_give_the_same_bits_with_any_number_of_threads(threads: int) -> None:
+    page_format, before = PageFormat.of(POLICIES["stream"], Bits(3, 2), 3, 64), []
+    pages, slots = random_pages(4, page_format, CPU), torch.arange(4, dtype=torch.int32)
+    usual = torch.get_num_threads()
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        try:
+            both = unpack_slots(pages, slots, None, numbers_of(page_format), True, torch.float32)
+        finally:
+            torch.set_num_threads(usual)
+        before.append(torch.stack(both))
+    assert torch.equal(*before)
 
 
 def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) -> None:
