@@ -215,6 +215,10 @@ class SavedCache:
                         for bits in found.packed_bits
                     },
                 )
+            # Earlier files have them in the model's dtype, of larger numbers and more bytes.
+            for index, shape in enumerate(shapes):
+                name = f"layer.{index}.{_name(PLAIN)}"
+                tensors[name] = tensors[name].to(unpacked_dtype(found, shape.dtype))
             tables = SavedTables.of(tensors, found)
             _check_content(tensors, found, tables, shapes)
         return cls(
@@ -275,7 +279,7 @@ class SavedCache:
             pools = {**layer.pages, PLAIN: layer.recent}
             for bits, pool in pools.items():
                 saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
-                pool.storage[ids[bits]] = saved.to(layer.device, pool.storage.dtype)
+                pool.storage[ids[bits]] = saved.to(layer.device)
         if cache.layers:
             cache.replayed(Step())
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.checked_file import write_checked
-from oscar_mm.cache.persist import load_cache, save_cache
+from oscar_mm.cache.persist import SavedCache, load_cache, save_cache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
 from oscar_mm.pages.layout import PageFormat
@@ -368,6 +368,43 @@ def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
     del text["policy"]["norm"]
     write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
     with pytest.raises(InputError, match="names no policy"):
+        load_cache(path, fingerprint="f")
+
+
+def with_float32_tokens(path: Path) -> dict[str, torch.Tensor]:
+    """Rewrite a file as it was when tokens outside of pages had the model's dtype."""
+    with safe_open(path, "pt") as file:
+        text = json.loads(file.metadata()["oscar_mm.cache"])
+    for about in text["layers"]:
+        del about["dtype"]
+    tensors = {
+        name: x.float() if name.startswith("layer.") and name.endswith("recent") else x
+        for name, x in load_file(path).items()
+    }
+    write_checked(path, tensors, {"oscar_mm.cache": json.dumps(text)})
+    return tensors
+
+
+def test_a_file_of_tokens_in_float32_takes_what_its_cache_will(tmp_path: Path) -> None:
+    cache, path = history("compact"), tmp_path / "old"
+    save_cache(cache, path, fingerprint="f")
+    expected = SavedCache.read(path, fingerprint="f").bytes
+    with_float32_tokens(path)
+    saved = SavedCache.read(path, fingerprint="f")
+    loaded = saved.placed()
+    assert saved.bytes == expected == loaded.store.memory().used_bytes
+    same(loaded, cache)
+
+
+def test_refuses_float32_tokens_beyond_bfloat16(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    save_cache(history("compact"), path, fingerprint="f")
+    tensors = with_float32_tokens(path)
+    tensors["layer.0.recent"][0] = torch.finfo(torch.float32).max
+    with safe_open(path, "pt") as file:
+        texts = {"oscar_mm.cache": file.metadata()["oscar_mm.cache"]}
+    write_checked(path, tensors, texts)
+    with pytest.raises(InputError, match="recent holds what is no number"):
         load_cache(path, fingerprint="f")
 
 
