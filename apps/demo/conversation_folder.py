@@ -145,7 +145,7 @@ class ConversationFolder:
             if not _ID.fullmatch(path.stem):
                 continue
             age = _age(path)
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 size, count = size + path.stat().st_size, count + 1
             if size > MAX_BYTES or count > MAX_FILES or age > MAX_AGE_S:
                 self.remove(path.stem)
@@ -161,7 +161,7 @@ class ConversationFolder:
 
 
 def _age(path: Path) -> float:
-    """Return seconds since a file was written; a file that is gone is oldest."""
-    with suppress(FileNotFoundError):
+    """Return seconds since a file was written; one that is gone, or a link to itself, is oldest."""
+    with suppress(OSError):
         return time.time() - path.stat().st_mtime
     return float("inf")

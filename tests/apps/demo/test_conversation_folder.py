@@ -271,6 +271,15 @@ def test_files_that_cannot_be_removed_keep_no_other_conversation_out(
     assert again.visit("a", lost.id).id != lost.id
 
 
+def test_a_link_to_itself_goes(serve, uploads, folder) -> None:
+    folder.mkdir(parents=True)
+    link = folder / f"{'a' * 32}.safetensors"
+    link.symlink_to(link)
+    session = converse(serve(), uploads)
+    assert not link.is_symlink()
+    assert serve().visit("b", session.id).turns
+
+
 def test_two_windows_at_once_have_one_conversation(serve, uploads) -> None:
     session = converse(serve(), uploads)
     sessions = serve()
