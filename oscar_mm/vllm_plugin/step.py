@@ -226,11 +226,12 @@ class StepTables:
         return Step(tables, recents, decodes, query_tokens, readings, self._passed, staging)
 
     def _learn(self) -> None:
-        """Note whether the forward pass before went through all layers."""
-        if self._passed.layers:
-            self._goes_through_all = False
-        elif self._passed.is_complete and self._goes_through_all is None:
-            self._goes_through_all = True
+        """Note whether the first forward pass went through all layers.
+
+        Later ones do not change it, also if they are interrupted: captured graphs are of one kind.
+        """
+        if self._goes_through_all is None and (self._passed.layers or self._passed.is_complete):
+            self._goes_through_all = not self._passed.layers
 
     def _staging_of(self, tokens: int) -> Staging | None:
         if not self._goes_through_all or tokens > self._staging.shape[1]:

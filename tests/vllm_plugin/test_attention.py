@@ -77,6 +77,23 @@ def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -
             assert torch.equal(layer.pages, pages)
 
 
+def test_steps_after_an_interrupted_pass_are_as_before(place: dict) -> None:
+    """Captured graphs, which store in the last layer, go on."""
+    layer = Layer(**place, layers_of_tables=3)
+    further = layer.other_pages = [layer.pages.clone() for _ in range(2)]
+    first, second = layer.request(200), layer.request(200)
+    layer.step([(first, 120)])
+    assert layer.step([(first, 1)]).staging is not None
+    layer.other_pages = further[:1]
+    layer.step([(second, 100)])
+    layer.other_pages = further
+    for _ in range(20):
+        assert layer.step([(first, 1)]).staging is not None
+        check(layer, first, first.read - 1, first.read)
+    for pages in further:
+        assert torch.equal(pages[first.blocks], layer.pages[first.blocks])
+
+
 def test_several_new_tokens_at_once(place: dict) -> None:
     """As speculative decoding asks, also where a page begins among them."""
     layer = Layer(query_tokens=5, **place)
