@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.session_settings import SessionSettings
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Busy, InputError
 from oscar_mm.files import whole_file, writing
 from oscar_mm.policy import KVPolicy
 
@@ -56,15 +57,19 @@ class ConversationFolder:
             if _ID.fullmatch(part.name[1:33]):
                 self._remove(part)
         self._writer = ThreadPoolExecutor(1, "conversation-writer")
+        self._refused: deque[Session] = deque()
         self.prune()
 
     def save_later(self, session: Session) -> None:
         """Write a conversation as of ``save`` in the background, one after the other.
 
         Nothing is written while the conversation is changed, as the end of the change is followed
-        by another call.
+        by another call. One that is on disk and finds no room in memory is written with the next.
         """
         self._writer.submit(self.save, session, patience=0.0)
+        with suppress(IndexError):  # Other threads take some too.
+            while True:
+                self._writer.submit(self.save, self._refused.popleft(), patience=0.0)
 
     def save(self, session: Session, patience: float = _PATIENCE_S) -> None:
         """Write a conversation if it has changed; one without turns has no files.
@@ -82,6 +87,8 @@ class ConversationFolder:
                 self._write(session)
                 session.is_unsaved = False
             except InputError as error:
+                if isinstance(error, Busy):
+                    self._refused.append(session)
                 _log.warning("a conversation is not kept: %s", error)
             except Exception:
                 _log.exception("a conversation is not kept")

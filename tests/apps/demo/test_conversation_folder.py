@@ -14,7 +14,7 @@ from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.chat import chat as chat_module
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Busy, InputError
 from oscar_mm.modality import Modality
 from tests.apps.demo.conftest import COMPACT, asked
 
@@ -185,6 +185,24 @@ def test_a_write_that_fails_leaves_the_old_files(
         assert len(list(folder.iterdir())) == 2
     sessions.close()
     assert len(after_crash(session).turns) == 2
+
+
+def test_a_conversation_without_room_is_written_with_the_next(
+    serve, uploads, after_crash, monkeypatch
+) -> None:
+    sessions = serve()
+
+    def refuse(*_) -> None:
+        raise Busy("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_module, "write_checked", refuse)
+        session = converse(sessions, uploads)
+        written(sessions)
+    assert not after_crash(session).turns
+    asked(sessions.session("b"), "What?")
+    written(sessions)
+    assert len(after_crash(session).turns) == 1 and not session.is_unsaved
 
 
 def test_a_process_that_is_killed_while_it_writes(serve, uploads, after_crash, folder) -> None:
