@@ -96,7 +96,7 @@ class AnswerGroups:
         family: the model, and what is special about it.
         store: of the caches of all answers.
         wake: called after each step between the layers of a prompt.
-        waiting: how many requests wait for their turn.
+        waiting: how many requests wait to be read, and not for room.
 
     Attributes:
         stepping: whether a step is being made.

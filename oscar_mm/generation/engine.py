@@ -92,8 +92,7 @@ class Engine:
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
         self._threads = LeaderFollowers(store.lock)
         self._queue: deque[Generation] = deque()
-        waiting = self._queue.__len__
-        self._groups = AnswerGroups(family, store, self._threads.wake, waiting)
+        self._groups = AnswerGroups(family, store, self._threads.wake, self._could_begin)
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
         # A finalizer may take it within itself.
@@ -121,6 +120,10 @@ class Engine:
     def waiting(self) -> int:
         """How many requests wait for their turn."""
         return len(self._queue)
+
+    def _could_begin(self) -> int:
+        """How many requests wait for more than room, which only answers that end give."""
+        return 0 if self._blocked else len(self._queue)
 
     def submit(self, generation: Generation) -> None:
         """Put an answer into the queue; from any thread."""

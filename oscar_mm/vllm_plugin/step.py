@@ -84,14 +84,17 @@ class ForwardPass(Generic[Layer]):
     Attributes:
         layers: those since it began.
         is_complete: whether it has gone through all.
+        is_captured: whether in a CUDA graph.
     """
 
     def __init__(self, count: int) -> None:
-        self._count, self.layers, self.is_complete = count, list[Layer](), False
+        self._count, self.layers = count, list[Layer]()
+        self.is_complete = self.is_captured = False
 
     def through(self, layer: Layer) -> list[Layer]:
         """Go through a layer; all of them after the last one, before it none."""
         self.layers.append(layer)
+        self.is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.layers) < self._count:
             return []
         self.is_complete, found, self.layers = True, self.layers, []
@@ -229,9 +232,11 @@ class StepTables:
         """Note whether the first forward pass went through all layers.
 
         Later ones do not change it, also if they are interrupted: captured graphs are of one kind.
+        If the first one was captured, that is the kind of steps that store layer by layer.
         """
-        if self._goes_through_all is None and (self._passed.layers or self._passed.is_complete):
-            self._goes_through_all = not self._passed.layers
+        passed = self._passed
+        if self._goes_through_all is None and (passed.layers or passed.is_complete):
+            self._goes_through_all = not (passed.layers or passed.is_captured)
 
     def _staging_of(self, tokens: int) -> Staging | None:
         if not self._goes_through_all or tokens > self._staging.shape[1]:

@@ -94,6 +94,25 @@ def test_steps_after_an_interrupted_pass_are_as_before(place: dict) -> None:
         assert torch.equal(pages[first.blocks], layer.pages[first.blocks])
 
 
+def test_a_first_pass_that_is_captured_stores_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its graph would find the tables of another kind of step."""
+    layer = Layer()
+    request = layer.request(200)
+    layer.step([(request, 100)])
+    fresh = Layer()
+    again = fresh.request(200)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    fresh.step([(again, 100)])
+    monkeypatch.undo()
+    assert layer.step([(request, 1)]).staging is not None
+    for _ in range(3):
+        assert fresh.step([(again, 1)]).staging is None
+        check(fresh, again, again.read - 1, again.read)
+
+
 def test_several_new_tokens_at_once(place: dict) -> None:
     """As speculative decoding asks, also where a page begins among them."""
     layer = Layer(query_tokens=5, **place)
