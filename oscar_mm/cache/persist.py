@@ -405,10 +405,8 @@ def _checked_shapes(
         recent = rest[f"layer.{index}.{_name(PLAIN)}"]
         _, _, heads, width = recent.shape
         # Earlier files have them in the model's dtype, and do not say it.
-        name = about.get("dtype", recent.dtype)
-        dtype = _DTYPES.get(name)
-        names = () if dtype is None else (name, _DTYPE_NAMES[unpacked_dtype(policy, dtype)])
-        if dtype is None or recent.dtype not in names:
+        dtype, stored = (_DTYPES.get(x) for x in (about.get("dtype", recent.dtype), recent.dtype))
+        if dtype is None or stored not in (dtype, unpacked_dtype(policy, dtype)):
             raise ValueError(f"layer {index}: tokens in 16 bit are {recent.dtype}")
         if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
             raise ValueError(f"layer {index}: {heads} KV heads of {width} channels")

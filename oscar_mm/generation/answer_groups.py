@@ -205,7 +205,9 @@ class AnswerGroups:
                 launched[-1].record(torch.cuda.current_stream(device))
                 if len(launched) > 1:
                     launched.pop(0).synchronize()
-            now, waited = time.perf_counter(), time.perf_counter() - self._step_end
+            now = time.perf_counter()
+            if (waited := now - self._step_end) < self._step_seconds:
+                return
             ratio = (self._waiting() + prompts) / max(len(self.live), 1)
             share = min(max(ratio, 1.0), _MOST_READING)
             if waited < self._step_seconds * share:

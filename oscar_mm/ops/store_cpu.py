@@ -7,7 +7,7 @@ zeros are the same float16 numbers but where sums in another order round to the 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +22,11 @@ from oscar_mm.kernels.loops import (
     widen,
 )
 from oscar_mm.kernels.vectors import LANES, rotate_vector
-from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, begin_by_torch
+from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 from oscar_mm.quant.quantize import Recipe
-
-if TYPE_CHECKING:
-    from oscar_mm.kernels.vectors import LANES, rotate_vector
-from oscar_mm.ops.store_torch import StoreArguments
 
 
 class _Side(NamedTuple):

@@ -161,7 +161,7 @@ def _unpack(arguments: UnpackArguments) -> Sides:
         # Not before it is used: it brings a compiler.
         from oscar_mm.ops.unpack_cpu import reads, unpack_on_cpu
 
-        if reads(arguments.page_format, arguments.rotate):
+        if reads(arguments.page_format):
             return unpack_on_cpu(arguments)
     keys, values = arguments.result()
     for result, side in zip((keys, values), slots_by_torch(arguments), strict=True):

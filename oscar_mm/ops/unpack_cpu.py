@@ -14,7 +14,6 @@ import torch
 from oscar_mm.kernels.loops import call_all, compiled, read_floats, shares
 from oscar_mm.kernels.vectors import rotate_vector
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.quant.basis import rotation_blocks
 
 if TYPE_CHECKING:
     from oscar_mm.ops.unpack import Sides, UnpackArguments
@@ -81,10 +80,9 @@ def _sides(page_format: PageFormat) -> tuple[tuple[Any, ...], ...]:
     return tuple(_Side.of(page_format, "key")), tuple(_Side.of(page_format, "value"))
 
 
-def reads(page_format: PageFormat, rotate: bool) -> bool:
-    """Whether there are loops for pages of a format, stored rotated or not."""
-    blocks = len(rotation_blocks(page_format.head_dim))
-    return page_format.by_token and page_format.in_fragments and (not rotate or blocks == 1)
+def reads(page_format: PageFormat) -> bool:
+    """Whether there are loops for pages of a format."""
+    return page_format.by_token and page_format.in_fragments
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ def test_none_and_sigma_of_all_heads() -> None:
 @pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
 def test_loops_equal_torch(name: str, bits: tuple[int, int], head_dim: int, rotate: bool) -> None:
     page_format = PageFormat.of(POLICIES[name], Bits(*bits), 3, head_dim)
-    assert reads(page_format, rotate) == name.startswith("stream")
+    assert reads(page_format) == name.startswith("stream")
     pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
     slots = torch.tensor([2, 0, 3, 2], dtype=torch.int32)
     for sigma in (None, basis.sigma, basis.sigma[:1].contiguous()):
