@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
@@ -56,6 +57,20 @@ class Pocket:
         """Write weights in the model's dtype, configs and processor, for from_pretrained."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
+        _name_as_released(folder / "model.safetensors")
+
+
+def _name_as_released(path: Path) -> None:
+    """Give the weights of a CLIP tower the names of released checkpoints.
+
+    transformers reads these names and its own; vLLM knows the released ones alone.
+    """
+    tower = "vision_tower."
+    weights = {
+        name.replace(tower, f"{tower}vision_model.", 1) if name.startswith(tower) else name: weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _text(tokenizer: PreTrainedTokenizerFast, intermediate: int) -> dict[str, Any]:

@@ -39,8 +39,13 @@ def test_what_is_in_the_folder(name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [CLASSES[name]]
     with safe_open(folder / "model.safetensors", "pt") as weights:
-        dtypes = {weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+        names = list(weights.keys())
+        dtypes = {weights.get_slice(key).get_dtype() for key in names}
     assert dtypes == {"BF16"}
+    # As in released checkpoints, which vLLM reads, whatever names transformers has of its own.
+    clip = [key for key in names if key.startswith("vision_tower.")]
+    assert all(key.startswith("vision_tower.vision_model.") for key in clip)
+    assert bool(clip) == (name == "pocket-llava")
     card = " ".join((folder / "README.md").read_text().split())
     assert card.startswith(f"# {name} A {CLASSES[name]} of")
     for words in ("What it was trained on:", "What it cannot do:", "Exact match of greedy answers"):
