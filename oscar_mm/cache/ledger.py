@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from oscar_mm.ops.store_torch import CENTER_TOKENS
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
+Indices = np.ndarray | list[int]
 _NUMBERS = itertools.count()
 _SMALL_WINDOW = 4
 """A smaller one has too few keys for a page's center."""
@@ -48,6 +50,7 @@ class Ledger:
         # Always the same list: the store takes its slots back once the ledger is gone.
         self.sequences: list[Row] = []
         self.number, self.changes = next(_NUMBERS), 0
+        self._foretold: _Foretold | None = None
         if owns_slots:
             store.register(self)
 
@@ -84,37 +87,59 @@ class Ledger:
                 come one row after the other as a batch of one.
         """
         self.store.collect()
-        version, promises = self.version, self.store.promises
+        version = self.version
+        foretold, self._foretold = self._foretold, None
         self.changes += 1
         if not self.sequences:
             self.sequences += [Row() for _ in range(len(modalities))]
-        step = _Advance(self.policy, self.allocators).of(self.sequences, modalities)
-        step.past_version, step.promises = version, promises
-        return step
+        if (
+            foretold is not None
+            and isinstance(modalities, np.ndarray)
+            and foretold.holds(modalities, self.sequences, version, self.store)
+        ):
+            return foretold.take_place(modalities, self.sequences, self.allocators)
+        return _Advance(self.policy, self.allocators).of(self.sequences, modalities)
 
     def foretold(self, modalities: np.ndarray) -> Step | None:
         """The ``Step`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
 
-        No sequence changes, and nobody sees what the step writes before ``advance``. Slots of a
-        step with ``promised`` may be foretold to others too (``SlotAllocator.promises``).
+        No sequence changes, and nobody sees what the step writes before ``advance``, whose step
+        names this one as ``foretold`` if it does the same. Slots that were free may be foretold to
+        others too (``SlotAllocator.promises``).
 
         Returns:
             None where a page would be copied or a pool grown, or no token stored.
         """
         self.store.collect()
-        free = {bits: _Foretold(slots) for bits, slots in self.allocators.items()}
-        copies = [sequence.copy() for sequence in self.sequences]
-        for copy, sequence in zip(copies, self.sequences, strict=True):
-            copy.spare = sequence.spare.copy()
+        self._foretold = None
+        free = {bits: _Unchanged(slots) for bits, slots in self.allocators.items()}
+        rows = [sequence.before() for sequence in self.sequences]
+        for row, sequence in zip(rows, self.sequences, strict=True):
+            row.spare = sequence.spare.copy()
+        sizes = [(len(row.codes), row.stored) for row in rows]
+        advance = _Advance(self.policy, free)
         try:
-            step = _Advance(self.policy, free).of(copies, modalities)
+            step = advance.of(rows, modalities)
+            codes = [row.codes[-1] for row in rows]
         except _NoRoomError:
             return None
-        step.past, step.past_version = self.sequences, self.version
-        step.promises = self.store.promises
-        step.promised = any(slots.taken for slots in free.values())
-        stores = step.writes is not None or step.fillings
-        return step if stores and not step.copies else None
+        finally:
+            for row, (length, _) in zip(rows, sizes, strict=True):
+                del row.codes[length:]  # They are the sequence's own.
+        step.past = self.sequences
+        if step.copies or not (step.writes is not None or step.fillings):
+            return None
+        given = {bits: slots.given for bits, slots in free.items() if slots.given}
+        owners = {
+            (bits, slot): self.allocators[bits].owners(slot)
+            for bits, slots in free.items()
+            for slot in slots.counted
+        }
+        self._foretold = _Foretold(
+            *(step, self.version, self.store.promises, sizes, modalities.copy()),
+            *(codes, rows, step.fillings, given, advance.freed, owners),
+        )
+        return step
 
     def crop(self, count: int) -> None:
         """Remove the last ``count`` tokens of every row."""
@@ -187,59 +212,165 @@ class _NoRoomError(Exception):
     """A pool would have to grow."""
 
 
-class _Foretold:
-    """Tells the slots that a ``SlotAllocator`` would give, and takes none back."""
+class _Unchanged:
+    """Tells the slots that a ``SlotAllocator`` would give, and takes none back.
+
+    Attributes:
+        given: the slots that were told.
+        counted: slots whose owners were asked for.
+    """
 
     def __init__(self, slots: SlotAllocator) -> None:
-        self._slots, self.taken = slots, 0
+        self._slots = slots
+        self.given, self.counted = list[int](), list[int]()
 
     def allocate(self, count: int) -> list[int]:
-        found = [self._slots.foretell(self.taken + index) for index in range(count)]
-        self.taken += count
-        if None in found:
+        taken = len(self.given)
+        found = [self._slots.foretell(taken + index) for index in range(count)]
+        given = [slot for slot in found if slot is not None]
+        if len(given) < count:
             raise _NoRoomError
-        return [slot for slot in found if slot is not None]
+        self.given += given
+        return given
 
     def release(self, slots: Sequence[int]) -> None:
         pass
 
     def is_shared(self, slot: int) -> bool:
+        self.counted.append(slot)
         return self._slots.is_shared(slot)
 
     def owners(self, slot: int) -> int:
         return self._slots.owners(slot)
 
 
+class _Foretold(NamedTuple):
+    """What ``Ledger.advance`` is to do if it comes as foretold.
+
+    Attributes:
+        step: that was foretold.
+        version: ``Ledger.version`` then.
+        promises: ``PageStore.promises`` once all was foretold.
+        sizes: of each sequence before the step its length and the tokens that it stores.
+        modalities: (batch, 1) ids of the tokens.
+        codes: stream code of each row's token.
+        rows: the sequences after the step, but for their codes.
+        fillings: of the step.
+        given: slots that the step takes.
+        freed: slots of 16 bit that each row gives up.
+        owners: how many owners slots have that the step writes to or empties.
+    """
+
+    step: Step
+    version: tuple[int, ...]
+    promises: int
+    sizes: list[tuple[int, int]]
+    modalities: np.ndarray
+    codes: list[int]
+    rows: list[Row]
+    fillings: list[Filling]
+    given: dict[Bits, list[int]]
+    freed: dict[int, list[int]]
+    owners: dict[tuple[Bits, int], int]
+
+    def holds(
+        self,
+        modalities: np.ndarray,
+        sequences: list[Row],
+        version: tuple[int, ...],
+        store: PageStore,
+    ) -> bool:
+        """Whether these tokens do what was foretold; rows that have ended since do nothing."""
+        if modalities.shape != self.modalities.shape:
+            return False
+        changed = modalities != self.modalities
+        if changed.any() and (self.given or (modalities[changed] != PADDING).any()):
+            return False
+        if version != self.version or (self.given and store.promises != self.promises):
+            return False
+        for row, size, goes_on in zip(sequences, self.sizes, modalities != PADDING, strict=True):
+            if goes_on and (len(row.codes), row.stored) != size:
+                return False
+        return all(
+            store.allocators[bits].owners(slot) == owners
+            for (bits, slot), owners in self.owners.items()
+        )
+
+    def take_place(
+        self,
+        modalities: np.ndarray,
+        sequences: list[Row],
+        allocators: Mapping[Bits, SlotAllocator],
+    ) -> Step:
+        """Change the sequences and allocators as foretold, and give the step that does it."""
+        step = Step(foretold=self.step, real=_real_tokens(modalities))
+        step.past = [Row(row.codes, row.streams, row.stored) for row in sequences]
+        goes_on = (modalities[:, 0] != PADDING).tolist()
+        for bits, slots in self.given.items():
+            allocators[bits].claim(slots)
+        for place, sequence in enumerate(sequences):
+            if not goes_on[place]:
+                sequence.codes.append(NOWHERE)
+                continue
+            row = self.rows[place]
+            sequence.codes.append(self.codes[place])
+            sequence.streams, sequence.stored = row.streams, row.stored
+            sequence.spare = row.spare
+            allocators[PLAIN].release(self.freed.get(place, ()))
+        step.fillings = [filling for filling in self.fillings if goes_on[filling.row]]
+        if (writes := self.step.writes) is not None:
+            step.writes = writes[:, [goes_on[row] for row in writes[0].tolist()]]
+            step.writes = step.writes if step.writes.size else None
+        return step
+
+
+def _real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
+    """For each row the indices of its tokens that are not padding; None if all are real."""
+    real = modalities != PADDING
+    if real.all():
+        return None
+    if real.shape[1] == 1:
+        one, none = np.arange(1), np.arange(0)
+        return [one if there else none for there in real[:, 0].tolist()]
+    return [np.flatnonzero(row) for row in real]
+
+
 class _Advance:
-    """How new tokens change sequences, and what every layer is to do."""
+    """How new tokens change sequences, and what every layer is to do.
+
+    Attributes:
+        freed: slots of 16 bit that each row gives up, once all rows have theirs, so that none
+            depends on what another one packs.
+    """
 
     def __init__(
-        self, policy: KVPolicy, allocators: Mapping[Bits, SlotAllocator | _Foretold]
+        self, policy: KVPolicy, allocators: Mapping[Bits, SlotAllocator | _Unchanged]
     ) -> None:
         self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
         self._step = Step()
-        self._writes: list[np.ndarray] = []
-        self._freed: list[int] = []
+        # Rows, indices of new tokens, slots.
+        self._writes = list[int](), list[int](), list[int]()
+        self.freed: dict[int, list[int]] = {}
 
     def of(self, sequences: list[Row], modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
         """Take modality ids into the sequences, as of ``Ledger.advance``."""
         step = self._step
         step.past = [sequence.before() for sequence in sequences]
-        if not isinstance(modalities, np.ndarray):
+        if isinstance(modalities, np.ndarray):
+            step.real = _real_tokens(modalities)
+        else:
             step.lengths = [len(row) for row in modalities]
-        elif (modalities == PADDING).any():
-            step.real = [np.flatnonzero(row != PADDING) for row in modalities]
         for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
-            codes = self._stream_codes(sequence, ids)
-            sequence.codes += codes.tobytes()
             if len(ids) > 1:
-                self._take_many(row, sequence, codes)
-            elif codes[0] != NOWHERE:
-                self._take_one(row, sequence, int(codes[0]))
-        self._recent.release(self._freed)
+                self._take_many(row, sequence, ids)
+            else:
+                self._take_one(row, sequence, int(ids[0]))
+        for slots in self.freed.values():
+            self._recent.release(slots)
+        if self._writes[0]:
+            step.writes = np.array(self._writes)
         if step.lengths is not None:
             self._line_up(np.cumsum([0, *step.lengths]))
-        step.writes = np.concatenate(self._writes, axis=1) if self._writes else None
         return step
 
     def _line_up(self, starts: np.ndarray) -> None:
@@ -254,56 +385,64 @@ class _Advance:
                 page: lined_up(source, filling.row) for page, source in filling.begins.items()
             }
             filling.row = 0
-        for writes in self._writes:
+        if (writes := self._step.writes) is not None:
             writes[1] += starts[writes[0]]
             writes[0] = 0
 
-    def _stream_codes(self, sequence: Row, ids: np.ndarray) -> np.ndarray:
-        """Stream code of each new token; counts them as stored."""
-        codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
-        real = np.flatnonzero(ids != PADDING)
-        for index in real[: max(0, self._policy.sinks - sequence.stored)].tolist():
-            if self._policy.bits_for(Modality(int(ids[index]))).packed:
-                codes[index] += SINK
-        sequence.stored += len(real)
-        return codes
+    def _stream_code(self, sequence: Row, modality: int, stored: int) -> int:
+        """Stream code of a token that comes after so many stored ones."""
+        sink = stored < self._policy.sinks and self._policy.bits_for(Modality(modality)).packed
+        return modality + SINK if sink else modality
 
-    def _take_one(self, row: int, sequence: Row, code: int) -> None:
+    def _take_one(self, row: int, sequence: Row, modality: int) -> None:
         """A token of a decode step. It gets a spare slot, and the token that leaves the window
         leaves its own: nothing is allocated at most steps."""
-        stream, spare = self._stream(sequence, code), sequence.spare
-        new, emptied = np.zeros(1, np.int64), list[int]()
-        window = self._policy.window
+        if modality == PADDING:
+            sequence.codes.append(NOWHERE)
+            return
+        code = self._stream_code(sequence, modality, sequence.stored)
+        sequence.codes.append(code)
+        sequence.stored += 1
+        spare, window = sequence.spare, self._policy.window
+        stream = self._own_stream(sequence, code)
+        new, emptied = [0], list[int]()
         recent = sequence.recent(window + 1)
-        if len(recent) > window and (leaving := int(recent[0])) in sequence.streams:
-            in_window = int((recent[1:] == leaving).sum())
-            emptied, left = self._pack(
-                row, sequence, leaving, new if leaving == code else new[:0], in_window
-            )
-            new = left if leaving == code else new
+        if len(recent) > window and (leaving := recent[0]) in sequence.streams:
+            in_window = recent.count(leaving, 1)
+            if leaving == code:
+                emptied, new = self._pack(row, sequence, code, new, in_window)
+            else:
+                self._own_stream(sequence, leaving)
+                emptied, _ = self._pack(row, sequence, leaving, [], in_window)
         before = sequence.in_16_bit + len(emptied)
         most = most_spare(self._policy, stream.bits, before, begun=bool(stream.pages))
-        if len(new):
+        if new:
             if not spare:
                 spare += self._recent.allocate(most)
             self._write(row, stream, new, [spare.pop()])
         own = [slot for slot in emptied if not self._recent.is_shared(slot)]
         kept = own[: max(0, most - len(spare))]
-        # Given back when all rows have theirs, so that none depends on what another one packs.
-        self._freed += [slot for slot in emptied if slot not in kept] + spare[most:]
+        if freed := [slot for slot in emptied if slot not in kept] + spare[most:]:
+            self.freed[row] = freed
         spare[most:] = []
         spare += kept
 
-    def _take_many(self, row: int, sequence: Row, codes: np.ndarray) -> None:
+    def _take_many(self, row: int, sequence: Row, ids: np.ndarray) -> None:
+        codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
+        real = np.flatnonzero(ids != PADDING)
+        for stored, index in enumerate(real.tolist()[: self._policy.sinks], sequence.stored):
+            codes[index] = self._stream_code(sequence, int(ids[index]), stored)
+        sequence.stored += len(real)
+        sequence.codes += codes.tobytes()
         self._recent.release(sequence.spare)
         sequence.spare = []
-        for code in np.unique(codes[codes != NOWHERE]).tolist():
-            self._stream(sequence, code)
+        for code in sorted({*sequence.streams, *np.unique(codes[codes != NOWHERE]).tolist()}):
+            self._own_stream(sequence, code)
         recent = sequence.recent(self._policy.window)
         left = []
         for code, stream in sequence.streams.items():
-            new, in_window = np.flatnonzero(codes == code), int((recent == code).sum())
-            emptied, unpacked = self._pack(row, sequence, code, new, in_window)
+            new = np.flatnonzero(codes == code)
+            emptied, unpacked = self._pack(row, sequence, code, new, recent.count(code))
             self._recent.release(emptied)
             if len(unpacked):
                 left.append((stream, unpacked))
@@ -313,22 +452,26 @@ class _Advance:
             self._write(row, stream, new, slots[: len(new)])
             slots = slots[len(new) :]
 
-    def _stream(self, sequence: Row, code: int) -> Stream:
-        """The stream of a code; a new one if the sequence has none."""
-        if code not in sequence.streams:
+    def _own_stream(self, sequence: Row, code: int) -> Stream:
+        """The stream of a code, which the step may change: the one before it stays as it is. A new
+        one if the sequence has none."""
+        stream = sequence.streams.get(code)
+        if stream is None:
             modality = Modality(code % SINK)
             bits = PLAIN if code >= SINK else self._policy.bits_for(modality)
-            sequence.streams[code] = Stream(modality, bits)
-        return sequence.streams[code]
+            stream = Stream(modality, bits)
+        sequence.streams[code] = own = stream.copy()
+        return own
 
-    def _write(self, row: int, stream: Stream, new: np.ndarray, slots: list[int]) -> None:
+    def _write(self, row: int, stream: Stream, new: Indices, slots: list[int]) -> None:
         """Put new tokens into slots of 16 bit."""
-        self._writes.append(np.stack([np.full(len(new), row), new, np.array(slots)]))
+        for column, entries in zip(self._writes, ([row] * len(new), new, slots), strict=True):
+            column.extend(entries)
         stream.slots += slots
 
     def _pack(
-        self, row: int, sequence: Row, code: int, new: np.ndarray, in_window: int
-    ) -> tuple[list[int], np.ndarray]:
+        self, row: int, sequence: Row, code: int, new: Indices, in_window: int
+    ) -> tuple[list[int], Indices]:
         """Pack what is to be packed of a stream, old and new tokens together.
 
         Returns:
@@ -344,17 +487,18 @@ class _Advance:
         in_last = min(room, count)
         pages = [self._own_last_page(stream, slots)] if in_last else []
         begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))
-        source = np.concatenate([~np.array(stream.slots, np.int64), new])
+        emptied, old = stream.slots[:count], np.array(stream.slots, np.int64)
+        source = np.concatenate([~old, new]) if len(new) else ~old
         first = PAGE_TOKENS - room if in_last else 0
         filling = Filling(row, stream.bits, pages + begun, first, source[:count], {})
         if policy.center and begun:
             self._begin(filling, sequence, code, source, in_last, begun)
         self._step.fillings.append(filling)
         stream.fill(in_last, begun, count - in_last)
-        emptied, stream.slots = stream.slots[:count], stream.slots[count:]
+        stream.slots = stream.slots[count:]
         return emptied, new[count - len(emptied) :]
 
-    def _own_last_page(self, stream: Stream, slots: SlotAllocator | _Foretold) -> int:
+    def _own_last_page(self, stream: Stream, slots: SlotAllocator | _Unchanged) -> int:
         """The last page, or its copy if others have it too."""
         page = stream.pages[-1]
         # A page out of whose middle tokens were forgotten has two entries, both of this stream.

@@ -161,6 +161,8 @@ SINK = len(Modality)
 """Stream codes are the modality, plus this for the sinks of a modality that is packed."""
 NOWHERE = 255
 """Stream code of padding and forgotten tokens: they have an index but are not stored."""
+_NOWHERE = bytes([NOWHERE])
+_SECOND = np.array([0, SECOND], np.int32)
 
 
 @dataclass
@@ -199,23 +201,24 @@ class Row:
         Args:
             bits: of the first and the second format of pages.
         """
-        pages, slots = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)]
+        pages, slots = list[np.ndarray](), list[int]()
         for stream in self.streams.values():
-            if stream.slots:
-                slots.append(np.array(stream.slots, np.int32))
+            slots += stream.slots
             if stream.pages:
-                second = np.array([0, SECOND if stream.bits == bits[1] else 0], np.int32)
-                pages.append(stream.entries() + second)
-        return np.concatenate(pages), np.concatenate(slots)
+                of_second = stream.bits == bits[1]
+                pages.append(stream.entries() + _SECOND if of_second else stream.entries())
+        found = np.concatenate(pages) if pages else np.zeros((0, 2), np.int32)
+        return found, np.array(slots, np.int32)
 
     def before(self) -> Row:
-        """The streams as they are now; the codes go on growing, beyond what these streams hold."""
-        streams = {code: stream.copy() for code, stream in self.streams.items()}
-        return Row(self.codes, streams, self.stored)
+        """The streams as they are now. The codes go on growing, beyond what these streams hold; a
+        stream that changes is replaced by its changed copy."""
+        return Row(self.codes, self.streams.copy(), self.stored)
 
     def copy(self) -> Row:
         """A second sequence over the same slots but the spare ones; the caller adds the owners."""
-        return Row(self.codes[:], self.before().streams, self.stored)
+        streams = {code: stream.copy() for code, stream in self.streams.items()}
+        return Row(self.codes[:], streams, self.stored)
 
     def stored_positions(self, code: int) -> np.ndarray:
         """``positions`` among the stored tokens only."""
@@ -232,16 +235,14 @@ class Row:
         if bits == PLAIN:
             self.spare = [ids[slot] for slot in self.spare]
 
-    def recent(self, window: int) -> np.ndarray:
+    def recent(self, window: int) -> bytes:
         """Stream codes of the last ``window`` stored tokens."""
-        codes = np.frombuffer(self.codes, dtype=np.uint8)
         # Seldom more than one turn: many tokens in a row are padding or forgotten.
-        size = 2 * window
+        size = window + 1
         while True:
-            tail = codes[-size:] if size else codes[:0]
-            stored = tail[tail != NOWHERE]
-            if len(stored) >= window or size >= len(codes):
-                return stored[-window:] if window else stored
+            stored = self.codes[-size:].replace(_NOWHERE, b"")
+            if len(stored) >= window or size >= len(self.codes):
+                return bytes(stored[len(stored) - min(window, len(stored)) :])
             size *= 8
 
 

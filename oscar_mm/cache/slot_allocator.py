@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class SlotAllocator:
@@ -57,6 +57,17 @@ class SlotAllocator:
         for it."""
         self.promises += 1
         return self._free[-1 - index] if index < len(self._free) else None
+
+    def claim(self, slots: Sequence[int]) -> None:
+        """Give slots one owner each that were foretold, and neither given nor foretold to others
+        since."""
+        self.promises += 1
+        for slot in slots:
+            if self._free[-1] == slot:
+                self._free.pop()
+            else:
+                self._free.remove(slot)
+            self._references[slot] = 1
 
     def share(self, slots: Iterable[int]) -> None:
         """Add an owner to each slot."""

@@ -122,7 +122,7 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
     left = max(0, sinks - len(codes)) if packs[Modality.TEXT] else 0
     said = {int(Modality.TEXT): np.maximum(time - left, 0)}
     said[Modality.TEXT + SINK] = np.minimum(time, left)
-    recent = np.concatenate([past.recent(policy.window), codes])
+    recent = np.concatenate([np.frombuffer(past.recent(policy.window), np.uint8), codes])
     recent = recent[len(recent) - min(policy.window, len(recent)) :]
     held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}

@@ -56,39 +56,14 @@ class Filling:
     begins: dict[int, np.ndarray]
     before: int = 0
 
-    def is_same(self, other: Filling | None) -> bool:
-        """Whether it packs the same tokens to the same places."""
-        return (
-            other is not None
-            and (self.bits, self.pages, self.first) == (other.bits, other.pages, other.first)
-            and np.array_equal(self.source, other.source)
-        )
-
     def after_write(self, slot: int) -> Filling:
-        """The same filling once its only new token is in a slot of 16 bit."""
-
-        def stored(source: np.ndarray) -> np.ndarray:
-            return np.where(source >= 0, ~slot, source)
-
-        begins = {page: stored(source) for page, source in self.begins.items()}
-        return replace(self, source=stored(self.source), begins=begins)
+        """The same filling, of tokens before it, once the only new token is in a slot of 16 bit."""
+        begins = {page: np.where(x >= 0, ~slot, x) for page, x in self.begins.items()}
+        return replace(self, begins=begins)
 
     def whole_pages(self) -> np.ndarray:
         """(pages, 128) int32 as ``oscar_mm.ops.pack`` takes them."""
         return self.source.astype(np.int32).reshape(-1, PAGE_TOKENS)
-
-    def jobs(self) -> np.ndarray:
-        """(jobs, 20) int32 as ``oscar_mm.ops.store`` takes them."""
-        before = self.first % TILE
-        tiles = np.arange(self.first // TILE, -(-(self.first + len(self.source)) // TILE))
-        jobs = np.zeros((len(tiles), HEAD + TILE), np.int32)
-        jobs[:, 0] = np.asarray(self.pages)[tiles * TILE // PAGE_TOKENS]
-        jobs[:, 1] = tiles % (PAGE_TOKENS // TILE)
-        jobs[:, 2] = self.row
-        places = np.full(len(tiles) * TILE, NOTHING, np.int32)
-        places[before : before + len(self.source)] = self.source
-        jobs[:, HEAD:] = places.reshape(-1, TILE)
-        return jobs
 
     def beginnings(self) -> np.ndarray:
         """(pages that begin, 36) int32 as ``oscar_mm.ops.store`` takes them."""
@@ -97,6 +72,27 @@ class Filling:
             line[:HEAD] = page, self.row, len(source), 0 if len(source) else self.before
             line[HEAD : HEAD + len(source)] = source
         return begins
+
+
+def store_jobs(fillings: Sequence[Filling]) -> np.ndarray:
+    """(jobs, 20) int32 as ``oscar_mm.ops.store`` takes them, for one filling after the other."""
+    first, counts, rows = np.array([(x.first, len(x.source), x.row) for x in fillings]).T
+    tiles = first // TILE
+    lengths = -(-(first + counts) // TILE) - tiles
+    jobs = np.full((lengths.sum(), HEAD + TILE), NOTHING, np.int32)
+    starts = np.cumsum(lengths) - lengths
+    tile = np.arange(len(jobs)) + np.repeat(tiles - starts, lengths)
+    page_starts = np.cumsum([0, *(len(x.pages) for x in fillings[:-1])])
+    page = np.repeat(page_starts, lengths) + tile * TILE // PAGE_TOKENS
+    jobs[:, 0] = np.array([page for x in fillings for page in x.pages])[page]
+    jobs[:, 1] = tile % (PAGE_TOKENS // TILE)
+    jobs[:, 2] = np.repeat(rows, lengths)
+    jobs[:, 3:HEAD] = 0
+    source = np.concatenate([x.source for x in fillings])
+    places = np.repeat(starts * TILE + first % TILE - (np.cumsum(counts) - counts), counts)
+    job, place = np.divmod(places + np.arange(len(source)), TILE)
+    jobs[job, HEAD + place] = source
+    return jobs
 
 
 class WholePages(NamedTuple):
@@ -151,9 +147,8 @@ class Step:
             the step out, so attention over the past and the new tokens comes first.
         from_pages: whether attention "oscar" runs the forward pass and reads the past from its
             pages; None until the first layer's keys come in.
-        past_version: ``Ledger.version`` before the step.
-        promises: ``PageStore.promises`` before the step; of a foretold one, once it is foretold.
-        promised: whether it was foretold, and is to write to slots that nobody has yet.
+        foretold: a step of before that does the same, or more: what it writes of a row that has
+            ended since lies in slots and places that are free.
         layers: indices of the layers that are to carry it out; None in the first pass of a cache,
             whose layers are not known before.
         fixed: where a graph finds the tables of attention, of fillings and of ``writes``; None
@@ -167,9 +162,7 @@ class Step:
     lengths: list[int] | None = None
     past: list[Row] = field(default_factory=list)
     from_pages: bool | None = None
-    past_version: tuple[int, ...] = ()
-    promises: int = 0
-    promised: bool = False
+    foretold: Step | None = None
     layers: frozenset[int] | None = None
     fixed: FixedTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
@@ -203,25 +196,6 @@ class Step:
     def restart(self) -> None:
         """Forget what layers did of the step, as it had no effect: all are to carry it out."""
         self._progress.clear()
-
-    def is_within(self, early: Step) -> bool:
-        """Whether a foretold step that was launched has done what this step does.
-
-        It has, if it was foretold of the same past and writes the same, or more: what it writes of
-        a row that has ended lies in slots and places that are free.
-        """
-        if self.past_version != early.past_version or self.copies:
-            return False
-        if early.promised and self.promises != early.promises:
-            return False
-        if self.writes is not None:
-            if early.writes is None:
-                return False
-            stored = np.isin(early.writes[0], self.writes[0])
-            if not np.array_equal(early.writes[:, stored], self.writes):
-                return False
-        fillings = {filling.row: filling for filling in early.fillings}
-        return all(filling.is_same(fillings.get(filling.row)) for filling in self.fillings)
 
     def sources(self) -> dict[Bits, set[int]]:
         """Slots that layers read when they carry it out, some of which nobody owns any more."""
@@ -261,7 +235,7 @@ class Step:
             return self.fixed.slots(device)
 
         def tables(fillings: list[Filling]) -> Slots:
-            jobs = np.concatenate([one.jobs() for one in fillings])
+            jobs = store_jobs(fillings)
             begins = np.concatenate([one.beginnings() for one in fillings])
             return Slots(upload(jobs, device), upload(begins, device))
 
@@ -370,18 +344,17 @@ class FixedTables:
             writes[: step.writes.shape[1]] = step.writes.T
         self._tokens[_WRITES] = writes
         written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
-        fillings = [
-            one.after_write(written[one.row]) if one.row in written else one
-            for one in step.fillings
-        ]
         for bits in self._policy.packed_bits if self._policy.by_token else ():
+            fillings = [filling for filling in step.fillings if filling.bits == bits]
             jobs = np.full((self.rows, HEAD + TILE), -1, dtype=np.int32)
             begins = np.full((self.rows, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
+            if fillings:
+                jobs[[filling.row for filling in fillings]] = store_jobs(fillings)
             for filling in fillings:
-                if filling.bits == bits:
-                    jobs[filling.row] = filling.jobs()
-                    if filling.begins:
-                        begins[filling.row] = filling.beginnings()
+                if filling.begins:
+                    if (slot := written.get(filling.row)) is not None:
+                        filling = filling.after_write(slot)
+                    begins[filling.row] = filling.beginnings()
             self._tokens[f"{bits} jobs"] = jobs
             self._tokens[f"{bits} begins"] = begins[: self.rows * self._policy.center]
         for (key, _), tensor in self._on_device.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.cache.step import Filling
+from oscar_mm.cache.step import Filling, store_jobs
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.forced import LayerStates, Pair
 from oscar_mm.modality import Modality
@@ -122,7 +122,7 @@ class Paged:
         rows, pages, device = len(sides[0]), len(filling.pages), sides[0].device
         numbers = {page: number for number, page in enumerate(filling.pages)}
         tables = []
-        for table, row_at in ((filling.jobs(), 2), (filling.beginnings(), 1)):
+        for table, row_at in ((store_jobs([filling]), 2), (filling.beginnings(), 1)):
             table[:, 0] = [numbers[page] for page in table[:, 0].tolist()]
             of_rows = np.tile(table, (rows, 1, 1))
             of_rows[:, :, row_at] = np.arange(rows)[:, None]

@@ -44,7 +44,7 @@ class EarlyStep(NamedTuple):
 
     def is_step(self, tokens: torch.Tensor, step: Step) -> bool:
         """Whether it has done what a step with these tokens does."""
-        return tokens is self.tokens and step.is_within(self.step)
+        return tokens is self.tokens and step.foretold is self.step
 
 
 _log = logging.getLogger("oscar_mm")

@@ -8,23 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.cache.step import Filling, Step
 from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
 from oscar_mm.generation import decode_batch
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.sampling import NextTokens, Sampling
-from oscar_mm.policy import PLAIN, Bits
+from oscar_mm.policy import PLAIN
 from tests.fast_decode.test_decode_steps import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
 
-TWO = Bits(2, 2)
 POLICY = KVPolicy.preset("compact", bits={"text": 2, "image": 4}, window=8, sinks=2)
 LENGTH = 36
 Tokens = list[list[int | None]]
@@ -259,42 +256,3 @@ def test_a_step_is_launched_before_the_host_waits_for_its_tokens(oscar, monkeypa
     # With the caller's time in between, too.
     assert "launch wait given launch wait given launch wait given" in said
     assert said.endswith("wait given") and log.count("launch") == 24 - 1 - 1
-
-
-def filling(row: int, page: int, first: int) -> Filling:
-    return Filling(row, TWO, [page], first, np.array([~row]), {})
-
-
-def test_what_was_launched_is_that_step_where_no_more_is_written() -> None:
-    tokens, past = torch.arange(3), (object(), 4, 0)
-    writes = np.array([[0, 1, 2], [0, 0, 0], [7, 3, 9]])
-    fillings = [filling(row, 5 + row, 17 * row) for row in range(3)]
-    same = {"writes": writes, "fillings": fillings, "past_version": past, "promises": 5}
-
-    def ahead(**changes: Any) -> EarlyStep:
-        return EarlyStep(tokens, Step(**same | changes), torch.zeros(3, 5))
-
-    def step(**changes: Any) -> Step:
-        return Step(**same | changes)
-
-    assert ahead().is_step(tokens, step()) and ahead().is_step(tokens, step(promises=6))
-    ended = step(writes=writes[:, [0, 2]], fillings=[fillings[0], fillings[2]], promises=6)
-    assert ahead().is_step(tokens, ended)
-    assert ahead().is_step(tokens, step(writes=None, fillings=[], promises=6))
-    assert not ahead().is_step(tokens.clone(), step())
-    assert not ahead().is_step(tokens, step(past_version=(*past[:2], 1)))
-    assert not ahead().is_step(tokens, step(copies=[(TWO, 1, 2)]))
-    # Slots that were only promised may have been promised to others too.
-    assert ahead(promised=True).is_step(tokens, step())
-    assert not ahead(promised=True).is_step(tokens, step(promises=6))
-    for row in range(3):
-        moved = writes.copy()
-        moved[2, row] = 8
-        assert not ahead().is_step(tokens, step(writes=moved))
-        fewer = ahead(writes=np.delete(writes, row, axis=1))
-        assert not fewer.is_step(tokens, step())
-        for other in (filling(row, 9, 17 * row), filling(row, 5 + row, 17 * row + 1)):
-            changed = [*fillings[:row], other, *fillings[row + 1 :]]
-            assert not ahead().is_step(tokens, step(fillings=changed))
-        less = ahead(fillings=[*fillings[:row], *fillings[row + 1 :]])
-        assert not less.is_step(tokens, step())
