@@ -199,14 +199,17 @@ def _pocket_omni(dtype: torch.dtype) -> Pocket:
         "downsample_hidden_size": 32,
         "max_source_positions": 100,
     }
+    # Released configurations say so and vLLM asks for it; transformers does not.
+    released = {"image_size": 256, "apply_vit_abs_pos_embed": True}
     thinker = {
         "audio_config": audio,
-        "vision_config": _vision(4, 96, [1]),
+        "vision_config": _vision(4, 96, [1]) | released,
         "text_config": _text(tokenizer, 224) | experts | _mrope(),
         "audio_token_id": token("<|audio_pad|>"),
         "image_token_id": token("<|image_pad|>"),
         "video_token_id": token("<|video_pad|>"),
         "audio_start_token_id": token("<|audio_start|>"),
+        "audio_end_token_id": token("<|audio_end|>"),
         "vision_start_token_id": token("<|vision_start|>"),
         "position_id_per_seconds": 13,
         "user_token_id": token("user"),

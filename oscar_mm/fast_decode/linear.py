@@ -18,7 +18,13 @@ from oscar_mm.fast_decode.linear_kernels import (
     RowsSpecialization,
     Specialization,
 )
-from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows, linear_by_torch
+from oscar_mm.fast_decode.linear_torch import (
+    LinearArguments,
+    Norm,
+    in_rows,
+    linear_by_torch,
+    linear_on_gpu,
+)
 from oscar_mm.kernels.launch import ELEMENTS, uses_tma
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
@@ -79,7 +85,7 @@ def _linear(arguments: LinearArguments) -> torch.Tensor:
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)
         arguments = arguments._replace(x=x, norm=None)
-    return linear_by_torch(arguments)
+    return linear_on_gpu(arguments) if arguments.x.is_cuda else linear_by_torch(arguments)
 
 
 def _check(arguments: LinearArguments) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -86,6 +87,46 @@ def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
     products = [torch_linear(x, *part) for part in zip(weights, biases, strict=True)]
     output = silu(products[0]) * products[1] if gated else torch.cat(products, -1)
     return output if residual is None else residual + output
+
+
+def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
+    """``linear_by_torch`` on a GPU, without a norm, in fewer launches.
+
+    The first product runs beside the others, as one of few rows seldom keeps the memory busy; each
+    adds its bias or the residual stream before it rounds.
+    """
+    x, weights, biases, _, _, residual, gated = arguments
+    sizes = [len(weight) for weight in weights]
+    output = x.new_empty(len(x), sum(sizes))
+    parts = output.split(sizes, 1)
+    residuals = [None] * len(sizes) if residual is None else residual.split(sizes, 1)
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(main)
+    for place, product in enumerate(zip(weights, biases, residuals, parts, strict=True)):
+        with torch.cuda.stream(side if place else main):
+            _product(x, *product)
+    main.wait_stream(side)
+    return silu(parts[0]).mul_(parts[1]) if gated else output
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    added = residual if bias is None else bias if residual is None else residual + bias
+    if added is None:
+        torch.mm(x, weight.T, out=output)
+    else:
+        torch.addmm(added, x, weight.T, out=output)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps 32 MiB for every stream that a thread multiplies on."""
+    return torch.cuda.Stream(device)
 
 
 def in_rows(*tensors: torch.Tensor) -> bool:
