@@ -15,6 +15,7 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.family import Message
+from oscar_mm.generation.generation import Generation
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -74,12 +75,16 @@ class Conversations:
         """Number of chats."""
         return len(self._chats)
 
-    def answer_steps(self, request: Request) -> Generator[str | CompletedAnswer, None, None]:
+    def answer_steps(
+        self, request: Request
+    ) -> Generator[str | Generation | CompletedAnswer, None, None]:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
-            "" after each earlier turn that the model had to read, then the pieces of the answer,
-            those of its reasoning as ``Reasoning``, then the complete answer.
+            "" after each earlier turn that the model had to read, then the first piece of the
+            answer, then the answer as it is written, from which pieces can be taken, then the
+            pieces that are left and the complete answer. Pieces of the reasoning are
+            ``Reasoning``.
 
         Raises:
             Busy: other answers use the memory that the request needs.
@@ -94,7 +99,10 @@ class Conversations:
                 chat.tell(answer=answer.text, **_chat_arguments(question))
                 yield ""
             stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
-            yield from stream.with_reasoning()
+            for count, piece in enumerate(stream.with_reasoning()):
+                yield piece
+                if count == 0 and (writing := chat.answering) is not None:
+                    yield writing
             answer, turn = stream.result, chat.turns[-1]
             cached += answer.cached_tokens
             written = CompletedAnswer(answer, cached, turn.start + answer.prompt_tokens)

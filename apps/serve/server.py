@@ -49,8 +49,9 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await service.close()
+        with service.steps():
+            yield
+            await service.close()
 
     app = FastAPI(title="oscar-mm", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service

@@ -7,7 +7,7 @@ import hmac
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -34,6 +34,7 @@ from oscar_mm.apps.serve.responses import (
     completion,
 )
 from oscar_mm.errors import Busy
+from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.reasoning import Reasoning
 from oscar_mm.generation.sampling import Sampling
 
@@ -85,6 +86,8 @@ class Service:
 
     Attributes:
         hurry: ends the grace time of answers when it is set.
+        workers: bound on the threads that read requests and complete answers.
+        answers: that are being written.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class Service:
         self._readers = CapacityLimiter(_READERS)
         self.workers = CapacityLimiter(limits.running + 1)
         self._closing: set[asyncio.Task[None]] = set()
+        self.answers: set[_RunningAnswer] = set()
+        self._looks = False
         self._memory_freed: asyncio.Future[None] | None = None
 
     @cached_property
@@ -109,6 +114,24 @@ class Service:
     def cut(self) -> asyncio.Future[None]:
         """Done when the server cuts running answers short."""
         return asyncio.get_running_loop().create_future()
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Inside, a thread makes the steps of the model, and answers take their pieces."""
+        loop = asyncio.get_running_loop()
+
+        def after_step() -> None:
+            if not self._looks and self.answers:
+                self._looks = True
+                loop.call_soon_threadsafe(look)
+
+        def look() -> None:
+            self._looks = False
+            for answer in tuple(self.answers):
+                answer.look()
+
+        with self.conversations.pipe.engine.stepping_thread(after_step):
+            yield
 
     def authorize(self, http: HttpRequest) -> None:
         """Raise Refusal if the request lacks the key."""
@@ -291,7 +314,10 @@ class Service:
 
 
 class _RunningAnswer:
-    """An answer that the model writes, in a thread; its pieces wait here until they are taken.
+    """An answer that the model writes; its pieces wait here until they are taken.
+
+    A thread reads the request, up to the first piece, and another one completes the answer. In
+    between there is none: the answer looks for its pieces after each step.
 
     Args:
         service: counts the answer, and gets its place back.
@@ -306,15 +332,18 @@ class _RunningAnswer:
         self.service, self.request = service, request
         self.gone = gone
         self._completed: CompletedAnswer | None = None
-        self._loop = asyncio.get_running_loop()
         self._pieces: deque[str | CompletedAnswer] = deque()
         self._changed = asyncio.Event()
         """Set where there are pieces, the thread has ended or the answer is to end."""
+        self._steps = service.conversations.answer_steps(request)
+        self._generation: Generation | None = None
+        """Set while no thread is needed."""
         self._thread: asyncio.Future[None] | None = None
         self._left = False
         self._end: asyncio.Task[None] | None = None
         self._times = AnswerTimes(service.metrics, arrival)
         service.metrics.running.inc()
+        service.answers.add(self)
         for end in (gone, service.cut):
             end.add_done_callback(self._wake)
 
@@ -335,11 +364,11 @@ class _RunningAnswer:
         deadline = perf_counter() + service.limits.room_s
         with as_refusals():
             while True:
-                self._thread = asyncio.ensure_future(run_sync(self._write, limiter=service.workers))
-                self._thread.add_done_callback(self._wake)
+                self._start_thread()
                 try:
                     return await self._wait()
                 except Busy:
+                    self._steps = service.conversations.answer_steps(self.request)
                     left = deadline - perf_counter()
                     if left <= 0 or self._times.count:
                         raise
@@ -370,19 +399,48 @@ class _RunningAnswer:
             self.service.track_closing(self._end)
         return self._end
 
-    def _write(self) -> None:
-        """Write the answer, in a thread, to the end or until the answer is closed."""
-        with closing(self.service.conversations.answer_steps(self.request)) as steps:
-            for piece in steps:
-                if self._left:
-                    return
-                if isinstance(piece, str):
-                    if not piece:
-                        continue
-                    self._times.note()
-                self._pieces.append(piece)
-                if self.request.stream and not self._changed.is_set():
-                    self._loop.call_soon_threadsafe(self._changed.set)
+    def look(self) -> None:
+        """Take the pieces that have come, and complete an answer that has ended."""
+        generation = self._generation
+        if generation is None or self._left:
+            return
+        ended = generation.ended
+        for piece in generation.take_pieces():
+            self._add(piece)
+        if ended:
+            self._generation = None
+            self._start_thread()
+        elif self._pieces and self.request.stream:
+            self._changed.set()
+
+    def _start_thread(self) -> None:
+        self._thread = asyncio.ensure_future(self._write_in_thread())
+        self._thread.add_done_callback(self._wake)
+
+    async def _write_in_thread(self) -> None:
+        self._generation = await run_sync(self._write, limiter=self.service.workers)
+        self.look()
+
+    def _write(self) -> Generation | None:
+        """Go on with the answer, in a thread, to its first piece or its end, or until it is closed.
+
+        Returns:
+            what has pieces from now on; None at the end.
+        """
+        for step in self._steps:
+            if self._left:
+                break
+            if isinstance(step, Generation):
+                return step
+            self._add(step)
+        return None
+
+    def _add(self, piece: str | CompletedAnswer) -> None:
+        if isinstance(piece, str):
+            if not piece:
+                return
+            self._times.note()
+        self._pieces.append(piece)
 
     async def _wait(self) -> None:
         """Return when there are pieces, of an answer that is not streamed all.
@@ -391,7 +449,7 @@ class _RunningAnswer:
             BaseException: of the thread, or a Refusal.
         """
         while not (self._pieces and self.request.stream):
-            if self._thread is not None and self._thread.done():
+            if self._thread is not None and self._thread.done() and self._generation is None:
                 self._thread.result()
                 return
             await self._changed.wait()
@@ -406,10 +464,13 @@ class _RunningAnswer:
 
     async def _close(self) -> None:
         service = self.service
+        service.answers.discard(self)
         try:
             if self._thread is not None:
                 # Its error concerns nobody any more.
                 await asyncio.gather(self._thread, return_exceptions=True)
+            if self._completed is None:
+                await run_sync(self._steps.close, limiter=service.workers)
         finally:
             service.cut.remove_done_callback(self._wake)
             service.metrics.running.dec()

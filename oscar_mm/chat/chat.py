@@ -190,6 +190,11 @@ class Chat:
             running = self._spillable.answering
             return running.answer() if running and running.written.token_ids else None
 
+    @property
+    def answering(self) -> Generation | None:
+        """The answer that is being written just now; its pieces may be taken as they come."""
+        return self._spillable.answering
+
     def forget(self, index: int) -> None:
         """Drop an image, video or recording: its pages are free at once, later turns go on.
 

@@ -61,8 +61,8 @@ class Engine:
 
     A step reads the last token of every running answer in one forward pass; answers join and leave
     between two steps. While a prompt is read, steps come between its layers, so that both have
-    half of the time, or reading more of it where more requests wait than run. There is no thread of
-    its own: whoever waits for a piece of an answer makes the next step, for all.
+    half of the time, or reading more of it where more requests wait than run. Whoever waits for a
+    piece of an answer makes the next step, for all, but where ``stepping_thread`` makes it.
 
     First come, first served: a request without room in the budget waits as long as others run, and
     is overtaken by a few smaller ones at most.
@@ -95,6 +95,8 @@ class Engine:
         self._groups = AnswerGroups(family, store, self._threads.wake, self._could_begin)
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
+        self._work = threading.Event()
+        """Set where answers were submitted, for the stepping thread."""
         # A finalizer may take it within itself.
         self._queue_guard = threading.RLock()
         self._blocked = False
@@ -129,6 +131,39 @@ class Engine:
         """Put an answer into the queue; from any thread."""
         with self._queue_guard:
             self._queue.append(generation)
+        self._work.set()
+
+    @contextmanager
+    def stepping_thread(self, after_step: Callable[[], None]) -> Iterator[None]:
+        """Inside, a thread makes all steps, whether anybody waits for the answers or not.
+
+        Args:
+            after_step: called in the thread after each step; it must not wait.
+        """
+        stop = threading.Event()
+        threading.Thread(target=self._make_steps, args=[stop.is_set], daemon=True).start()
+        self._threads.watchers.append(after_step)
+        try:
+            yield
+        finally:
+            self._threads.watchers.remove(after_step)
+            stop.set()
+            self._work.set()
+
+    def _make_steps(self, stopped: Callable[[], bool]) -> None:
+        with self._threads.sole_leader():
+            while not stopped():
+                self._work.wait()
+                self._work.clear()
+                try:
+                    self.run_until(lambda: stopped() or not (self.running or self._queue))
+                except Exception as error:  # The error is that of the answers: steps go on.
+                    with self.lock:
+                        for answer in (*self._queue, *self._groups.live):
+                            answer.fail(error)
+                    self.drop_ended()
+                    self._threads.wake()
+        self._work.set()  # There may be another such thread.
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Return when ``done``; until then make steps for all answers, or wait while another

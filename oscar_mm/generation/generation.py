@@ -109,6 +109,11 @@ class Generation(DecodeRow):
         """Tokens of the prompt and of the longest answer."""
         return self.prompt.tokens + self.sampling.max_new_tokens
 
+    def take_pieces(self) -> list[str]:
+        """The pieces that wait, perhaps empty, which the iterator passes over then. From the one
+        thread that asks for pieces."""
+        return [self._pieces.popleft() for _ in range(len(self._pieces))]
+
     def take(self, token: int) -> None:
         """Take the token that was chosen next, and write it."""
         count = len(self.tokens)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from oscar_mm.cache.fair_lock import FairLock
@@ -14,10 +14,12 @@ class _Follower(NamedTuple):
     """A thread that waits.
 
     Attributes:
+        thread: its id.
         done: tells whether it has what it waits for.
         turn: set when the thread is to look for itself.
     """
 
+    thread: int
     done: Callable[[], bool]
     turn: threading.Event
 
@@ -40,6 +42,9 @@ class LeaderFollowers:
 
     Args:
         lock: that the leader works under. Its owner does not wait, as the leader waits for it.
+
+    Attributes:
+        watchers: called after each step, and wherever threads are woken; they must not wait.
     """
 
     def __init__(self, lock: FairLock) -> None:
@@ -47,17 +52,32 @@ class LeaderFollowers:
         # A finalizer may take it within itself.
         self._guard = threading.RLock()
         self._followers: list[_Follower] = []
+        self._leaders = set[int]()
+        """Threads of which one leads; any thread where there are none."""
+        self.watchers: list[Callable[[], None]] = []
+
+    @contextmanager
+    def sole_leader(self) -> Iterator[None]:
+        """Inside, this thread leads, and no other one outside of the lock but such as this one."""
+        thread = threading.get_ident()
+        self._leaders.add(thread)
+        try:
+            yield
+        finally:
+            self._leaders.discard(thread)
+            self.promote()
 
     def lead(self, done: Callable[[], bool]) -> bool:
         """Whether this thread is to make the next step; waits while another one does, unless
         ``done``, which is asked by any thread."""
+        thread = threading.get_ident()
         while True:
-            follower = _Follower(done, threading.Event())
+            follower = _Follower(thread, done, threading.Event())
             try:
                 with self._guard:
                     if done():
                         return False
-                    if not self._leads or self._lock.is_owned:
+                    if self._may_lead(thread) or self._lock.is_owned:
                         self._leads = True
                         return True
                     self._followers.append(follower)
@@ -78,10 +98,16 @@ class LeaderFollowers:
             for follower in self._followers:
                 if not follower.turn.is_set() and follower.is_ready:
                     follower.turn.set()
+        for watcher in self.watchers:
+            watcher()
 
     def promote(self) -> None:
         """Let the next thread that waits lead, if nobody does."""
         with self._guard:
-            asleep = (one for one in self._followers if not one.turn.is_set())
-            if not self._leads and (following := next(asleep, None)) is not None:
-                following.turn.set()
+            for follower in self._followers:
+                if not follower.turn.is_set() and self._may_lead(follower.thread):
+                    follower.turn.set()
+                    return
+
+    def _may_lead(self, thread: int) -> bool:
+        return not self._leads and (not self._leaders or thread in self._leaders)
