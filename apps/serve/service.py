@@ -46,6 +46,9 @@ _MEMORY_POLL_S = 1.0
 """Seconds after which to look for memory that something else than an answer has freed."""
 _CLOSING_S = 5.0
 """Seconds in which to close answers that the server has cut short."""
+_JSON = json.JSONEncoder(ensure_ascii=False)
+_TEXT = "\0"
+"""Stands for the text in the constant part of an answer's events."""
 
 
 @dataclass(frozen=True)
@@ -333,8 +336,8 @@ class _RunningAnswer:
         self.gone = gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[str | CompletedAnswer] = deque()
-        self._changed = asyncio.Event()
-        """Set where there are pieces, the thread has ended or the answer is to end."""
+        self._changed: asyncio.Future[None] | None = None
+        """Done where there are pieces, the thread has ended or the answer is to end."""
         self._steps = service.conversations.answer_steps(request)
         self._generation: Generation | None = None
         """Set while no thread is needed."""
@@ -411,7 +414,7 @@ class _RunningAnswer:
             self._generation = None
             self._start_thread()
         elif self._pieces and self.request.stream:
-            self._changed.set()
+            self._wake()
 
     def _start_thread(self) -> None:
         self._thread = asyncio.ensure_future(self._write_in_thread())
@@ -452,15 +455,16 @@ class _RunningAnswer:
             if self._thread is not None and self._thread.done() and self._generation is None:
                 self._thread.result()
                 return
-            await self._changed.wait()
-            self._changed.clear()
             if self.service.cut.done():
                 raise busy("the server is stopping")
             if self.gone.done():
                 raise ClientGone
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
 
-    def _wake(self, _: object) -> None:
-        self._changed.set()
+    def _wake(self, _: object = None) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
     async def _close(self) -> None:
         service = self.service
@@ -506,9 +510,11 @@ class _EventStream(StreamingResponse):
 async def _events(answer: _RunningAnswer, header: dict[str, Any]) -> AsyncIterator[str]:
     try:
         yield _event(chunk(header, {"role": "assistant", "content": ""}))
+        text = _event(chunk(header, {"content": _TEXT})).split(_JSON.encode(_TEXT))
+        reasoning = _event(chunk(header, {"reasoning_content": _TEXT})).split(_JSON.encode(_TEXT))
         async for piece in answer.pieces():
-            name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
-            yield _event(chunk(header, {name: piece}))
+            parts = reasoning if isinstance(piece, Reasoning) else text
+            yield _JSON.encode(piece).join(parts)
         yield _event(chunk(header, {}, answer.completed.answer.finish_reason))
         if answer.request.usage:
             yield _event(chunk(header, None, usage=answer.completed.usage))
@@ -521,7 +527,7 @@ async def _events(answer: _RunningAnswer, header: dict[str, Any]) -> AsyncIterat
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {_JSON.encode(data)}\n\n"
 
 
 async def _disconnect(http: HttpRequest) -> None:

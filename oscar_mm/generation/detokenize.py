@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CONTEXT = 8
+"""Tokens that are decoded once more with every new token, unless they have no text yet."""
+
 
 class Detokenizer:
     """Text of one answer as its tokens come.
@@ -28,9 +31,11 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop, self._lead = stop, lead
         self._pending = ""
-        # Text of tokens [0, _decoded) is known. Those from _context on are decoded once more with
-        # every new token, because the first token of a text may lose its leading space.
+        # Text of tokens [0, _decoded) is known. Those from _context on, whose text is _known, are
+        # decoded once more with every new token, because the first token of a text may lose its
+        # leading space.
         self._context = self._decoded = 0
+        self._known = ""
         self.token_ids: list[int] = []
         self.text = ""
         self.stopped = False
@@ -59,13 +64,16 @@ class Detokenizer:
 
     def _new_text(self, whole_characters: bool) -> str:
         """Text of the tokens since the last text; none if it may end within a character."""
-        known = self._decode(self.token_ids[self._context : self._decoded])
-        text = self._decode(self.token_ids[self._context :])
+        text, known = self._decode(self.token_ids[self._context :]), self._known
         # Not DecodeStream of tokenizers: it raises where bytes that are no UTF-8 change how those
         # before them are read, as with the byte fallback of Llama and Mistral.
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
-        self._context, self._decoded = self._decoded, len(self.token_ids)
+        self._known = text
+        if len(self.token_ids) - self._context >= _CONTEXT:
+            self._context = self._decoded
+            self._known = self._decode(self.token_ids[self._context :])
+        self._decoded = len(self.token_ids)
         return text[len(known) :]
 
     def _decode(self, tokens: list[int]) -> str:
