@@ -127,6 +127,7 @@ def serve(
     terminal.quiet_transformers()
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
     from oscar_mm.apps.serve.service import ServerLimits
+    from oscar_mm.generation.warm_up import warm_up
     from oscar_mm.pipelines import pipeline_for
 
     pipe = pipeline_for(model)(
@@ -150,6 +151,7 @@ def serve(
     )
     server = Server(create_app(pipe, model, limits, host))
     try:
+        warm_up(pipe.engine, running)
         listen(sockets)
         print(f"{model} at {url(host, port)}/v1", file=sys.stderr)
         # uvicorn raises the signal again after it has stopped.

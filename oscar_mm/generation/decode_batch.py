@@ -95,10 +95,20 @@ class DecodeBatch:
         self._choices = Choices([], device, self._ranks)
         self._chosen: NextTokens | None = None
 
+    @property
+    def records(self) -> bool:
+        """Whether steps are captured."""
+        return (next(iter(self._by_size.values()), None) or self._steps(1)).records
+
+    def captured_sizes(self, rows: int) -> list[int]:
+        """Numbers of rows, from the largest, of which a step is captured for up to so many
+        answers."""
+        most = self.size_for(rows)
+        return [size for size in reversed(_CAPTURED) if size <= most] if self.records else []
+
     def size_for(self, rows: int) -> int:
         """Rows of the batch that so many answers take: more, where that spares a capture."""
-        known = next(iter(self._by_size.values()), None) or self._steps(1)
-        if not known.records:
+        if not self.records:
             return rows
         fitting = [size for size in _CAPTURED if size >= rows]
         return fitting[0] if fitting else -(-rows // _CAPTURED[-1]) * _CAPTURED[-1]

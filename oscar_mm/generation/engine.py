@@ -123,9 +123,20 @@ class Engine:
         """How many requests wait for their turn."""
         return len(self._queue)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether requests wait for room, which only answers that end give."""
+        return self._blocked
+
     def _could_begin(self) -> int:
-        """How many requests wait for more than room, which only answers that end give."""
+        """How many requests wait for more than room."""
         return 0 if self._blocked else len(self._queue)
+
+    def captured_sizes(self, answer: Generation, rows: int) -> list[int]:
+        """Numbers of rows, from the largest, of which steps are captured before answers like this
+        one run in batches of up to ``rows``; none where no step is captured."""
+        with self.lock:
+            return self._groups.captured_sizes(answer, rows)
 
     def submit(self, generation: Generation) -> None:
         """Put an answer into the queue; from any thread."""

@@ -992,3 +992,48 @@ def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Pa
     waiting.join(60)
     assert begun == [1]
     assert [answer.complete().token_ids for answer in answers] == expected
+
+
+def test_a_thread_of_its_own_makes_all_steps(plain, monkeypatch) -> None:
+    expected, steppers, seen = alone(plain), set[int](), list[int]()
+    step = plain.engine._groups.step
+
+    def noted() -> None:
+        steppers.add(threading.get_ident())
+        step()
+
+    monkeypatch.setattr(plain.engine._groups, "step", noted)
+    for _ in range(2):
+        steppers.clear()
+        answers = [made(plain, prompt) for prompt in SHORT]
+        pieces: list[list[str]] = [[] for _ in answers]
+        with plain.engine.stepping_thread(lambda: seen.append(plain.engine.running)):
+            for answer in answers[:3]:
+                plain.engine.submit(answer)
+            # Nobody waits for these; a thread that waits makes no step.
+            while not all(answer.ended for answer in answers[:3]):
+                for answer, some in zip(answers, pieces, strict=True):
+                    some += answer.take_pieces()
+                time.sleep(0.001)
+            pieces[3] += answers[3]
+            assert len(steppers) == 1 and threading.get_ident() not in steppers
+            idle = len(seen)
+            time.sleep(0.05)
+            assert max(seen) == 3 and len(seen) <= idle + 1
+        for answer, some, ids in zip(answers, pieces, expected, strict=True):
+            some += answer.take_pieces()
+            written = answer.complete()
+            assert written.token_ids == ids and written.text.startswith("".join(some))
+    assert alone(plain) == expected
+    assert threading.get_ident() in steppers, "as long as no such thread runs"
+
+
+def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(plain, monkeypatch) -> None:
+    expected = alone(plain, SHORT[:1])
+    with plain.engine.stepping_thread(lambda: None):
+        with monkeypatch.context() as broken:
+            broken.setattr(plain.engine, "_prepare", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                list(made(plain, SHORT[0]))
+        assert together(plain, [made(plain, SHORT[0])]) == expected
+    assert empty(plain)

@@ -70,3 +70,25 @@ def test_the_owner_of_the_lock_does_not_wait() -> None:
     with lock:
         assert threads.lead(lambda: False)
     assert not threads.lead(lambda: True)
+
+
+def test_a_sole_leader_leads_until_it_leaves() -> None:
+    threads, work, leaders = LeaderFollowers(FairLock()), [0], set[int]()
+    threads.watchers.append(lambda: work.append(len(work)))
+
+    def step_until(goal: int) -> int:
+        while len(work) < goal:
+            if threads.lead(lambda: len(work) >= goal):
+                leaders.add(threading.get_ident())
+                threads.step_down()
+        threads.promote()
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(4) as pool:
+        with threads.sole_leader():
+            waiting = [pool.submit(step_until, goal) for goal in (50, 60, 5000)]
+            step_until(100)
+            assert leaders == {threading.get_ident()}
+            assert {one.result(10) for one in waiting[:2]}.isdisjoint(leaders)
+        last = waiting[2].result(60)
+    assert last in leaders and len(work) >= 5000

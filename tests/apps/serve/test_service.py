@@ -439,3 +439,24 @@ def test_an_image_at_an_address_is_that_image(omni, picture_address, monkeypatch
         fetched = ask(client, user(shown, text("What?")))
     assert fetched.choices[0].message.content == inline.choices[0].message.content
     assert fetched.usage.prompt_tokens == inline.usage.prompt_tokens
+
+
+def test_streams_take_no_threads(omni) -> None:
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
+
+    app = create_app(omni, "tiny", ServerLimits(max_new_tokens=2000))
+    with started(app) as (_, address), ExitStack() as streams:
+        running = [streams.enter_context(one_running(address)) for _ in range(5)]
+        for stream in running:
+            next(iter(stream))
+        assert app.state.service.workers.borrowed_tokens == 0
+        assert metrics(address, None)["oscar_mm_decoding"] == 5
+
+
+def test_a_client_that_does_not_read_stops_nobody(omni) -> None:
+    with served(omni, max_new_tokens=4000) as address:
+        with asking(address, stream=True, max_tokens=4000):
+            answer = ask(client_of(address), user("Why?"), stream=True, max_tokens=300)
+            assert sum(len(part.choices) for part in answer) > 100
+        eventually(lambda: metrics(address, None)["oscar_mm_running"] == 0)

@@ -1,0 +1,71 @@
+"""Warm-up: decode steps of each number of rows are captured before the first request comes."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.generation.engine import Engine
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import Media
+
+_STEPS = 4
+"""Steps of each number of rows; the first one is eager, and the second one is captured."""
+_log = logging.getLogger("oscar_mm")
+
+
+def warm_up(engine: Engine, rows: int) -> None:
+    """Capture the steps of up to so many rows, where steps are captured; else do nothing.
+
+    Short answers run together, and end until a single one is left. They take room in the cache for
+    about 200 tokens each, and a capture and four steps for each number of rows. An error, which is
+    logged, leaves captures to the first requests.
+
+    Args:
+        engine: that runs nothing else.
+        rows: most answers that will decode together.
+    """
+    answers: list[Generation] = []
+    try:
+        _run_down(engine, min(rows, engine.most_rows), answers)
+        if error := next((answer.error for answer in answers if answer.error), None):
+            raise error
+    except Exception as error:
+        _log.warning("decode steps are captured later, the warm-up failed: %s", error)
+    finally:
+        for answer in answers:
+            answer.cancel()
+        with engine.lock:
+            for answer in answers:
+                answer.settle()
+
+
+def _run_down(engine: Engine, rows: int, answers: list[Generation]) -> None:
+    """Run ``rows`` answers, fewer step by step; ``answers`` gets them."""
+    family = engine.family
+    read = family.prompt(family.messages("Hello", None, Media()), Media())
+    prompt = read.to(family.device)
+
+    def answer(tokens: int) -> Generation:
+        cache = OscarCache(engine.store.policy, store=engine.store)
+        made = Generation(engine, prompt, cache, Sampling(max_new_tokens=tokens), perf_counter())
+        made.end_tokens = frozenset()
+        made.has_past = True  # No prefix is looked for or kept.
+        return made
+
+    sizes = engine.captured_sizes(answer(1), rows)
+    # Steps come between the layers of prompts too.
+    answers += [answer(2 * _STEPS * (len(sizes) + 2)) for _ in range(rows if sizes else 0)]
+    for made in answers:
+        engine.submit(made)
+    # Where the budget has no room for all, as many rows are enough as it has room for.
+    engine.run_until(lambda: not engine.waiting or (engine.running > 0 and engine.is_blocked))
+    for size in sizes:
+        live = [made for made in answers if made.tokens and not made.ended]
+        for made in live[size:]:
+            made.cancel()
+        if live:
+            goal = len(live[0].tokens) + _STEPS
+            engine.run_until(lambda x=live[0], goal=goal: x.ended or len(x.tokens) >= goal)
