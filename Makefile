@@ -50,7 +50,7 @@ $(BIN)/pip:
 # A stamp is written last, so that a broken install is repeated, and so is an install after
 # pyproject.toml has changed.
 $(RUN_STAMP): pyproject.toml | $(BIN)/pip
-	@echo "installing into $(VENV) (several minutes, about 6.5 GB)"
+	@echo "installing into $(VENV) (several minutes, about 6.9 GB)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[audio,test]"
 	@echo "compiling loops for this CPU"

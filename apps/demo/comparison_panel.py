@@ -54,7 +54,7 @@ def _card(name: str, chat: MeasuredChat) -> str:
         speed, wait = f"{chat.timings.tokens_per_s or 0:.0f}", f"{chat.timings.prefill_s:.2f} s"
     used = format_bytes(chat.curve.last.used_bytes)
     return (
-        f"<section><h4>{escape(name)}</h4><p><b>{used}</b></p>"
+        f"<section><h2>{escape(name)}</h2><p><b>{used}</b></p>"
         f"<footer>{speed} tokens/s, first token {wait}</footer></section>"
     )
 

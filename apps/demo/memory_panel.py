@@ -93,7 +93,7 @@ def memory_panel(
     wait = f"{timings.prefill_s:.2f} s" if timings else "-"
     tiles = "".join(
         f'<div class="tile"><dt>{escape(name)}</dt>'
-        f"<dd>{escape(value)}</dd><small>{escape(note)}</small></div>"
+        f"<dd>{escape(value)}</dd><dd><small>{escape(note)}</small></dd></div>"
         for name, value, note in (
             ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens"),
             ("Bits per value", f"{now.bits_per_value:.2f}", "tables included"),

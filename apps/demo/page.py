@@ -33,6 +33,10 @@ if (kept) document.body.classList.toggle('dark', kept === 'dark');
 const field = document.querySelector('#message textarea');
 if (field) field.setAttribute('aria-label', 'Message');
 """
+_THUMBNAIL_SCRIPT = """() => {
+  for (const item of document.querySelectorAll('#message [role=listitem]')) item.role = 'group';
+}"""
+"""Files of a message are items of no list in gradio, which a screen reader cannot make sense of."""
 _OPENED_SCRIPT = """(id) => {
   history.replaceState(null, '', '#' + id);
   window.onhashchange = () => location.reload();
@@ -224,6 +228,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         "show_progress_on": parts["message"],
     }
     box = parts["message"]
+    box.change(None, None, None, js=_THUMBNAIL_SCRIPT, **private)
     box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
     for button, example in parts["examples"]:
         button.click(

@@ -273,7 +273,7 @@ def _answer(exchange: Exchange) -> str:
     html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:
         html += (
-            f'<article class="said error" role="alert"><p>{escape(exchange.error)}</p></article>'
+            f'<article class="said error"><p role="alert">{escape(exchange.error)}</p></article>'
         )
     return html
 

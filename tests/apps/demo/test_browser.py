@@ -17,6 +17,7 @@ from tests.apps.demo.conftest import COMPACT
 from tests.apps.demo.test_server import free_port
 
 pytest.importorskip("selenium")
+pytest.importorskip("selenium_axe_python")
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -173,7 +174,7 @@ def test_compare(browser, served, uploads) -> None:
     [switch] = browser.all("#side input[type=checkbox]")
     switch.click()
     browser.wait(lambda: len(browser.all("#compared section")) == 2, "both answers")
-    cards = [one.text for one in browser.all("#compared h4")]
+    cards = [one.text for one in browser.all("#compared h2")]
     assert cards == ["compact", "16 bit"]
     browser.wait(lambda: "of 1 answers" in browser.text("#compared .verdict"), "the verdict")
     assert "tokens/s" in browser.text("#compared footer")
@@ -377,19 +378,38 @@ def test_a_narrow_window_dark_and_light(served, uploads, dark) -> None:
         assert narrow.complaints() == []
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_texts_are_seen_and_controls_have_names(served, uploads, dark) -> None:
-    with closing(Browser(served.address, dark=dark)) as window:
-        assert window.faint_texts() == [] and window.unnamed_controls() == []
+@pytest.mark.parametrize(
+    ("size", "dark"), [((1280, 900), False), ((1280, 900), True), ((390, 844), False)]
+)
+def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, size, dark) -> None:
+    def check(where: str) -> None:
+        assert (where, window.accessibility_violations()) == (where, [])
+        assert (where, window.faint_texts()) == (where, [])
+
+    with closing(Browser(served.address, size, dark=dark)) as window:
+        check("empty")
         set_length(window, 20)
+        window.press("100 pictures")
+        window.wait(lambda: len(window.all("#history .asked img")) == 100, "the pictures")
+        window.wait_for_the_end()
+        check("100 pictures")
+        window.press("New chat")
+        window.wait(lambda: window.text("#history .welcome"), "nothing")
         window.ask("What is it?", uploads / "0.png", uploads / "tone.wav")
         window.say("<|im_end|>")
         window.wait(lambda: window.text("#history [role=alert]"), "the refusal")
         window.show(uploads / "0.png")
         for tab in ("Compare", "Why", "Settings", "Memory"):
             window.press(tab)
-            assert (tab, window.faint_texts()) == (tab, [])
-            assert (tab, window.unnamed_controls()) == (tab, [])
+            check(tab)
+        window.press("Compare")
+        window.run("document.querySelector('#side input[type=checkbox]').click()")
+        window.wait(lambda: "of 1 answers" in window.text("#compared .verdict"), "the verdict")
+        check("compared")
+        window.press("Why")
+        window.press("Inspect")
+        window.wait(lambda: len(window.all("#why figure")) >= 3, "the charts")
+        check("inspected")
 
 
 def test_keyboard_alone(browser, uploads) -> None:
