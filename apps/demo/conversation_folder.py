@@ -92,6 +92,8 @@ class ConversationFolder:
                 _log.warning("a conversation is not kept: %s", error)
             except Exception:
                 _log.exception("a conversation is not kept")
+            if session not in session.sessions:  # It was given up while it was written.
+                self.remove(session.id)
         self.prune()
 
     def close(self) -> None:

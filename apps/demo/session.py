@@ -121,8 +121,6 @@ class Session:
             yield from self._answer(exchange, text, files)
         finally:
             self.active = None
-            if self._closed:
-                self._close_chats()
             self._release()
 
     def _answer(self, exchange: Exchange, text: str, files: Sequence[str | Path]) -> Iterator[None]:
@@ -342,7 +340,7 @@ class Session:
                 return inspect_prompt(pipe.model, prompt)
 
     def close(self) -> None:
-        """Free the conversation now, or when the answer that the model writes has ended."""
+        """Free the conversation now, or when the answer or the write that runs has ended."""
         self._closed = True
         self._stop.set()
         if self._turn.acquire(timeout=_PATIENCE_S):
@@ -373,7 +371,8 @@ class Session:
         """End the answer that the model writes, and let no other begin inside."""
         self._stop.set()
         if not self._turn.acquire(timeout=_PATIENCE_S):
-            raise InputError("the model is still reading: try again in a moment")
+            why = "being written to disk" if self._writing.locked() else "read by the model"
+            raise InputError(f"this conversation is still {why}: try again in a moment")
         try:
             if self._closed:
                 raise InputError("this conversation has ended: reload the page")
@@ -392,9 +391,14 @@ class Session:
     def _release(self) -> None:
         """Let others change the conversation, which is written in the background if it has
         changed."""
-        self._turn.release()
+        self._free_turn()
         if self.is_unsaved and not self._closed:
             self.sessions.save_later(self)
+
+    def _free_turn(self) -> None:
+        if self._closed:
+            self._close_chats()
+        self._turn.release()
 
     @contextmanager
     def unchanging(self, patience: float) -> Iterator[bool]:
@@ -413,4 +417,4 @@ class Session:
             try:
                 yield not self._closed
             finally:
-                self._turn.release()
+                self._free_turn()

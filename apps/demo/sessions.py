@@ -134,8 +134,12 @@ class Sessions:
 
     def save_later(self, session: Session) -> None:
         """Write a session to the folder, if there is one, in the background."""
-        if self.folder is not None and self._sessions.get(session.id) is session:
+        if self.folder is not None and session in self:
             self.folder.save_later(session)
+
+    def __contains__(self, session: Session) -> bool:
+        """Whether the session has not been given up."""
+        return self._sessions.get(session.id) is session
 
     def _add_visit(self, key: str, session_id: str) -> None:
         self._former_visits.pop(key, None)
@@ -212,9 +216,9 @@ class Sessions:
     def _give_up(self, sessions: Sequence[Session]) -> None:
         """Free sessions that were taken out, and their files."""
         for session in sessions:
-            session.close()
             if self.folder is not None:
                 self.folder.remove(session.id)
+            session.close()
 
     def close(self) -> None:
         """End all sessions as soon as their answers end, and admit no more; write what is not

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from oscar_mm.apps.demo import conversation_folder as module
+from oscar_mm.apps.demo import session as session_module
+from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
@@ -129,30 +131,79 @@ def test_nothing_is_written_without_a_change(serve, uploads, folder, monkeypatch
     assert serve().visit("b", session.id).turns
 
 
-def test_a_question_waits_while_its_conversation_is_written(serve, uploads, monkeypatch) -> None:
-    """Other conversations go on meanwhile; a conversation has no two writers at once."""
-    began, go_on, writers = threading.Event(), threading.Event(), []
+class SlowDisk:
+    """Writes nothing before it is told to go on."""
 
-    def slow(path, *content) -> None:
-        writers.append(path)
-        began.set()
-        assert go_on.wait(60)
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.writers: list[Path] = []
+
+    def write(self, path: Path, *content) -> None:
+        self.writers.append(path)
+        self.began.set()
+        assert self.go_on.wait(60)
         write_checked(path, *content)
-        writers.remove(path)
+        self.writers.remove(path)
 
-    monkeypatch.setattr(chat_module, "write_checked", slow)
+
+@pytest.fixture
+def disk(serve, monkeypatch):
+    made = SlowDisk()
+    monkeypatch.setattr(chat_module, "write_checked", made.write)
+    yield made
+    made.go_on.set()
+
+
+def test_a_question_waits_while_its_conversation_is_written(serve, uploads, disk) -> None:
+    """Other conversations go on meanwhile; a conversation has no two writers at once."""
     sessions = serve()
     session, other = converse(sessions, uploads), sessions.session("b")
-    assert began.wait(60)
+    assert disk.began.wait(60)
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(asked, session, "And?")
         asked(other, "What?")
-        assert other.turns and len(session.turns) == 1 and len(writers) == 1
-        go_on.set()
+        assert other.turns and len(session.turns) == 1 and len(disk.writers) == 1
+        disk.go_on.set()
         asking.result(60)
     assert len(session.turns) == 2 and not session.turns[1].error
     written(sessions)
-    assert not writers and not session.is_unsaved and not other.is_unsaved
+    assert not disk.writers and not session.is_unsaved and not other.is_unsaved
+
+
+def test_a_change_waits_for_a_write_and_one_that_takes_long_is_told(
+    serve, uploads, disk, monkeypatch
+) -> None:
+    sessions = serve()
+    session = converse(sessions, uploads)
+    assert disk.began.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "_PATIENCE_S", 0.01)
+        with pytest.raises(InputError, match="still being written to disk: try again"):
+            session.undo()
+    with ThreadPoolExecutor(1) as thread:
+        forgetting = thread.submit(session.forget, 1)
+        disk.go_on.set()
+        forgetting.result(60)
+    assert session.conversation.segments[1].forgotten and session.turns
+    session.undo()
+    assert not session.turns
+
+
+def test_a_conversation_given_up_while_it_is_written_leaves_no_files(
+    serve, uploads, folder, disk, monkeypatch
+) -> None:
+    sessions = serve()
+    session = converse(sessions, uploads)
+    assert disk.began.wait(60)
+    monkeypatch.setattr(session_module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)
+    sessions.leave("a")
+    assert session not in sessions and disk.writers
+    disk.go_on.set()
+    written(sessions)
+    assert list(folder.iterdir()) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        session.conversation.chat.ask("And?")
 
 
 def test_a_conversation_that_answers_is_written_afterwards(serve, uploads, after_crash) -> None:
