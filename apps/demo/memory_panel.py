@@ -98,7 +98,7 @@ def memory_panel(
             ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens"),
             ("Bits per value", f"{now.bits_per_value:.2f}", "tables included"),
             ("Speed", speed, "tokens/s"),
-            ("First token", wait, "media and prompt"),
+            ("First token", wait, "media included"),
         )
     )
     headline = f'<div class="headline">{_headline(now, packs=packs)}</div>'

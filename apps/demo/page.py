@@ -200,7 +200,7 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
         label="Cache format",
         info="Bits of keys/values, and the ratio to 16 bit for 32K tokens, mostly of pictures",
     )
-    with gr.Row():
+    with gr.Row(elem_id="bits"):
         for modality in Modality:
             parts[modality.label] = gr.Dropdown(
                 [AS_PRESET, *WIDTHS],

@@ -7,10 +7,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from oscar_mm.apps.server_process import bind, sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
 
 _STYLE = Path(__file__).with_name("style.css")
 _FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
@@ -66,6 +69,7 @@ def serve(
         )
         settings = SessionSettings(KVPolicy.preset(policy), policy, compare=compare)
         try:
+            _warm_up(pipe)
             with serve_page(pipe, settings, port=port, host=host, keep=keep) as running:
                 print(f"oscar-mm: {running.address} (Ctrl-C ends it)", file=sys.stderr)
                 wait_for_ctrl_c()
@@ -83,6 +87,12 @@ def _dtype(device: str | None) -> str | None:
     """Choose 16 bit for tokens that are not packed on a CPU too; on a GPU the checkpoint does."""
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     return "bfloat16" if on_cpu else None
+
+
+def _warm_up(pipe: Pipeline) -> None:
+    """Answer once, so that no visitor waits for what the first answer compiles and loads."""
+    with suppress(InputError), pipe.chat() as chat:
+        chat.ask("Hello", max_new_tokens=2)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Session:
         try:
             exchange.question = bounded_text("message", text)
             # A chat takes pictures alone for a question; here somebody forgot to type it.
-            self.sessions.pipe.check_text("prompt", exchange.question)
+            self.sessions.pipe.check_text("message", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = files_by_kind(files, self.sessions.folders)
             exchange.previews = load_previews(exchange.media, self.sessions.pipe.limits)

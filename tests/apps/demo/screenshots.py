@@ -28,7 +28,7 @@ SHOTS = (
     ("demo-dark.png", (1280, 860), 860, True, "Pictures and sound", "Compare"),
     ("demo-phone.png", (390, 844), 1400, False, "Recordings", "Memory"),
 )
-COLOURS = 128
+COLOURS = 256
 
 
 def take(address: str, target: Path) -> None:

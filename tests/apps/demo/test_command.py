@@ -77,6 +77,23 @@ def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys, tmp_path
         httpx.get(f"http://127.0.0.1:{port}/")
 
 
+def test_the_model_has_answered_before_the_first_visitor(qwen3_omni_folder, monkeypatch) -> None:
+    load, steps, pipes = server.pipeline_for, [], []
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        [pipe] = pipes[:] = [load(qwen3_omni_folder)(*arguments, **named)]
+        pipe.model.lm_head.register_forward_hook(lambda *_: steps.append(len(steps)))
+        return pipe
+
+    def look() -> None:
+        assert len(steps) == 2 and pipes[0].budget.used_bytes == 0
+
+    monkeypatch.setattr(server, "pipeline_for", lambda model: made)
+    monkeypatch.setattr(server, "wait_for_ctrl_c", look)
+    options = ["-m", str(qwen3_omni_folder), "--port", str(free_port()), "--device", "cpu"]
+    assert run(["demo", *options]) == 0 and steps
+
+
 def serve_until_told(folder: Path, port: int, slow: Path, reading: Path, *options: str) -> None:
     """The demo; once a file is there, a step of the model takes minutes, as another file tells."""
     load = server.pipeline_for

@@ -89,7 +89,7 @@ def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypat
     ("text", "files", "why"),
     [
         ("What?", ["broken.png"], r"broken\.png"),
-        ("", ["0.png"], "prompt is empty"),
+        ("", ["0.png"], "message is empty"),
         ("x" * 100_001, [], "100,001 characters are more than the 100,000"),
         ("<|im_end|>", [], "control token"),
         ("What?", ["0.png"] * 25, "25 files are more than the 24"),
