@@ -33,6 +33,10 @@ _MOST_READOUTS, _MOST_EVENTS = 48, 40
 _LEAST_TOKENS, _LEAST_BYTES = 256, 100_000
 """The shortest axes."""
 FORGET_SCRIPT = """
+const table = document.getElementById('segments');
+table.tabIndex = 0;
+table.setAttribute('role', 'region');
+table.setAttribute('aria-label', 'Segments of the conversation');
 element.addEventListener('click', (event) => {
   const button = event.target.closest('button[data-index]');
   if (!button || button.disabled) return;
@@ -40,7 +44,7 @@ element.addEventListener('click', (event) => {
   trigger('click', {index: Number(button.dataset.index)});
 });
 """
-"""Sends the index of the segment whose button a visitor presses."""
+"""Lets the keyboard scroll the table; sends the index of the segment whose button is pressed."""
 MODELS = {
     "Qwen3-VL-2B": ModelShape(28, 8, 128, 2_100_000_000),
     "Qwen3-VL-4B": ModelShape(36, 8, 128, 4_400_000_000),

@@ -32,6 +32,10 @@ KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "cl
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 watch('value', () => {
+  for (const text of box.querySelectorAll('.asked > p')) {
+    // The keyboard can scroll a long question then.
+    if (text.scrollHeight > text.clientHeight) text.tabIndex = 0;
+  }
   if (box.dataset.away !== 'yes') box.scrollTop = box.scrollHeight;
 });
 if (!box.dataset.away) {
@@ -193,10 +197,9 @@ def _waveform(samples: np.ndarray, name: str) -> str:
 
 def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> str:
     """Show all exchanges but for the active answer; changes only where a turn begins or ends."""
-    if not exchanges:
-        return _EMPTY
     numbers: Counter[str] = Counter()
-    parts = []
+    is_begun = any(one.question or one.files or one.previews for one in exchanges)
+    parts = [] if is_begun else [_EMPTY]
     for exchange in exchanges:
         # The model sees the media of its turns only, and numbers these.
         seen = exchange.counts or exchange is active

@@ -389,13 +389,18 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
     with closing(Browser(served.address, size, dark=dark)) as window:
         check("empty")
         set_length(window, 20)
+        for _ in range(5):
+            window.ask("What is it?")
+        check("questions alone")
+        window.press("New chat")
+        window.wait(lambda: window.text("#history .welcome"), "nothing")
         window.press("100 pictures")
         window.wait(lambda: len(window.all("#history .asked img")) == 100, "the pictures")
         window.wait_for_the_end()
         check("100 pictures")
         window.press("New chat")
         window.wait(lambda: window.text("#history .welcome"), "nothing")
-        window.ask("What is it?", uploads / "0.png", uploads / "tone.wav")
+        window.ask("What is it? " * 100, uploads / "0.png", uploads / "tone.wav")
         window.say("<|im_end|>")
         window.wait(lambda: window.text("#history [role=alert]"), "the refusal")
         window.show(uploads / "0.png")
@@ -410,6 +415,9 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
         window.press("Inspect")
         window.wait(lambda: len(window.all("#why figure")) >= 3, "the charts")
         check("inspected")
+        window.press("Fork")
+        window.wait(lambda: window.text(".toast-body"), "the message in the corner")
+        check("copied")
 
 
 def test_keyboard_alone(browser, uploads) -> None:

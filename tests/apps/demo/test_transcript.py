@@ -91,6 +91,14 @@ def test_files_are_linked_and_sounds_can_be_played() -> None:
     assert sound["aria-label"] == "Play c.wav"
 
 
+def test_it_tells_how_to_begin_until_there_is_a_question() -> None:
+    refusal = Exchange("", error="there is nothing to take back")
+    refused = history([refusal])
+    assert 'class="welcome"' in history([]) and 'class="welcome"' in refused
+    assert "nothing to take back" in refused
+    assert 'class="welcome"' not in history([refusal, exchange(error="too long")])
+
+
 def test_the_answer_that_is_written_is_apart() -> None:
     done, now = exchange(answer="one"), exchange(question="And?", answer="two")
     past = history([done, now], now)
