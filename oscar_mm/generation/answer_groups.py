@@ -218,6 +218,11 @@ class AnswerGroups:
             share = min(max(ratio, 1.0), _MOST_READING)
             if waited < self._step_seconds * share:
                 return
+            if launched:
+                # Else the first step would wait for the layer, and that would be taken for its own.
+                launched.pop().synchronize()
+                now = time.perf_counter()
+                waited = now - self._step_end
             with cache.paused():
                 while self.live and time.perf_counter() < now + waited / share:
                     self.step()
