@@ -126,7 +126,8 @@ class Service:
         def after_step() -> None:
             if not self._looks and self.answers:
                 self._looks = True
-                loop.call_soon_threadsafe(look)
+                with suppress(RuntimeError):  # The loop is closed: nobody looks.
+                    loop.call_soon_threadsafe(look)
 
         def look() -> None:
             self._looks = False
@@ -413,7 +414,7 @@ class _RunningAnswer:
         if ended:
             self._generation = None
             self._start_thread()
-        elif self._pieces and self.request.stream:
+        if self._pieces and self.request.stream:
             self._wake()
 
     def _start_thread(self) -> None:

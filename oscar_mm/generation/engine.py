@@ -30,6 +30,8 @@ MOST_ROWS = 256
 """Most answers that decode together."""
 _OVERTAKES = 8
 """How many smaller requests may begin while the first of the queue has no room."""
+_IDLE_S = 1.0
+"""Seconds after which a thread without work looks for it."""
 Result = TypeVar("Result")
 
 
@@ -164,7 +166,6 @@ class Engine:
     def _make_steps(self, stopped: Callable[[], bool]) -> None:
         with self._threads.sole_leader():
             while not stopped():
-                self._work.wait()
                 self._work.clear()
                 try:
                     self.run_until(lambda: stopped() or not (self.running or self._queue))
@@ -174,7 +175,8 @@ class Engine:
                             answer.fail(error)
                     self.drop_ended()
                     self._threads.wake()
-        self._work.set()  # There may be another such thread.
+                # Another such thread may have cleared it.
+                self._work.wait(_IDLE_S)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Return when ``done``; until then make steps for all answers, or wait while another

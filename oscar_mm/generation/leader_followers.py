@@ -81,6 +81,7 @@ class LeaderFollowers:
                         self._leads = True
                         return True
                     self._followers.append(follower)
+                    self.promote()
                 follower.turn.wait()
             finally:
                 with self._guard, suppress(ValueError):
@@ -98,7 +99,7 @@ class LeaderFollowers:
             for follower in self._followers:
                 if not follower.turn.is_set() and follower.is_ready:
                     follower.turn.set()
-        for watcher in self.watchers:
+        for watcher in tuple(self.watchers):
             watcher()
 
     def promote(self) -> None:

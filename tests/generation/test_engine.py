@@ -1037,3 +1037,18 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(plain, monkeypat
                 list(made(plain, SHORT[0]))
         assert together(plain, [made(plain, SHORT[0])]) == expected
     assert empty(plain)
+
+
+def test_a_thread_of_steps_takes_over_what_runs(plain) -> None:
+    """Also from a thread that makes steps, and gives it back."""
+    expected = alone(plain, SHORT[:1], max_new_tokens=400)[0]
+    answer, other = made(plain, SHORT[0], max_new_tokens=400), made(plain, SHORT[1])
+    pieces = iter(answer)
+    first = next(pieces)
+    with ThreadPoolExecutor(1) as pool:
+        with plain.engine.stepping_thread(lambda: None):
+            rest = pool.submit(list, pieces)
+            with plain.engine.stepping_thread(lambda: None):
+                list(other)
+        assert "".join([first, *rest.result(60)]) == answer.written.text
+    assert answer.written.token_ids == expected

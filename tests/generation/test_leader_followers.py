@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -85,10 +86,14 @@ def test_a_sole_leader_leads_until_it_leaves() -> None:
         return threading.get_ident()
 
     with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(step_until, goal) for goal in (20_000, 25_000)]
+        while not leaders:
+            time.sleep(0)
         with threads.sole_leader():
-            waiting = [pool.submit(step_until, goal) for goal in (50, 60, 5000)]
-            step_until(100)
-            assert leaders == {threading.get_ident()}
-            assert {one.result(10) for one in waiting[:2]}.isdisjoint(leaders)
-        last = waiting[2].result(60)
-    assert last in leaders and len(work) >= 5000
+            step_until(len(work) + 10)
+            leaders.clear()
+            waiting.append(pool.submit(step_until, len(work) + 50))
+            step_until(len(work) + 100)
+            assert leaders == {threading.get_ident()} and waiting[2].result(10) not in leaders
+        assert {one.result(60) for one in waiting[:2]} & leaders
+    assert len(work) >= 25_000
