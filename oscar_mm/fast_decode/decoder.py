@@ -42,6 +42,8 @@ KNOWN_LAYERS = (
     "Qwen3OmniMoeThinkerTextDecoderLayer",
 )
 """Classes of transformers with this arithmetic."""
+PROMPT_LAYERS = "oscar_mm.fast_decode.prompt_layers"
+"""Its functions run layers meanwhile as they are written."""
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
 """Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
 bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
@@ -128,7 +130,7 @@ def _runs_as_written(module: nn.Module) -> bool:
     """No forward but the class's, or that one with what accelerate or transformers puts around."""
     weights = [weight for weight in module._parameters.values() if weight is not None]
     forward = vars(module).get("forward")
-    if forward is None:
+    if forward is None or forward.__module__ == PROMPT_LAYERS:
         return all(type(weight) is nn.Parameter for weight in weights)
     if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":
         return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
@@ -185,8 +187,8 @@ class _Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """A decoder layer's weights."""
+class FastLayer:
+    """A decoder layer's weights, and its arithmetic in few launches."""
 
     attention: Any
     attention_norm: Norm
@@ -201,7 +203,8 @@ class _Layer:
     """Of a mixture that is whole; one that is divided is left to its module."""
 
     @classmethod
-    def of(cls, layer: Any) -> _Layer:
+    def of(cls, layer: Any) -> FastLayer:
+        """The weights of a layer of transformers, of a kind that ``supports`` knows."""
         attention, mlp = layer.self_attn, layer.mlp
         head_norms = None
         if hasattr(attention, "q_norm"):
@@ -223,17 +226,40 @@ class _Layer:
     def __call__(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """(rows, hidden size) after the layer."""
+        """(rows, hidden size) after the layer, of one token of each row."""
+        return self.feed_forward(self.attended(rows, len(rows), cosine, sine, cache))
+
+    def attended(
+        self,
+        rows: torch.Tensor,
+        batch: int,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(tokens, hidden size) after attention, a new tensor.
+
+        Args:
+            rows: (tokens, hidden size), of one sequence after the other.
+            batch: sequences.
+            cosine, sine: (tokens, head_dim).
+            cache: takes the tokens' keys and values.
+            mask: as of ``oscar_mm.attention.attend``.
+        """
         attention, head_dim = self.attention, self.attention.head_dim
         states = self.projections(rows, norm=self.attention_norm)
-        heads = states.view(rows.shape[0], -1, head_dim)
+        heads = states.view(len(rows), -1, head_dim)
         query_heads, kv_heads = (x.shape[0] // head_dim for x in self.projections.weights[:2])
         rope_(heads[:, : query_heads + kv_heads], query_heads, cosine, sine, self.head_norms)
-        sizes = (query_heads, kv_heads, kv_heads)
-        query, key, value = (x.unsqueeze(2) for x in heads.split(sizes, 1))
+        sides = heads.split((query_heads, kv_heads, kv_heads), 1)
+        query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
         key, value = cache.update(key, value, attention.layer_idx)
-        found, _ = attend(attention, query, key, value, None, scaling=attention.scaling)
-        rows = self.output(found.reshape(rows.shape[0], -1), residual=rows)
+        found, _ = attend(attention, query, key, value, mask, scaling=attention.scaling)
+        return self.output(found.reshape(len(rows), -1), residual=rows)
+
+    def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden size) after the MLP or the mixture of experts, a new tensor."""
         if self.gate_and_up is None or self.down is None:
             return self._by_experts(rows)
         between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
@@ -243,7 +269,7 @@ class _Layer:
         kernels = None if self.experts is None else expert_kernels(rows, self.experts)
         if self.experts is not None and kernels is not None:
             return kernels(MixtureArguments(rows, *self.mlp_norm, *self.experts))
-        return rows + self.mlp(self.mlp_norm.at_once(rows)[:, None])[:, 0]
+        return rows + self.mlp(self.mlp_norm.at_once(rows)[None])[0]
 
 
 @dataclass(frozen=True)
@@ -255,7 +281,7 @@ class _Part:
     """
 
     device: torch.device
-    layers: Sequence[_Layer]
+    layers: Sequence[FastLayer]
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def brought(self, states: States) -> States:
@@ -280,7 +306,7 @@ class FastDecoder:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         self._embed = decoder.embed_tokens
         self._rotary = _beside(self._embed, decoder.rotary_emb)
-        places = [(x.input_layernorm.weight.device, _Layer.of(x)) for x in decoder.layers]
+        places = [(x.input_layernorm.weight.device, FastLayer.of(x)) for x in decoder.layers]
         ends = [(self._embed.weight.device, None), *places, (head.weight.device, None)]
         self._parts = [
             _Part(device, [layer for _, layer in some if layer is not None])

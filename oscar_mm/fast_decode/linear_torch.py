@@ -97,8 +97,9 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     """
     x, weights, biases, _, _, residual, gated = arguments
     sizes = [len(weight) for weight in weights]
-    output = x.new_empty(len(x), sum(sizes))
-    parts = output.split(sizes, 1)
+    output = x.new_empty(0 if gated else len(x), sum(sizes))
+    # A gate reads products that are contiguous in half the time.
+    parts = [x.new_empty(len(x), n) for n in sizes] if gated else output.split(sizes, 1)
     residuals = [None] * len(sizes) if residual is None else residual.split(sizes, 1)
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     side.wait_stream(main)
@@ -106,7 +107,7 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
         with torch.cuda.stream(side if place else main):
             _product(x, *product)
     main.wait_stream(side)
-    return silu(parts[0]).mul_(parts[1]) if gated else output
+    return silu(parts[0], inplace=True).mul_(parts[1]) if gated else output
 
 
 def _product(

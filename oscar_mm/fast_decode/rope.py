@@ -16,6 +16,8 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 HEAD_DIMS = (64, 128, 192, 256)
 _WARPS = 4
+_MOST_ROWS = (1 << 16) - 1
+"""Of a launch."""
 _checker = ArgumentChecker("rope")
 
 
@@ -75,13 +77,15 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
     def __call__(self, arguments: RopeArguments) -> None:
         """Launch."""
         heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
-        rows, count, _ = heads.shape
-        params = Params(
-            *addresses(heads, query_norm, key_norm, cosine, sine),
-            *(heads.stride(0), query_heads, count, epsilon),
-        )
-        grid, block = (-(-count // _WARPS), rows, 1), (_WARPS * 32, 1, 1)
-        self._kernel.launch(grid, block, 0, params, current_stream(heads.device), dependent=True)
+        count, block = heads.shape[1], (_WARPS * 32, 1, 1)
+        parts = (x.split(_MOST_ROWS) for x in (heads, cosine, sine))
+        for some, *angles in zip(*parts, strict=True):
+            params = Params(
+                *addresses(some, query_norm, key_norm, *angles),
+                *(heads.stride(0), query_heads, count, epsilon),
+            )
+            grid, stream = (-(-count // _WARPS), len(some), 1), current_stream(heads.device)
+            self._kernel.launch(grid, block, 0, params, stream, dependent=True)
 
     @staticmethod
     def disagreement(

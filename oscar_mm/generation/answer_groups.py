@@ -18,6 +18,8 @@ from oscar_mm.generation.generation import Generation
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.ranks import Ranks
 
+_READING = 4.0
+"""How many times as long prompts are read as answers make steps where one waits for each answer."""
 _MOST_READING = 8.0
 """How many times as long prompts are read as answers make steps, at most."""
 
@@ -189,8 +191,8 @@ class AnswerGroups:
         """Inside, whenever a layer of the decoder is done and answers have waited for as long as
         their last step took, they make steps for as long as they have waited.
 
-        Where more requests wait than answers decode, reading gets so many times as much of the
-        time: a step of few rows takes nearly as long as one of many.
+        Where for four answers more than one request waits, reading gets as many times as much of
+        the time: a step of few rows takes nearly as long as one of many.
 
         Args:
             cache: that prompts are read into.
@@ -215,7 +217,7 @@ class AnswerGroups:
             if (waited := now - self._step_end) < self._step_seconds:
                 return
             ratio = (self._waiting() + prompts) / max(len(self.live), 1)
-            share = min(max(ratio, 1.0), _MOST_READING)
+            share = min(max(_READING * ratio, 1.0), _MOST_READING)
             if waited < self._step_seconds * share:
                 return
             if launched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -10,6 +11,7 @@ from oscar_mm.cache.batch_view import BatchView, balanced_alike
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.fast_decode.decoder import weights_key
+from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.chunked_modules import MOST_TOKENS
 from oscar_mm.generation.decode_loop import read_in_line, read_prompt
@@ -52,6 +54,7 @@ class PromptReader:
         self.by_weights = False
         self._sigmas: dict[int, torch.Tensor] = {}
         self._weights: object = None
+        self._layers: PromptLayers | None = None
 
     def refresh(self) -> bool:
         """Look at the model's weights anew; whether they have changed."""
@@ -62,7 +65,14 @@ class PromptReader:
         balanced = policy.packs and policy.balance is not None
         self._sigmas = sigmas_of_model(self.family.model) if balanced else {}
         self.by_weights = not balanced or bool(self._sigmas)
+        model = self.family.model
+        fast = self.family.device.type == "cuda" and PromptLayers.takes(model)
+        self._layers = PromptLayers(model, MOST_TOKENS) if fast else None
         return True
+
+    def _reading(self, cache: OscarCache) -> AbstractContextManager[None]:
+        """Inside, the model's layers read a prompt into a cache as fast as they can."""
+        return nullcontext() if self._layers is None else self._layers.reading(cache)
 
     @torch.inference_mode()
     def read(self, prompt: Prompt, cache: OscarCache) -> torch.Tensor:
@@ -79,7 +89,7 @@ class PromptReader:
             FloatingPointError: the prompt's keys or values cannot be stored.
         """
         cache.sigmas = self._sigmas
-        with self._groups.steps_between_layers(cache, 1):
+        with self._groups.steps_between_layers(cache, 1), self._reading(cache):
             logits = read_prompt(self.family.model, prompt, cache, self._chunk)
         cache.check_complete()
         return logits
@@ -112,7 +122,7 @@ class PromptReader:
             view.sigmas = self._sigmas
             view.seat(caches[some])
             lengths = [prompt.tokens for prompt in own]
-            with self._groups.steps_between_layers(view, len(own)):
+            with self._groups.steps_between_layers(view, len(own)), self._reading(view):
                 found = read_in_line(
                     *(self.family.model, self.family.in_line(own), lengths, view),
                     every_token=every_token,

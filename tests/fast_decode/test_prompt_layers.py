@@ -1,0 +1,137 @@
+"""Prompts through ``PromptLayers`` against transformers' own modules."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.batch_view import BatchView
+from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.fast_decode.prompt_layers import PromptLayers
+from oscar_mm.generation.decode_loop import read_in_line, read_prompt
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.pipelines.pipeline import Pipeline
+
+MEDIA = Path(__file__).parents[2] / "examples" / "media"
+CARDS = sorted((MEDIA / "cards").glob("*.png"))[:5]
+CLIPS = sorted((MEDIA / "clips").glob("*.wav"))[:3]
+KINDS = {
+    "pocket-vl": OscarVLPipeline,
+    "pocket-llava": OscarVLPipeline,
+    "pocket-omni": OscarOmniPipeline,
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pipe(request) -> Pipeline:
+    return KINDS[request.param](request.param, device="cpu", dtype="float32")
+
+
+def prompt_of(pipe: Pipeline) -> Prompt:
+    """Pictures, or recordings, and a question."""
+    shown = {"audio": CLIPS} if isinstance(pipe, OscarOmniPipeline) else {"images": CARDS}
+    return pipe.read_request("What is the code in picture 2?", shown)
+
+
+def held(cache: OscarCache) -> list[torch.Tensor]:
+    return [x for layer in range(len(cache.layers)) for x in cache.unpacked(layer)]
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("chunk", [None, 50])
+@pytest.mark.parametrize("most", [16, 1 << 13])
+def test_logits_and_cache_are_those_of_the_modules(pipe, chunk, most: int) -> None:
+    """At once and in chunks, with an MLP that sees all tokens and few."""
+    prompt, layers = prompt_of(pipe), PromptLayers(pipe.model, most)
+    caches = [OscarCache("bf16") for _ in range(2)]
+    expected = read_prompt(pipe.model, prompt, caches[0], chunk)
+    with layers.reading(caches[1]):
+        found = read_prompt(pipe.model, prompt, caches[1], chunk)
+    assert_same(found, expected)
+    for mine, theirs in zip(held(caches[1]), held(caches[0]), strict=True):
+        assert_same(mine, theirs, 1e-2)  # They are kept in 16 bit.
+
+
+def test_short_prompts_in_line(pipe) -> None:
+    prompts = [pipe.read_request(text, {}) for text in ("7 W", "What is the code?", "4")]
+    found = []
+    for fast in (False, True):
+        caches = [pipe.new_cache() for _ in prompts]
+        view = BatchView(caches[0].store, alike=True)
+        view.seat(caches)
+        how = PromptLayers(pipe.model, 1 << 13).reading(view) if fast else nullcontext()
+        lengths = [prompt.tokens for prompt in prompts]
+        with pipe.lock, how:
+            found.append(read_in_line(pipe.model, pipe.family.in_line(prompts), lengths, view))
+        for cache in caches:
+            cache.close()
+    assert_same(found[1], found[0])
+
+
+def test_rows_with_padding(pipe) -> None:
+    ids = torch.randint(20, 60, (3, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    caches, layers = [OscarCache("bf16") for _ in range(2)], PromptLayers(pipe.model, 64)
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+    with torch.inference_mode():
+        expected = pipe.model(**given, past_key_values=caches[0]).logits
+        with layers.reading(caches[1]):
+            found = pipe.model(**given, past_key_values=caches[1]).logits
+    assert_same(found[mask.bool()], expected[mask.bool()])
+
+
+def test_others_run_as_written(pipe) -> None:
+    """Those with other caches; and all of them afterwards, also where reading fails."""
+    prompt, layers = prompt_of(pipe), PromptLayers(pipe.model, 64)
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
+    with pytest.raises(KeyboardInterrupt), layers.reading(OscarCache("bf16")):
+        assert torch.equal(read_prompt(pipe.model, prompt, OscarCache("bf16")), expected)
+        assert supports(pipe.model) and not PromptLayers.takes(pipe.model)
+        raise KeyboardInterrupt
+    assert PromptLayers.takes(pipe.model)
+    assert torch.equal(read_prompt(pipe.model, prompt, OscarCache("bf16")), expected)
+
+
+def test_what_is_not_taken() -> None:
+    model = OscarVLPipeline("pocket-vl", device="cpu").model
+    assert PromptLayers.takes(model)
+    hook = model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+    assert not PromptLayers.takes(model)
+    hook.remove()
+    places: dict[str, str | int | torch.device] = {
+        "model.visual": "cpu",
+        "model.language_model": "cpu",
+        "lm_head": "cpu",
+    }
+    dispatch_model(model, places, force_hooks=True)  # accelerate runs its layers.
+    assert not PromptLayers.takes(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_on_a_gpu(name: str) -> None:
+    """The engine reads so; as near to float32 as the modules are."""
+    pipe = KINDS[name](name, device="cuda", dtype="bfloat16")
+    prompt, exact_model = prompt_of(pipe), KINDS[name](name, device="cpu", dtype="float32").model
+    exact = read_prompt(exact_model, prompt.to(torch.device("cpu")), OscarCache("bf16"))
+    reader, errors = pipe.engine.reader, []
+    reader.refresh()
+    for fast in (False, True):
+        cache = pipe.new_cache()
+        with pipe.lock:
+            by_modules = partial(read_prompt, pipe.model)
+            found = (reader.read if fast else by_modules)(prompt, cache)
+            cache.close()
+        errors.append(float((found.float().cpu() - exact).norm() / exact.norm()))
+    assert errors[1] < 1.5 * errors[0] and errors[1] < 0.1
