@@ -19,7 +19,8 @@ from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.ranks import Ranks
 
 _READING = 4.0
-"""How many times as long prompts are read as answers make steps where one waits for each answer."""
+"""How many times as long prompts are read as answers make steps, where for each answer another
+request waits."""
 _MOST_READING = 8.0
 """How many times as long prompts are read as answers make steps, at most."""
 
@@ -191,8 +192,8 @@ class AnswerGroups:
         """Inside, whenever a layer of the decoder is done and answers have waited for as long as
         their last step took, they make steps for as long as they have waited.
 
-        Where for four answers more than one request waits, reading gets as many times as much of
-        the time: a step of few rows takes nearly as long as one of many.
+        Where for four answers more than one further request waits, reading gets as many times as
+        much of the time: a step of few rows takes nearly as long as one of many.
 
         Args:
             cache: that prompts are read into.
@@ -216,8 +217,8 @@ class AnswerGroups:
             now = time.perf_counter()
             if (waited := now - self._step_end) < self._step_seconds:
                 return
-            ratio = (self._waiting() + prompts) / max(len(self.live), 1)
-            share = min(max(_READING * ratio, 1.0), _MOST_READING)
+            others = self._waiting() + prompts - 1
+            share = min(max(_READING * others / max(len(self.live), 1), 1.0), _MOST_READING)
             if waited < self._step_seconds * share:
                 return
             if launched:
