@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
-from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
-from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
+from oscar_mm.apps.serve.conversations import Conversations
+from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
 from oscar_mm.apps.serve.responses import (
     RETRY_S,
@@ -30,12 +26,9 @@ from oscar_mm.apps.serve.responses import (
     Refusal,
     as_refusals,
     busy,
-    chunk,
     completion,
 )
-from oscar_mm.errors import Busy
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.reasoning import Reasoning
+from oscar_mm.apps.serve.running_answer import EventStream, RunningAnswer
 from oscar_mm.generation.sampling import Sampling
 
 _READERS = 2
@@ -46,9 +39,6 @@ _MEMORY_POLL_S = 1.0
 """Seconds after which to look for memory that something else than an answer has freed."""
 _CLOSING_S = 5.0
 """Seconds in which to close answers that the server has cut short."""
-_JSON = json.JSONEncoder(ensure_ascii=False)
-_TEXT = "\0"
-"""Stands for the text in the constant part of an answer's events."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class Service:
         self._readers = CapacityLimiter(_READERS)
         self.workers = CapacityLimiter(limits.running + 1)
         self._closing: set[asyncio.Task[None]] = set()
-        self.answers: set[_RunningAnswer] = set()
+        self.answers: set[RunningAnswer] = set()
         self._looks = False
         self._memory_freed: asyncio.Future[None] | None = None
 
@@ -162,13 +152,13 @@ class Service:
             except BaseException:
                 gone.cancel()
                 raise
-        answer = _RunningAnswer(self, request, gone, arrival)
+        answer = RunningAnswer(self, request, gone, arrival)
         try:
             await answer.begin()
             if request.stream:
                 # A streaming response itself notices that its client has left.
                 answer.gone = asyncio.get_running_loop().create_future()
-                return _EventStream(answer, _events(answer, header))
+                return EventStream(answer, header)
             async for _ in answer.pieces():
                 pass
         except BaseException:
@@ -315,220 +305,6 @@ class Service:
             raise ClientGone
         if self.stopping.done():
             raise busy("the server is stopping")
-
-
-class _RunningAnswer:
-    """An answer that the model writes; its pieces wait here until they are taken.
-
-    A thread reads the request, up to the first piece, and another one completes the answer. In
-    between there is none: the answer looks for its pieces after each step.
-
-    Args:
-        service: counts the answer, and gets its place back.
-        request: the request.
-        gone: done when the client has left.
-        arrival: ``perf_counter()`` when the request came.
-    """
-
-    def __init__(
-        self, service: Service, request: Request, gone: asyncio.Future[None], arrival: float
-    ) -> None:
-        self.service, self.request = service, request
-        self.gone = gone
-        self._completed: CompletedAnswer | None = None
-        self._pieces: deque[str | CompletedAnswer] = deque()
-        self._changed: asyncio.Future[None] | None = None
-        """Done where there are pieces, the thread has ended or the answer is to end."""
-        self._steps = service.conversations.answer_steps(request)
-        self._generation: Generation | None = None
-        """Set while no thread is needed."""
-        self._thread: asyncio.Future[None] | None = None
-        self._left = False
-        self._end: asyncio.Task[None] | None = None
-        self._times = AnswerTimes(service.metrics, arrival)
-        service.metrics.running.inc()
-        service.answers.add(self)
-        for end in (gone, service.cut):
-            end.add_done_callback(self._wake)
-
-    @property
-    def completed(self) -> CompletedAnswer:
-        """The complete answer, once ``pieces`` is exhausted."""
-        if self._completed is None:
-            raise RuntimeError("the answer is not complete")
-        return self._completed
-
-    async def begin(self) -> None:
-        """Read media, past and prompt; wait for memory that other answers use, and for pieces.
-
-        Raises:
-            Refusal: there is no answer; the message says why.
-        """
-        service = self.service
-        deadline = perf_counter() + service.limits.room_s
-        with as_refusals():
-            while True:
-                self._start_thread()
-                try:
-                    return await self._wait()
-                except Busy:
-                    self._steps = service.conversations.answer_steps(self.request)
-                    left = deadline - perf_counter()
-                    if left <= 0 or self._times.count:
-                        raise
-                    if not await run_sync(service.conversations.give_way):
-                        await service.wait_for_memory(self.gone, left)
-
-    async def pieces(self) -> AsyncIterator[str]:
-        """Yield text, all that waits in one piece, then set ``completed``.
-
-        Raises:
-            Refusal: the answer ends here; the message says why.
-        """
-        with as_refusals():
-            while self._completed is None:
-                await self._wait()
-                for piece in joined(self._pieces):
-                    if isinstance(piece, CompletedAnswer):
-                        self._completed = piece
-                    else:
-                        yield piece
-        self._times.end(self.completed)
-
-    def end(self) -> asyncio.Task[None]:
-        """Close the answer and free its place, once the model has ended its step."""
-        if self._end is None:
-            self._left = True
-            self._end = asyncio.ensure_future(self._close())
-            self.service.track_closing(self._end)
-        return self._end
-
-    def look(self) -> None:
-        """Take the pieces that have come, and complete an answer that has ended."""
-        generation = self._generation
-        if generation is None or self._left:
-            return
-        ended = generation.ended
-        for piece in generation.take_pieces():
-            self._add(piece)
-        if ended:
-            self._generation = None
-            self._start_thread()
-        if self._pieces and self.request.stream:
-            self._wake()
-
-    def _start_thread(self) -> None:
-        self._thread = asyncio.ensure_future(self._write_in_thread())
-        self._thread.add_done_callback(self._wake)
-
-    async def _write_in_thread(self) -> None:
-        self._generation = await run_sync(self._write, limiter=self.service.workers)
-        self.look()
-
-    def _write(self) -> Generation | None:
-        """Go on with the answer, in a thread, to its first piece or its end, or until it is closed.
-
-        Returns:
-            what has pieces from now on; None at the end.
-        """
-        for step in self._steps:
-            if self._left:
-                break
-            if isinstance(step, Generation):
-                return step
-            self._add(step)
-        return None
-
-    def _add(self, piece: str | CompletedAnswer) -> None:
-        if isinstance(piece, str):
-            if not piece:
-                return
-            self._times.note()
-        self._pieces.append(piece)
-
-    async def _wait(self) -> None:
-        """Return when there are pieces, of an answer that is not streamed all.
-
-        Raises:
-            BaseException: of the thread, or a Refusal.
-        """
-        while not (self._pieces and self.request.stream):
-            if self._thread is not None and self._thread.done() and self._generation is None:
-                self._thread.result()
-                return
-            if self.service.cut.done():
-                raise busy("the server is stopping")
-            if self.gone.done():
-                raise ClientGone
-            self._changed = asyncio.get_running_loop().create_future()
-            await self._changed
-
-    def _wake(self, _: object = None) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    async def _close(self) -> None:
-        service = self.service
-        service.answers.discard(self)
-        try:
-            if self._thread is not None:
-                # Its error concerns nobody any more.
-                await asyncio.gather(self._thread, return_exceptions=True)
-            if self._completed is None:
-                await run_sync(self._steps.close, limiter=service.workers)
-        finally:
-            service.cut.remove_done_callback(self._wake)
-            service.metrics.running.dec()
-            service.release()
-
-
-def joined(pieces: deque[str | CompletedAnswer]) -> Iterator[str | CompletedAnswer]:
-    """Take out pieces, those joined that follow each other in the reasoning or in the text."""
-    taken = [pieces.popleft() for _ in range(len(pieces))]
-    for kind, group in groupby(taken, type):
-        if issubclass(kind, str):
-            yield kind("".join(cast("Iterator[str]", group)))
-        else:
-            yield from group
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events of an answer; the answer ends with them, even if they never begin."""
-
-    def __init__(self, answer: _RunningAnswer, events: AsyncIterator[str]) -> None:
-        headers = {"Cache-Control": "no-cache"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then end the answer."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.end()
-
-
-async def _events(answer: _RunningAnswer, header: dict[str, Any]) -> AsyncIterator[str]:
-    try:
-        yield _event(chunk(header, {"role": "assistant", "content": ""}))
-        text = _event(chunk(header, {"content": _TEXT})).split(_JSON.encode(_TEXT))
-        reasoning = _event(chunk(header, {"reasoning_content": _TEXT})).split(_JSON.encode(_TEXT))
-        async for piece in answer.pieces():
-            parts = reasoning if isinstance(piece, Reasoning) else text
-            yield _JSON.encode(piece).join(parts)
-        yield _event(chunk(header, {}, answer.completed.answer.finish_reason))
-        if answer.request.usage:
-            yield _event(chunk(header, None, usage=answer.completed.usage))
-        await asyncio.shield(answer.end())
-        yield "data: [DONE]\n\n"
-    except Refusal as error:
-        # The status is sent already: the answer has begun.
-        answer.service.metrics.requests.labels(str(error.status)).inc()
-        yield _event(error.body)
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {_JSON.encode(data)}\n\n"
 
 
 async def _disconnect(http: HttpRequest) -> None:

@@ -128,12 +128,6 @@ class AnswerGroups:
         """Whether an answer may be a row of a batch with others."""
         return not answer.sampling.deterministic and sees_all(self.family.model)
 
-    def captured_sizes(self, answer: Generation, rows: int) -> list[int]:
-        """Numbers of rows, from the largest, of which steps of up to ``rows`` answers like this one
-        are captured."""
-        batch = self._batch(answer, answer.cache)
-        return batch.captured_sizes(rows) if self.joins(answer) else []
-
     def join(self, answer: Generation, *, alike: bool) -> None:
         """Decode an answer, whose prompt and first token are there.
 

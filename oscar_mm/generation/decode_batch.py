@@ -101,10 +101,10 @@ class DecodeBatch:
         return (next(iter(self._by_size.values()), None) or self._steps(1)).records
 
     def captured_sizes(self, rows: int) -> list[int]:
-        """Numbers of rows, from the largest, of which a step is captured for up to so many
-        answers."""
+        """Numbers of rows, from the largest, of which steps of up to so many answers are captured;
+        none where steps are eager."""
         most = self.size_for(rows)
-        return [size for size in reversed(_CAPTURED) if size <= most] if self.records else []
+        return [size for size in reversed(_CAPTURED) if size <= most and self.records]
 
     def size_for(self, rows: int) -> int:
         """Rows of the batch that so many answers take: more, where that spares a capture."""

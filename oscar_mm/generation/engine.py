@@ -94,7 +94,7 @@ class Engine:
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
         self._threads = LeaderFollowers(store.lock)
         self._queue: deque[Generation] = deque()
-        self._groups = AnswerGroups(family, store, self._threads.wake, self._could_begin)
+        self._groups = AnswerGroups(family, store, self._threads.wake, self.could_begin)
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
         self._work = threading.Event()
@@ -125,20 +125,9 @@ class Engine:
         """How many requests wait for their turn."""
         return len(self._queue)
 
-    @property
-    def is_blocked(self) -> bool:
-        """Whether requests wait for room, which only answers that end give."""
-        return self._blocked
-
-    def _could_begin(self) -> int:
-        """How many requests wait for more than room."""
+    def could_begin(self) -> int:
+        """How many requests wait for more than room, which only answers that end give."""
         return 0 if self._blocked else len(self._queue)
-
-    def captured_sizes(self, answer: Generation, rows: int) -> list[int]:
-        """Numbers of rows, from the largest, of which steps are captured before answers like this
-        one run in batches of up to ``rows``; none where no step is captured."""
-        with self.lock:
-            return self._groups.captured_sizes(answer, rows)
 
     def submit(self, generation: Generation) -> None:
         """Put an answer into the queue; from any thread."""

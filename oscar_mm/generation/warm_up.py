@@ -6,6 +6,8 @@ import logging
 from time import perf_counter
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.fast_decode.decoder import sees_all
+from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.sampling import Sampling
@@ -45,27 +47,28 @@ def warm_up(engine: Engine, rows: int) -> None:
 def _run_down(engine: Engine, rows: int, answers: list[Generation]) -> None:
     """Run ``rows`` answers, fewer step by step; ``answers`` gets them."""
     family = engine.family
+    if not sees_all(family.model):
+        return  # Each answer decodes by itself.
     read = family.prompt(family.messages("Hello", None, Media()), Media())
     prompt = read.to(family.device)
-
-    def answer(tokens: int) -> Generation:
-        cache = OscarCache(engine.store.policy, store=engine.store)
-        made = Generation(engine, prompt, cache, Sampling(max_new_tokens=tokens), perf_counter())
-        made.end_tokens = frozenset()
-        made.has_past = True  # No prefix is looked for or kept.
-        return made
-
-    sizes = engine.captured_sizes(answer(1), rows)
+    axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)
+    sizes = DecodeBatch(family.model, cache, axes, family.device).captured_sizes(rows)
     # Steps come between the layers of prompts too.
-    answers += [answer(2 * _STEPS * (len(sizes) + 2)) for _ in range(rows if sizes else 0)]
-    for made in answers:
-        engine.submit(made)
+    sampling = Sampling(max_new_tokens=2 * _STEPS * (len(sizes) + 2))
+    for _ in range(rows if sizes else 0):
+        cache = OscarCache(engine.store.policy, store=engine.store)
+        answers.append(Generation(engine, prompt, cache, sampling, perf_counter()))
+        answers[-1].end_tokens = frozenset()
+        answers[-1].has_past = True  # No prefix is looked for or kept.
+        engine.submit(answers[-1])
     # Where the budget has no room for all, as many rows are enough as it has room for.
-    engine.run_until(lambda: not engine.waiting or (engine.running > 0 and engine.is_blocked))
+    engine.run_until(
+        lambda: not engine.waiting or (engine.running > 0 and not engine.could_begin())
+    )
     for size in sizes:
-        live = [made for made in answers if made.tokens and not made.ended]
-        for made in live[size:]:
-            made.cancel()
+        live = [answer for answer in answers if answer.tokens and not answer.ended]
+        for answer in live[size:]:
+            answer.cancel()
         if live:
             goal = len(live[0].tokens) + _STEPS
             engine.run_until(lambda x=live[0], goal=goal: x.ended or len(x.tokens) >= goal)

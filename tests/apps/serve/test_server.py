@@ -290,7 +290,7 @@ def test_metrics_of_known_beginnings(qwen3_omni_folder) -> None:
 
 
 def test_pieces_that_wait_are_joined() -> None:
-    from oscar_mm.apps.serve.service import joined
+    from oscar_mm.apps.serve.running_answer import joined
 
     waiting = deque([Reasoning("It"), Reasoning(" is"), "A", " dog", "."])
     found = list(joined(waiting))
