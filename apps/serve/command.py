@@ -23,9 +23,6 @@ _PREFIXES = "1GB"
 """Size of the prefix cache without a budget."""
 _RELEASE_S = 2.0
 """Seconds in which the model must end its step after the server has stopped."""
-_SWITCH_S = 0.0005
-"""Seconds after which a thread that computes lets others go on: a step takes several ms, in which
-the tokens of the last one are sent."""
 
 
 @options.grouped
@@ -153,7 +150,6 @@ def serve(
         grace_s=grace,
     )
     server = Server(create_app(pipe, model, limits, host))
-    sys.setswitchinterval(_SWITCH_S)
     try:
         warm_up(pipe.engine, running)
         listen(sockets)

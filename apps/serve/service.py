@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ _BODIES = 8
 """All requests before their answers begin may take as much as this many of the largest size."""
 _MEMORY_POLL_S = 1.0
 """Seconds after which to look for memory that something else than an answer has freed."""
+_SENDING_S = 0.005
+"""Seconds in which the pieces of a step should be sent."""
 _CLOSING_S = 5.0
 """Seconds in which to close answers that the server has cut short."""
 
@@ -95,7 +98,6 @@ class Service:
         self.workers = CapacityLimiter(limits.running + 1)
         self._closing: set[asyncio.Task[None]] = set()
         self.answers: set[RunningAnswer] = set()
-        self._looks = False
         self._memory_freed: asyncio.Future[None] | None = None
 
     @cached_property
@@ -110,19 +112,25 @@ class Service:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Inside, a thread makes the steps of the model, and answers take their pieces."""
-        loop = asyncio.get_running_loop()
+        """Inside, a thread makes the steps of the model, and answers send their pieces after each.
+
+        The next step waits until they are sent, but not for long: of two threads that share an
+        interpreter the one that sends would wait for the other one at each piece.
+        """
+        loop, sent = asyncio.get_running_loop(), threading.Event()
 
         def after_step() -> None:
-            if not self._looks and self.answers:
-                self._looks = True
-                with suppress(RuntimeError):  # The loop is closed: nobody looks.
-                    loop.call_soon_threadsafe(look)
+            if not self.answers:
+                return
+            sent.clear()
+            with suppress(RuntimeError):  # The loop is closed: nobody looks.
+                loop.call_soon_threadsafe(look)
+                sent.wait(_SENDING_S)
 
         def look() -> None:
-            self._looks = False
             for answer in tuple(self.answers):
                 answer.look()
+            loop.call_soon(sent.set)  # After all tasks that now go on.
 
         with self.conversations.pipe.engine.stepping_thread(after_step):
             yield

@@ -140,7 +140,7 @@ class Engine:
         """Inside, a thread makes all steps, whether anybody waits for the answers or not.
 
         Args:
-            after_step: called in the thread after each step; it must not wait.
+            after_step: called after each step, by the thread that makes it.
         """
         stop = threading.Event()
         threading.Thread(target=self._make_steps, args=[stop.is_set], daemon=True).start()

@@ -44,7 +44,7 @@ class LeaderFollowers:
         lock: that the leader works under. Its owner does not wait, as the leader waits for it.
 
     Attributes:
-        watchers: called after each step, and wherever threads are woken; they must not wait.
+        watchers: called after each step, and wherever threads are woken.
     """
 
     def __init__(self, lock: FairLock) -> None:
