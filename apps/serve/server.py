@@ -114,7 +114,13 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         shutdown_s = math.ceil(self.service.limits.grace_s) + 2 * _AFTER_GRACE_S
         super().__init__(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=shutdown_s)
+            uvicorn.Config(
+                app,
+                # httptools, which uvicorn prefers, lets a request's head grow without end.
+                http="h11",
+                log_level="warning",
+                timeout_graceful_shutdown=shutdown_s,
+            )
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

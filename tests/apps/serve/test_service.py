@@ -460,3 +460,19 @@ def test_a_client_that_does_not_read_stops_nobody(omni) -> None:
             answer = ask(client_of(address), user("Why?"), stream=True, max_tokens=300)
             assert sum(len(part.choices) for part in answer) > 100
         eventually(lambda: metrics(address, None)["oscar_mm_running"] == 0)
+
+
+def test_a_head_without_end_is_refused(omni) -> None:
+    """Also where httptools is installed, as vLLM does, which has no bound of its own."""
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
+
+    with started(create_app(omni, "tiny", ServerLimits())) as (server, address):
+        assert server.config.http == "h11"
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            with pytest.raises(OSError):
+                for _ in range(64):
+                    client.sendall(bytes(1 << 20))
+        assert ask(client_of(address), user("Why?"), max_tokens=3).choices[0].message.content
