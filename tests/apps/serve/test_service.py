@@ -474,5 +474,5 @@ def test_a_head_without_end_is_refused(omni) -> None:
             client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")
             with pytest.raises(OSError):
                 for _ in range(64):
-                    client.sendall(bytes(1 << 20))
+                    client.sendall(b"a" * (1 << 20))
         assert ask(client_of(address), user("Why?"), max_tokens=3).choices[0].message.content
