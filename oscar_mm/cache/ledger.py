@@ -116,7 +116,7 @@ class Ledger:
         rows = [sequence.before() for sequence in self.sequences]
         for row, sequence in zip(rows, self.sequences, strict=True):
             row.spare = sequence.spare.copy()
-        sizes = [(len(row.codes), row.stored) for row in rows]
+        before = [_Before.of(row) for row in rows]
         advance = _Advance(self.policy, free)
         try:
             step = advance.of(rows, modalities)
@@ -124,7 +124,7 @@ class Ledger:
         except _NoRoomError:
             return None
         finally:
-            for row, (length, _) in zip(rows, sizes, strict=True):
+            for row, (length, *_) in zip(rows, before, strict=True):
                 del row.codes[length:]  # They are the sequence's own.
         step.past = self.sequences
         if step.copies or not (step.writes is not None or step.fillings):
@@ -136,7 +136,7 @@ class Ledger:
             for slot in slots.counted
         }
         self._foretold = _Foretold(
-            *(step, self.version, self.store.promises, sizes, modalities.copy()),
+            *(step, self.version, self.store.promises, before, modalities.copy()),
             *(codes, rows, step.fillings, given, advance.freed, owners),
         )
         return step
@@ -244,6 +244,24 @@ class _Unchanged:
         return self._slots.owners(slot)
 
 
+class _Before(NamedTuple):
+    """A sequence as it is, to be compared later: it has changed if one of these has.
+
+    Attributes:
+        length: of the sequence.
+        stored: tokens.
+        streams: of which a step that changes them puts others in their place.
+    """
+
+    length: int
+    stored: int
+    streams: list[Stream]
+
+    @classmethod
+    def of(cls, row: Row) -> _Before:
+        return cls(len(row.codes), row.stored, list(row.streams.values()))
+
+
 class _Foretold(NamedTuple):
     """What ``Ledger.advance`` is to do if it comes as foretold.
 
@@ -251,7 +269,7 @@ class _Foretold(NamedTuple):
         step: that was foretold.
         version: ``Ledger.version`` then.
         promises: ``PageStore.promises`` once all was foretold.
-        sizes: of each sequence before the step its length and the tokens that it stores.
+        before: the step, each sequence.
         modalities: (batch, 1) ids of the tokens.
         codes: stream code of each row's token.
         rows: the sequences after the step, but for their codes.
@@ -264,7 +282,7 @@ class _Foretold(NamedTuple):
     step: Step
     version: tuple[int, ...]
     promises: int
-    sizes: list[tuple[int, int]]
+    before: list[_Before]
     modalities: np.ndarray
     codes: list[int]
     rows: list[Row]
@@ -288,8 +306,8 @@ class _Foretold(NamedTuple):
             return False
         if version != self.version or (self.given and store.promises != self.promises):
             return False
-        for row, size, goes_on in zip(sequences, self.sizes, modalities != PADDING, strict=True):
-            if goes_on and (len(row.codes), row.stored) != size:
+        for row, before, goes_on in zip(sequences, self.before, modalities != PADDING, strict=True):
+            if goes_on and _Before.of(row) != before:
                 return False
         return all(
             store.allocators[bits].owners(slot) == owners

@@ -424,6 +424,19 @@ def test_a_step_that_comes_otherwise_than_foretold(change: str) -> None:
     assert bool(step.copies) == bool(forks)
 
 
+def test_a_row_that_others_change_to_the_same_length() -> None:
+    """A view foretells a step of it, and its own ledger replaces a token."""
+    ledger, tokens = begun(), np.zeros((2, 1), np.int8)
+    view = Ledger(ledger.store, owns_slots=False)
+    view.sequences[:] = ledger.sequences
+    assert view.foretold(tokens) is not None
+    ledger.crop(1)
+    ledger.advance(np.full((2, 1), Modality.IMAGE, np.int8))
+    assert view.advance(tokens).foretold is None
+    assert sum(stream.tokens for stream in ledger.streams()) == 2 * (200 + 1 + 1)
+    check_slots(ledger.store, [ledger])
+
+
 @pytest.mark.parametrize("between", ["nothing", "released", "foretold", "given"])
 def test_a_page_that_was_foretold(between: str) -> None:
     """It is taken whatever was released since, unless others were told of it or have it."""
