@@ -61,7 +61,12 @@ class DecodeRow:
             ends = self.last_comes
             self.tokens.append(token)
             self.sampler.note(token)
-            self.ended |= ends
+            self.write(token)
+            if ends:
+                self.ended = True
+
+    def write(self, token: int) -> None:
+        """Called with each token, before the row ends with it."""
 
     def fail(self, error: BaseException) -> None:
         """End the row with an error."""

@@ -98,7 +98,7 @@ class Engine:
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
         self._work = threading.Event()
-        """Set where answers were submitted, for the stepping thread."""
+        """Set where answers were submitted or a thread waits for room, for the stepping thread."""
         # A finalizer may take it within itself.
         self._queue_guard = threading.RLock()
         self._blocked = False
@@ -157,7 +157,10 @@ class Engine:
             while not stopped():
                 self._work.clear()
                 try:
-                    self.run_until(lambda: stopped() or not (self.running or self._queue))
+                    # Who waits aside may wait for answers of a twin, which nobody else may ask for.
+                    self.run_until(
+                        lambda: stopped() or not (self.running or self._queue or self._aside)
+                    )
                 except Exception as error:  # The error is that of the answers: steps go on.
                     with self.lock:
                         for answer in (*self._queue, *self._groups.live):
@@ -224,6 +227,7 @@ class Engine:
                 if begin not in self._aside:
                     self._aside.append(begin)
                     waiting.callback(self._leave_aside, begin)
+                    self._work.set()
                 self._wait_for_end()
 
     def _leave_aside(self, begin: Callable[[], object]) -> None:

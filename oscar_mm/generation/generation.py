@@ -91,17 +91,15 @@ class Generation(DecodeRow):
         thread that asks for pieces."""
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
-    def take(self, token: int) -> None:
-        """Take the token that was chosen next, and write it."""
-        count = len(self.tokens)
-        super().take(token)
-        if len(self.tokens) == count:
-            return
+    def write(self, token: int) -> None:
+        """Give out the text of a token that was chosen. Other threads see that the answer has ended
+        once its last piece is there."""
         try:
             self._pieces.append(self.written.push(token))
         except Exception as error:  # Whatever a tokenizer raises is this answer's own.
             self.fail(error)
-        self.ended |= self.written.stopped
+        if self.written.stopped:
+            self.ended = True  # Not ``|=``, which undoes a ``cancel`` that comes in between.
 
     def fail(self, error: BaseException) -> None:
         """End the answer with an error; an interrupt is only the error of the thread that it hit,

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import answer_groups, decode_batch, decode_loop
+from oscar_mm.generation.answer import AnswerWriter
 from oscar_mm.generation.generation import Generation
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.fast_decode.test_decode_steps import Repeat
@@ -1052,3 +1053,67 @@ def test_a_thread_of_steps_takes_over_what_runs(plain) -> None:
                 list(other)
         assert "".join([first, *rest.result(60)]) == answer.written.text
     assert answer.written.token_ids == expected
+
+
+def test_an_answer_has_ended_once_its_last_piece_is_there(plain, monkeypatch) -> None:
+    """Who looks while a step is made takes all pieces of an answer that has ended."""
+    answer, writing, go_on = made(plain, SHORT[0]), threading.Event(), threading.Event()
+    push = answer.written.push
+
+    def slow(token: int) -> str:
+        if len(answer.tokens) == TOKENS:
+            writing.set()
+            assert go_on.wait(60)
+        return push(token)
+
+    monkeypatch.setattr(answer.written, "push", slow)
+    with plain.engine.stepping_thread(lambda: None):
+        plain.engine.submit(answer)
+        assert writing.wait(60)
+        ended = answer.ended
+        go_on.set()
+        plain.engine.run_until(lambda: answer.ended)
+    assert not ended and len(answer.take_pieces()) == TOKENS
+    answer.complete()
+
+
+def test_an_answer_that_is_cancelled_while_it_is_written_ends(plain, monkeypatch) -> None:
+    answer = made(plain, SHORT[0])
+
+    def stopped(_: AnswerWriter) -> bool:
+        answer.cancel()  # As another thread may just now.
+        return False
+
+    monkeypatch.setattr(AnswerWriter, "stopped", property(stopped))
+    plain.engine.submit(answer)
+    run(plain, [answer])
+    assert len(answer.tokens) == 1
+
+
+@pytest.mark.parametrize("steps_of_twin", [True, False])
+def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
+    qwen3_vl_folder, steps_of_twin: bool
+) -> None:
+    """Whether anybody asks for pieces of that answer or not."""
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    twin, chat = pipe.with_policy("standard"), pipe.chat()
+    assert pipe.budget is not None
+    running = made(twin, SHORT[0], max_new_tokens=100)
+    pieces = iter(running)
+    next(pieces)
+    pipe.budget.limit = pipe.budget.taken_bytes + 100
+    with ThreadPoolExecutor(1) as pool, pipe.engine.stepping_thread(lambda: None):
+        telling = pool.submit(chat.tell, SHORT[1], answer="No.")
+        while not pipe.engine._aside:
+            time.sleep(0.001)
+        if steps_of_twin:
+            list(pieces)
+        try:
+            with suppress(Busy):  # It waited, and a little room may not be enough.
+                telling.result(20)
+        finally:
+            pipe.budget.limit = 1 << 24
+            running.cancel()
+            pipe.engine._threads.wake()
+    assert running.ended and not pipe.engine._aside
+    chat.close()
