@@ -161,7 +161,7 @@ class Engine:
                     self.run_until(
                         lambda: stopped() or not (self.running or self._queue or self._aside)
                     )
-                except Exception as error:  # The error is that of the answers: steps go on.
+                except BaseException as error:  # It is that of the answers: steps go on.
                     with self.lock:
                         for answer in (*self._queue, *self._groups.live):
                             answer.fail(error)

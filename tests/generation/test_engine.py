@@ -1029,14 +1029,28 @@ def test_a_thread_of_its_own_makes_all_steps(plain, monkeypatch) -> None:
     assert threading.get_ident() in steppers, "as long as no such thread runs"
 
 
-def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(plain, monkeypatch) -> None:
-    expected = alone(plain, SHORT[:1])
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
+    plain, monkeypatch, interrupt: bool
+) -> None:
+    expected, steppers = alone(plain, SHORT[:1]), set[int]()
+    advance = plain.engine._advance
+
+    def noted() -> None:
+        steppers.add(threading.get_ident())
+        advance()
+
+    def prepare() -> None:
+        raise KeyboardInterrupt if interrupt else ZeroDivisionError
+
+    monkeypatch.setattr(plain.engine, "_advance", noted)
     with plain.engine.stepping_thread(lambda: None):
         with monkeypatch.context() as broken:
-            broken.setattr(plain.engine, "_prepare", lambda: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            broken.setattr(plain.engine, "_prepare", prepare)
+            with pytest.raises(RuntimeError if interrupt else ZeroDivisionError):
                 list(made(plain, SHORT[0]))
         assert together(plain, [made(plain, SHORT[0])]) == expected
+        assert len(steppers) == 1 and threading.get_ident() not in steppers
     assert empty(plain)
 
 
