@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -245,12 +246,12 @@ class _Unchanged:
 
 
 class _Before(NamedTuple):
-    """A sequence as it is, to be compared later: it has changed if one of these has.
+    """A sequence as it is, to be compared later.
 
     Attributes:
         length: of the sequence.
         stored: tokens.
-        streams: of which a step that changes them puts others in their place.
+        streams: in whose place a step puts others where it changes them.
     """
 
     length: int
@@ -260,6 +261,14 @@ class _Before(NamedTuple):
     @classmethod
     def of(cls, row: Row) -> _Before:
         return cls(len(row.codes), row.stored, list(row.streams.values()))
+
+    def is_of(self, row: Row) -> bool:
+        """Whether the sequence has not changed since."""
+        return (
+            (len(row.codes), row.stored) == self[:2]
+            and len(row.streams) == len(self.streams)
+            and all(map(is_, row.streams.values(), self.streams))
+        )
 
 
 class _Foretold(NamedTuple):
@@ -307,7 +316,7 @@ class _Foretold(NamedTuple):
         if version != self.version or (self.given and store.promises != self.promises):
             return False
         for row, before, goes_on in zip(sequences, self.before, modalities != PADDING, strict=True):
-            if goes_on and _Before.of(row) != before:
+            if goes_on and not before.is_of(row):
                 return False
         return all(
             store.allocators[bits].owners(slot) == owners

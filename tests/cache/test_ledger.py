@@ -424,14 +424,21 @@ def test_a_step_that_comes_otherwise_than_foretold(change: str) -> None:
     assert bool(step.copies) == bool(forks)
 
 
-def test_a_row_that_others_change_to_the_same_length() -> None:
-    """A view foretells a step of it, and its own ledger replaces a token."""
-    ledger, tokens = begun(), np.zeros((2, 1), np.int8)
+@pytest.mark.parametrize("window", [32, 300])
+@pytest.mark.parametrize("change", ["another token", "as before"])
+def test_a_row_that_others_change_to_the_same_length(change: str, window: int) -> None:
+    """A view foretells a step of it, and its own ledger replaces a token, or takes in tokens, for
+    which it gives its spare slots back, and drops them."""
+    ledger, tokens = begun(window), np.zeros((2, 1), np.int8)
     view = Ledger(ledger.store, owns_slots=False)
     view.sequences[:] = ledger.sequences
     assert view.foretold(tokens) is not None
-    ledger.crop(1)
-    ledger.advance(np.full((2, 1), Modality.IMAGE, np.int8))
+    if change == "another token":
+        ledger.crop(1)
+        ledger.advance(np.full((2, 1), Modality.IMAGE, np.int8))
+    else:
+        ledger.advance(np.zeros((2, 2), np.int8))
+        ledger.crop(2)
     assert view.advance(tokens).foretold is None
     assert sum(stream.tokens for stream in ledger.streams()) == 2 * (200 + 1 + 1)
     check_slots(ledger.store, [ledger])
