@@ -47,6 +47,9 @@ PROMPT_LAYERS = "oscar_mm.fast_decode.prompt_layers"
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
 """Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
 bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
+_HARMLESS = ("oscar_mm.", "transformers.utils.output_capturing")
+"""Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
+somebody has asked for hidden states or attentions."""
 _DIVIDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
@@ -118,7 +121,7 @@ def _is_plain(module: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
-        all(getattr(hook, "__module__", "").startswith("oscar_mm.") for hook in hooks)
+        all(getattr(hook, "__module__", "").startswith(_HARMLESS) for hook in hooks)
         and type(module).__module__.startswith(_HOMES)
         and _runs_as_written(module)
         and all(x.is_floating_point() and x.itemsize > 1 for x in weights)

@@ -185,6 +185,18 @@ def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_who_has_looked_at_hidden_states_changes_nothing() -> None:
+    """transformers leaves hooks behind, which do nothing until somebody asks again."""
+    model, ids = OscarVLPipeline("pocket-vl", device="cpu").model, torch.tensor([[30, 31, 32]])
+    asked = {"output_hidden_states": True, "output_attentions": False}
+    hidden = model(input_ids=ids, **asked).hidden_states
+    assert any(module._forward_hooks for module in model.modules())
+    assert supports(model)
+    again = model(input_ids=ids, past_key_values=OscarCache("bf16"), **asked).hidden_states
+    assert len(again) == len(hidden) and torch.allclose(again[-1], hidden[-1], atol=1e-5)
+
+
 def test_a_changed_model_is_left_to_its_modules(model) -> None:
     def watched(copied: nn.Module) -> None:
         copied.register_forward_hook(lambda *_: None)
