@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.generation.reasoning import ThinkTokens
     from oscar_mm.generation.sampling import Sampling
 

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Answer, AnswerWriter
 from oscar_mm.generation.decode_batch import DecodeRow
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 
-if TYPE_CHECKING:
-    from oscar_mm.generation.engine import Engine
+
+class AnsweringEngine(Protocol):
+    """What an answer needs of ``oscar_mm.generation.engine.Engine``."""
+
+    family: Family
+
+    @property
+    def lock(self) -> FairLock:
+        """Held for each step of the model and each change of the store."""
+        ...
+
+    def submit(self, generation: Generation) -> None:
+        """Put an answer into the queue."""
+        ...
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Return when ``done``; until then make steps, or wait for who makes them."""
+        ...
+
+    def drop_ended(self) -> None:
+        """Let go of answers that have ended."""
+        ...
+
 
 _INTERRUPTED = "a thread that made a step for several answers was interrupted in the middle of it"
 
@@ -48,7 +71,7 @@ class Generation(DecodeRow):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnsweringEngine,
         prompt: Prompt,
         cache: OscarCache,
         sampling: Sampling,
