@@ -1,6 +1,6 @@
 """Slot growth: the rules by which tokens take slots, and the slots that a request will take.
 
-``Ledger.advance`` follows the rules with the tokens of a prompt, and then with those of its answer
+``Advance`` follows the rules with the tokens of a prompt, and then with those of its answer
 one by one; ``slot_growth`` tells the result beforehand, by formulas over the length of the answer.
 """
 
