@@ -90,7 +90,6 @@ class Advance:
     def of(self, sequences: list[Row], modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
         """Take modality ids into the sequences, as of ``Ledger.advance``."""
         step = self._step
-        step.past = [sequence.before() for sequence in sequences]
         if isinstance(modalities, np.ndarray):
             step.real = real_tokens(modalities)
         else:

@@ -20,7 +20,7 @@ import numpy as np
 from oscar_mm.cache.advance import Advance, NoRoomError, UnchangedSlots, real_tokens
 from oscar_mm.cache.rows import NOWHERE, Row, Stream
 from oscar_mm.cache.slot_allocator import SlotAllocator
-from oscar_mm.cache.step import Filling, Step
+from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING
@@ -94,7 +94,10 @@ class Ledger:
             and foretold.holds(modalities, self.sequences, version, self.store)
         ):
             return foretold.take_place(modalities, self.sequences, self.allocators)
-        return Advance(self.policy, self.allocators).of(self.sequences, modalities)
+        past = [sequence.before() for sequence in self.sequences]
+        step = Advance(self.policy, self.allocators).of(self.sequences, modalities)
+        step.past = past
+        return step
 
     def foretold(self, modalities: np.ndarray) -> Step | None:
         """The ``Step`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
@@ -133,7 +136,7 @@ class Ledger:
         }
         self._foretold = _Foretold(
             *(step, self.version, self.store.promises, before, modalities.copy()),
-            *(codes, rows, step.fillings, given, advance.freed, owners),
+            *(codes, rows, given, advance.freed, owners),
         )
         return step
 
@@ -241,7 +244,6 @@ class _Foretold(NamedTuple):
         modalities: (batch, 1) ids of the tokens.
         codes: stream code of each row's token.
         rows: the sequences after the step, but for their codes.
-        fillings: of the step.
         given: slots that the step takes.
         freed: slots of 16 bit that each row gives up.
         owners: how many owners slots have that the step writes to or empties.
@@ -254,7 +256,6 @@ class _Foretold(NamedTuple):
     modalities: np.ndarray
     codes: list[int]
     rows: list[Row]
-    fillings: list[Filling]
     given: dict[Bits, list[int]]
     freed: dict[int, list[int]]
     owners: dict[tuple[Bits, int], int]
@@ -303,7 +304,7 @@ class _Foretold(NamedTuple):
             sequence.streams, sequence.stored = row.streams, row.stored
             sequence.spare = row.spare
             allocators[PLAIN].release(self.freed.get(place, ()))
-        step.fillings = [filling for filling in self.fillings if goes_on[filling.row]]
+        step.fillings = [one for one in self.step.fillings if goes_on[one.row]]
         if (writes := self.step.writes) is not None:
             step.writes = writes[:, [goes_on[row] for row in writes[0].tolist()]]
             step.writes = step.writes if step.writes.size else None

@@ -42,8 +42,6 @@ KNOWN_LAYERS = (
     "Qwen3OmniMoeThinkerTextDecoderLayer",
 )
 """Classes of transformers with this arithmetic."""
-PROMPT_LAYERS = "oscar_mm.fast_decode.prompt_layers"
-"""Its functions run layers meanwhile as they are written."""
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
 """Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
 bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
@@ -130,10 +128,11 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _runs_as_written(module: nn.Module) -> bool:
-    """No forward but the class's, or that one with what accelerate or transformers puts around."""
+    """No forward but the class's, ours, or the class's with what accelerate or transformers puts
+    around."""
     weights = [weight for weight in module._parameters.values() if weight is not None]
     forward = vars(module).get("forward")
-    if forward is None or forward.__module__ == PROMPT_LAYERS:
+    if forward is None or getattr(forward, "__module__", "").startswith("oscar_mm."):
         return all(type(weight) is nn.Parameter for weight in weights)
     if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":
         return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)

@@ -108,8 +108,8 @@ class DecodeBatch:
     def captured_sizes(self, rows: int) -> list[int]:
         """Numbers of rows, from the largest, of which steps of up to so many answers are captured;
         none where steps are eager."""
-        most = self.size_for(rows)
-        return [size for size in reversed(_CAPTURED) if size <= most and self.records]
+        most = self.size_for(rows) if self.records else 0
+        return [size for size in reversed(_CAPTURED) if size <= most]
 
     def size_for(self, rows: int) -> int:
         """Rows of the batch that so many answers take: more, where that spares a capture."""
