@@ -97,6 +97,11 @@ class DecodeSteps:
         """Whether steps are captured, so that their number of rows should seldom change."""
         return self._record is not None
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step has been launched early."""
+        return self._early is not None
+
     def place(self, positions: Sequence[int]) -> None:
         """Set the (batch,) RoPE positions of the next step's tokens; each step comes one after."""
         placed = torch.tensor(positions, dtype=torch.long).view(self._positions.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,31 @@ _READING = 4.0
 request waits."""
 _MOST_READING = 8.0
 """How many times as long prompts are read as answers make steps, at most."""
+_SHORT_S = 0.01
+"""Seconds of a GPU for a layer of a short prompt. Two such layers stay in flight while the host
+launches a step, which takes it 3 ms for 64 rows; longer ones would keep the answers waiting."""
+
+
+class Moment:
+    """The moment at which a device has done all that was launched on it until now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        self._seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        """Return when it has come."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds from an earlier one; both have come."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class AnswerGroup:
@@ -50,14 +76,28 @@ class AnswerGroup:
         """Decode an answer too, whose prompt and first token are there."""
         self._joining.append(answer)
 
+    def finish_early(self) -> None:
+        """Before rows change, take the tokens of a step that was launched early: else it was for
+        nothing."""
+        live = self.live
+        changes = bool(self._joining) or self._size(live) != len(self._seats)
+        if live and changes and self.batch.is_ahead:
+            self._run(lambda: self.batch.step(ahead=False))
+
     def step(self) -> None:
         """One more token of each answer; ``drop_ended`` comes before."""
+        if self.live:
+            self._run(self._step)
+
+    def _step(self) -> None:
+        self._seat(self.live)
+        self.batch.step()
+
+    def _run(self, step: Callable[[], None]) -> None:
+        """Make a step; its error is that of all answers."""
         live = self.live
-        if not live:
-            return
         try:
-            self._seat(live)
-            self.batch.step()
+            step()
             view = self.view
             if view is not None and view.take_bad() and not any(answer.error for answer in live):
                 raise FloatingPointError(NOT_STORABLE)
@@ -79,10 +119,14 @@ class AnswerGroup:
                     self.view.vacate(place)
         return ended
 
+    def _size(self, live: list[Generation]) -> int:
+        """Rows of the batch."""
+        return 1 if self.view is None else self.batch.size_for(len(live))
+
     def _seat(self, live: list[Generation]) -> None:
         """Give each answer a row; those that have one keep it, unless answers join or the batch is
         too large by now."""
-        size = 1 if self.view is None else self.batch.size_for(len(live))
+        size = self._size(live)
         if not self._joining and size == len(self._seats):
             return
         self._seats, self._joining = [*live, *[None] * (size - len(live))], []
@@ -117,7 +161,8 @@ class AnswerGroups:
         self.stepping = self.freed = False
         self._shared: AnswerGroup | None = None
         self._alone: list[AnswerGroup] = []
-        self._step_end = self._step_seconds = 0.0
+        self._last_step: tuple[Moment, Moment] | None = None
+        """Its begin and end."""
 
     @property
     def live(self) -> list[Generation]:
@@ -156,16 +201,16 @@ class AnswerGroups:
 
     def step(self) -> None:
         """One more token of each answer."""
-        start = time.perf_counter()
+        begin = Moment(self.family.device)
         self.stepping = True
         try:
             for group in self._groups:
+                group.finish_early()
                 self.settle_ended()
                 group.step()
         finally:
             self.stepping = False
-            self._step_end = time.perf_counter()
-            self._step_seconds = self._step_end - start
+            self._last_step = begin, Moment(self.family.device)
 
     def settle_ended(self) -> None:
         """Let go of answers that have ended, and of what they hold."""
@@ -197,33 +242,41 @@ class AnswerGroups:
             yield
             return
         device = self.family.device
-        launched: list[torch.cuda.Event] = []
+        launched: list[Moment] = []  # The ends of layers that the host has not waited for.
+        layer_end: Moment | None = None
+        layer_seconds = math.inf
 
         def between(*_: object) -> None:
+            nonlocal layer_end, layer_seconds
             if self.stepping:
                 return
-            if device.type == "cuda":
-                # The host is one layer ahead, and no more, so that its clock tells the truth.
-                launched.append(torch.cuda.Event())
-                launched[-1].record(torch.cuda.current_stream(device))
-                if len(launched) > 1:
-                    launched.pop(0).synchronize()
-            now = time.perf_counter()
-            if (waited := now - self._step_end) < self._step_seconds:
+            launched.append(Moment(device))
+            is_short = layer_seconds < _SHORT_S
+            in_flight = 0 if device.type != "cuda" else 2 if is_short else 1
+            while len(launched) > in_flight:
+                before, layer_end = layer_end, launched.pop(0)
+                layer_end.wait()
+                layer_seconds = math.inf if before is None else layer_end.since(before)
+            if layer_end is None or (waited := self._seconds_to(layer_end)) < self._step_seconds:
                 return
             others = self._waiting() + prompts - 1
             share = min(max(_READING * others / max(len(self.live), 1), 1.0), _MOST_READING)
             if waited < self._step_seconds * share:
                 return
-            if launched:
-                # Else the first step would wait for the layer, and that would be taken for its own.
-                launched.pop().synchronize()
-                now = time.perf_counter()
-                waited = now - self._step_end
+            if launched and is_short:
+                waited += len(launched) * layer_seconds
+            elif launched:
+                launched[-1].wait()
+                waited = self._seconds_to(launched[-1])
+            launched.clear()
+            layer_end = None
+            steps = waited / share / self._step_seconds if self._step_seconds else 1.0
+            left = max(1, round(steps))
             with cache.paused():
-                while self.live and time.perf_counter() < now + waited / share:
+                while self.live and left:
                     self.step()
                     self._wake()
+                    left -= 1
 
         layers = self.family.model.get_decoder().layers
         hooks = [layer.register_forward_hook(between) for layer in layers]
@@ -232,6 +285,18 @@ class AnswerGroups:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @property
+    def _step_seconds(self) -> float:
+        """That the last step took."""
+        if self._last_step is None:
+            return 0.0
+        begin, end = self._last_step
+        return end.since(begin)
+
+    def _seconds_to(self, moment: Moment) -> float:
+        """From the end of the last step."""
+        return math.inf if self._last_step is None else moment.since(self._last_step[1])
 
     @property
     def _groups(self) -> list[AnswerGroup]:

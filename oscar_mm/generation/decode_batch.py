@@ -128,8 +128,18 @@ class DecodeBatch:
         """Give each row the first token, from (batch, vocabulary) logits of what it has read."""
         self._give(self._choices(logits))
 
-    def step(self) -> None:
-        """Read the last token of each row, and give each the next one."""
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step has been launched."""
+        steps = self._by_size.get(len(self.rows))
+        return self._chosen is not None and steps is not None and steps.is_ahead
+
+    def step(self, *, ahead: bool = True) -> None:
+        """Read the last token of each row, and give each the next one.
+
+        Args:
+            ahead: launch the step after it too, where that can be foretold.
+        """
         steps, chosen = self._steps(len(self.rows)), self._chosen
         ended = torch.tensor([row is None or row.ended for row in self.rows])
         if chosen is None:
@@ -141,8 +151,9 @@ class DecodeBatch:
             tokens = chosen.tokens
         chosen = self._choices(steps(tokens, ended))
         # The device goes on, where it can, while the host waits for the tokens.
-        last_comes = torch.tensor([row is None or row.last_comes for row in self.rows])
-        steps.ahead(chosen.tokens, ended | last_comes)
+        if ahead:
+            last_comes = torch.tensor([row is None or row.last_comes for row in self.rows])
+            steps.ahead(chosen.tokens, ended | last_comes)
         self._give(chosen)
         self._chosen = chosen
 

@@ -20,6 +20,7 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.fast_decode import decode_steps
+from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
 from oscar_mm.generation import answer_groups, decode_batch, decode_loop
 from oscar_mm.generation.answer import AnswerWriter
 from oscar_mm.generation.generation import Generation
@@ -231,7 +232,8 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
         return right(*args)
 
     def meets(_: torch.Tensor) -> None:
-        fails[0], pipe.engine._groups._step_seconds = not first.ended, 0.0
+        fails[0] = not first.ended
+        pipe.engine._groups._last_step = None
 
     monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
     pipe.engine.submit(second)
@@ -284,7 +286,7 @@ def test_answers_with_balancing_of_their_own(folders, monkeypatch) -> None:
     ]
     expected = [together(pipe, [made(pipe, **one)])[0] for one in requests]
     # Both begin before the first step.
-    monkeypatch.setattr(pipe.engine._groups, "_step_seconds", 1e9)
+    monkeypatch.setattr(answer_groups.AnswerGroups, "_step_seconds", 1e9)
     answers = [made(pipe, **one) for one in requests]
     right, balanced = decode_steps.DecodeSteps.__call__, []
 
@@ -522,7 +524,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     layers = pipe.model.get_decoder().layers
 
     def layer_begins(*_: Any) -> None:
-        pipe.engine._groups._step_seconds = 0.0
+        pipe.engine._groups._last_step = None
         during.append(len(first[0].tokens))
 
     hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
@@ -820,6 +822,37 @@ def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
         over.set()
         thread.join()
         running.cancel()
+
+
+def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard")
+    expected = alone(pipe, SHORT, max_new_tokens=40)
+    launched, taken = list[EarlyStep](), list[EarlyStep]()
+    made_early, is_step = EarlyStep.__new__, EarlyStep.is_step
+
+    def note_launched(*arguments: Any) -> EarlyStep:
+        launched.append(made_early(*arguments))
+        return launched[-1]
+
+    def note_taken(early: EarlyStep, *arguments: Any) -> bool:
+        fits = is_step(early, *arguments)
+        taken.extend([early] * fits)
+        return fits
+
+    monkeypatch.setattr(EarlyStep, "__new__", note_launched)
+    monkeypatch.setattr(EarlyStep, "is_step", note_taken)
+    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=Repeat()))
+    answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
+    for answer in answers:
+        pipe.engine.submit(answer)
+        steps = iter(range(9))
+        pipe.engine.run_until(lambda steps=steps: next(steps, None) is None)
+    run(pipe, answers)
+    assert [answer.complete().token_ids for answer in answers] == expected
+    # Whoever ends with max_new_tokens is foretold too.
+    assert len(launched) > 20 and len(launched) - len(taken) <= 1
 
 
 @pytest.mark.parametrize("at_once", [True, False])
