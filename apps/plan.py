@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.models.released import released_model
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.sizes import format_bytes, parse_bytes
+from oscar_mm.sizes import GPUS, format_bytes, parse_bytes
 
 _GIGABYTE = 10**9
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes, as people write and read them, and the memory of GPUs by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import re
 from typing import Any
 
 from oscar_mm.errors import InputError
+
+GPUS = {
+    "RTX 4090": 24,
+    "RTX 5090": 32,
+    "L40S": 48,
+    "A100": 80,
+    "H100": 80,
+    "H200": 141,
+    "B200": 180,
+}
+"""Memory in 10^9 bytes."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

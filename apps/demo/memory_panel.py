@@ -11,7 +11,6 @@ from typing import Any
 
 import oscar_mm
 from oscar_mm.admission.capacity import ModelShape
-from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps.demo.charts import Line, Note, chart
 from oscar_mm.apps.demo.measured_chat import (
     PARTS,
@@ -26,7 +25,7 @@ from oscar_mm.chat.conversation import Segment
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
-from oscar_mm.sizes import format_bytes
+from oscar_mm.sizes import GPUS, format_bytes
 
 _MOST_POINTS = 160
 _MOST_READOUTS, _MOST_EVENTS = 48, 40
@@ -258,7 +257,7 @@ def capacity(
     Args:
         stored: tokens of the conversation by modality.
         policy: cache format of the conversation.
-        gpu: a key of ``oscar_mm.admission.gpus.GPUS``.
+        gpu: a key of ``oscar_mm.sizes.GPUS``.
         model: name of the model.
         shape: shape of the model.
         length: a key of LENGTHS.

@@ -8,7 +8,6 @@ from typing import Any
 
 import gradio as gr
 
-from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.inspection_panel import NOT_INSPECTED
@@ -21,6 +20,7 @@ from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
 from oscar_mm.media.source import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
+from oscar_mm.sizes import GPUS
 
 TITLE = "oscar_mm"
 _THEME_SCRIPT = """

@@ -22,7 +22,7 @@ from oscar_mm.cache.slot_growth import (
     pool_bytes,
     slot_growth,
 )
-from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family

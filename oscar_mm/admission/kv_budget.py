@@ -14,7 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.prefix_cache import PrefixCache

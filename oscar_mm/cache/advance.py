@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
-from oscar_mm.cache.slot_allocator import SlotAllocator
 from oscar_mm.cache.slot_growth import most_spare, packed_of
+from oscar_mm.cache.slots import SlotAllocator
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.store_torch import CENTER_TOKENS

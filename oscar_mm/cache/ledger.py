@@ -19,7 +19,7 @@ import numpy as np
 
 from oscar_mm.cache.advance import Advance, NoRoomError, UnchangedSlots, real_tokens
 from oscar_mm.cache.rows import NOWHERE, Row, Stream
-from oscar_mm.cache.slot_allocator import SlotAllocator
+from oscar_mm.cache.slots import SlotAllocator
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError

@@ -11,7 +11,7 @@ import numpy as np
 
 from oscar_mm.cache.layer import LinearLayer, OscarLayer
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.store import LayerPools
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS

@@ -19,8 +19,7 @@ import torch
 
 from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.rows import Row
-from oscar_mm.cache.slot_allocator import SlotAllocator
-from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.slots import SlotAllocator, SlotSet
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality

@@ -15,8 +15,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.chat.chat_file import chat_content
-from oscar_mm.chat.conversation import Conversation, Segment, Turn
-from oscar_mm.chat.engine import ChatEngine
+from oscar_mm.chat.conversation import ChatEngine, Conversation, Segment, Turn
 from oscar_mm.chat.spill import SpillableConversation
 from oscar_mm.chat.turn import (
     check_turn,

@@ -1,16 +1,29 @@
-"""Conversation: what a chat keeps between two turns; Turn and Segment: its parts."""
+"""Conversation: what a chat keeps between two turns; Turn and Segment are its parts.
+
+ChatEngine: what a chat needs of a pipeline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
+from oscar_mm.admission.admission import Admission
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.memory import span_bytes
+from oscar_mm.cache.store import PageStore
+from oscar_mm.generation.engine import Engine
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.reasoning import ReasoningSpan
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.media import MediaReader
 from oscar_mm.modality import MediumSpan, Modality
+from oscar_mm.policy import KVPolicy
 
 _LABEL = 40
 """Characters of a prompt that name its segment."""
@@ -234,3 +247,46 @@ def _shortened(prompt: str) -> str:
     # A saved prompt may be long.
     line = " ".join(prompt[: 10 * _LABEL].split())
     return line if len(line) <= _LABEL else line[: _LABEL - 1].rstrip() + "\u2026"
+
+
+class ChatEngine(Protocol):
+    """A loaded model whose chats share a store of pages, and a budget if there is one."""
+
+    @property
+    def family(self) -> Family:
+        """The model, its processor and what is special about them."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Reads and answers."""
+        ...
+
+    @property
+    def lock(self) -> FairLock:
+        """Held for each step of the model and each change of the store."""
+        ...
+
+    @property
+    def admission(self) -> Admission:
+        """Checks sizes and keeps room."""
+        ...
+
+    @property
+    def policy(self) -> KVPolicy:
+        """How keys and values are stored."""
+        ...
+
+    @property
+    def store(self) -> PageStore:
+        """The pages of all chats."""
+        ...
+
+    @property
+    def media_reader(self) -> MediaReader:
+        """Reads what a turn shows."""
+        ...
+
+    def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
+        """Options that a user gave as a ``Sampling``; ``arguments`` are other allowed names."""
+        ...

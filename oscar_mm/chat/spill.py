@@ -8,8 +8,7 @@ from pathlib import Path
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.chat.conversation import Conversation
-from oscar_mm.chat.engine import ChatEngine
+from oscar_mm.chat.conversation import ChatEngine, Conversation
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
 

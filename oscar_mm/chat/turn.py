@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from oscar_mm.admission.admission import Past
-from oscar_mm.chat.conversation import Conversation
-from oscar_mm.chat.engine import ChatEngine
+from oscar_mm.chat.conversation import ChatEngine, Conversation
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Message
 from oscar_mm.generation.prompt import Prompt, beginning, text_after

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from oscar_mm.admission.gpus import GPUS
 from oscar_mm.cli import run
 from oscar_mm.pipelines.plan import Session, plan
+from oscar_mm.sizes import GPUS
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.rows import Row
 from oscar_mm.cache.slot_growth import first_page_tokens
-from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING, Modality

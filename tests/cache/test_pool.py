@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from oscar_mm.cache.slot_allocator import SlotAllocator
+from oscar_mm.cache.slots import SlotAllocator
 from oscar_mm.cache.store import Pool
 
 

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from oscar_mm.admission.capacity import ModelShape
-from oscar_mm.admission.gpus import GPUS
 from oscar_mm.apps.demo.charts import Line, chart
 from oscar_mm.apps.demo.comparison_panel import comparison_view, mark_differences
 from oscar_mm.apps.demo.inspection_panel import inspection_view
@@ -29,7 +28,7 @@ from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
-from oscar_mm.sizes import format_bytes
+from oscar_mm.sizes import GPUS, format_bytes
 from tests.apps.demo.conftest import asked
 
 BITS = {one.label: AS_PRESET for one in Modality}

@@ -2,7 +2,7 @@
 
 import torch
 
-from oscar_mm.cache.slot_set import SlotSet
+from oscar_mm.cache.slots import SlotSet
 from oscar_mm.modality import Modality
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import filled, random_ids
