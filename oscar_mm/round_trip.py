@@ -12,8 +12,7 @@ from oscar_mm.ops.pack import pack
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.balance import sigma_from_prompt
-from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.basis import Basis, sigma_from_prompt
 
 
 @dataclass(frozen=True)

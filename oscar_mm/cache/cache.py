@@ -21,7 +21,7 @@ from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.balance import sigmas_of_model
+from oscar_mm.quant.basis import sigmas_of_model
 
 _UNBALANCED = (
     "OscarCache: keys are stored without query-key balancing, so this is another method than {} "

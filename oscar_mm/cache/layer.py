@@ -25,8 +25,7 @@ from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
-from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
-from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.basis import Basis, sigma_from_prompt, sigma_of_weights
 from oscar_mm.ranks import Ranks
 
 _GPU_PAGES = 256

@@ -55,7 +55,7 @@ _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
 """Of pages or tokens that are looked at in one go."""
 _MOST = 512.0
-"""Sigma and its inverse are below that (``oscar_mm.quant.balance``)."""
+"""Sigma and its inverse are below that (``oscar_mm.quant.basis``)."""
 _SHOWN = 200
 """Characters of what a file says."""
 

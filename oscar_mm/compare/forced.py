@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
 from oscar_mm.cache.pending import KeyLength
-from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
+from oscar_mm.quant.basis import sigma_from_prompt, sigma_of_weights
 
 IGNORE = -100
 """Target of a token after which nothing is judged."""

@@ -18,7 +18,7 @@ from oscar_mm.generation.decode_loop import read_in_line, read_prompt
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.ops.pack import NOT_STORABLE
-from oscar_mm.quant.balance import sigmas_of_model
+from oscar_mm.quant.basis import sigmas_of_model
 
 _IN_LINE = {"cpu": 2048}
 """Most tokens of short prompts that are read in one pass, by kind of device; elsewhere as many as

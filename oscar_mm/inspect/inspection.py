@@ -14,7 +14,7 @@ from oscar_mm.inspect.norms import Norms, channel_outliers, measure_norms
 from oscar_mm.inspect.probe import LayerStates, Probe
 from oscar_mm.inspect.quantization_errors import ALL, Errors, measure_errors, sampled
 from oscar_mm.modality import Modality
-from oscar_mm.quant.balance import sigma_from_prompt, sigma_of_weights
+from oscar_mm.quant.basis import sigma_from_prompt, sigma_of_weights
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,28 @@
 
 The rotation is a Hadamard matrix along head_dim ("canalized rotation" of OScaR, the online rotation
 of QuaRot).
+
+Balancing moves per-channel scale between keys and queries: dividing key channel c by sigma_c and
+multiplying query channel c by it leaves every score as it was. The rotation spreads a stored key's
+error evenly over its channels, in proportion to the key's length, so the squared error of a score
+grows with
+(sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is smallest at
+sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights and activations so.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+_CHUNK_TOKENS = 4096
+"""Tokens at a time: a long prompt's queries are not copied to float32 as a whole."""
+_LIMIT = 256.0
+"""Largest sigma and inverse of the smallest: a channel with no queries or no keys in the prompt
+must not be scaled out of float range for the tokens to come."""
 
 
 def rotation_blocks(head_dim: int) -> tuple[int, ...]:
@@ -88,3 +102,106 @@ class Basis:
     def values_out(self, values: torch.Tensor) -> torch.Tensor:
         """Inverse of ``values_in``; also takes the attention output back."""
         return self._rotated(values)
+
+
+def sigma_from_rms(rms_keys: torch.Tensor, rms_queries: torch.Tensor) -> torch.Tensor:
+    """sqrt(rms_k / rms_q), 1 where either is zero, within [1/256, 256].
+
+    Its reciprocal is a bfloat16 number: then keys of 16 bits are balanced and rotated by one exact
+    matrix product. (Off the optimum by 0.2% at most, which raises the error by less than 0.002%.)
+
+    Args:
+        rms_keys: (..., head_dim), root mean square of each key channel.
+        rms_queries: the same for queries.
+    """
+    sigma = (rms_keys.float() / rms_queries.float()).sqrt()
+    used = (rms_keys > 0) & (rms_queries > 0) & sigma.isfinite()
+    sigma = torch.where(used, sigma, torch.ones_like(sigma)).clamp(1 / _LIMIT, _LIMIT)
+    return 1 / (1 / sigma).bfloat16().float()
+
+
+def sigma_from_prompt(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    *,
+    centered: bool = True,
+) -> torch.Tensor:
+    """Sigma of one layer from the queries and keys of a prompt, after RoPE.
+
+    Args:
+        queries: (batch, query heads, tokens, head_dim).
+        keys: (batch, KV heads, tokens, head_dim).
+        tokens: (batch, tokens) bool, which ones count (not padding); all by default.
+        centered: take a key channel's deviation from its mean instead of its rms. Right where keys
+            are quantized per channel: the zero point takes a constant out at no cost (the key
+            biases of Qwen2 on slow rotary pairs), and the query should not pay for it.
+
+    Returns:
+        (KV heads, head_dim) float32.
+    """
+    batch, kv_heads, length, head_dim = keys.shape
+    grouped = queries.reshape(batch, kv_heads, -1, length, head_dim)
+    sums = keys.new_zeros(3, kv_heads, head_dim, dtype=torch.float64)
+    for start in range(0, length, _CHUNK_TOKENS):
+        part = slice(start, start + _CHUNK_TOKENS)
+        key, query = keys[:, :, part].double(), grouped[:, :, :, part].float()
+        if tokens is not None:
+            # Not a product with 0: padding may hold NaN.
+            unused = ~tokens[:, None, part, None]
+            key, query = key.masked_fill(unused, 0), query.masked_fill(unused[:, None], 0)
+        sums[0] += key.sum((0, 2))
+        sums[1] += key.square().sum((0, 2))
+        sums[2] += query.square().sum((0, 2, 3))
+    count = batch * length if tokens is None else int(tokens.sum())
+    mean, square, query_square = sums / max(count, 1)
+    if centered:
+        # Up to rounding: what is left of a constant channel is none of its size.
+        spread = square - mean.square()
+        square = torch.where(spread > 1e-12 * square, spread, torch.zeros_like(spread))
+    # Of the queries a sum over the heads of a group: a constant factor of sigma changes nothing
+    # that is stored but the norms.
+    return sigma_from_rms(square.sqrt(), query_square.sqrt())
+
+
+def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> torch.Tensor | None:
+    """Sigma of one layer from its QK-norm weights; None where they do not act on one head.
+
+    After an RMS norm the rms of a channel is its weight; RoPE mixes channels c and
+    c + head_dim / 2, so both get the pair's rms and sigma is the same for both.
+
+    Returns:
+        (1, head_dim) float32, the same for all KV heads, or None.
+    """
+    rms = []
+    for norm in (q_norm, k_norm):
+        weight = getattr(norm, "weight", None)
+        if weight is None or weight.numel() != head_dim or head_dim % 2:
+            return None
+        # The norm of a vector of ones is its weight, whichever way the module applies it
+        # (weight, or 1 + weight).
+        with torch.no_grad():
+            effective = norm(torch.ones(1, head_dim, dtype=weight.dtype, device=weight.device))
+        pairs = effective.float().square().view(2, head_dim // 2).mean(dim=0).sqrt()
+        rms.append(pairs.repeat(2))
+    rms_queries, rms_keys = rms
+    return sigma_from_rms(rms_keys, rms_queries)[None]
+
+
+def sigma_of_weights(module: Any, head_dim: int) -> torch.Tensor | None:
+    """(1, head_dim) balancing from the QK-norm weights of an attention module; None without."""
+    if not (hasattr(module, "q_norm") and hasattr(module, "k_norm")):
+        return None
+    return sigma_from_norms(module.q_norm, module.k_norm, head_dim)
+
+
+def sigmas_of_model(model: Any) -> dict[int, torch.Tensor]:
+    """Sigma by layer of a model whose attention normalizes queries and keys; else empty."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    sigmas = {}
+    for module in decoder.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "head_dim"):
+            sigma = sigma_of_weights(module, module.head_dim)
+            if sigma is not None:
+                sigmas[module.layer_idx] = sigma
+    return sigmas

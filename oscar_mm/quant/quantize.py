@@ -10,8 +10,16 @@ import torch
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.fit import KEY_RUN, VALUE_RUN, assign_codes, fit_group, unbiased_scale
-from oscar_mm.quant.scaling import divide_by_norm, fitted_norm, token_rms
+from oscar_mm.quant.fit import (
+    KEY_RUN,
+    VALUE_RUN,
+    assign_codes,
+    divide_by_norm,
+    fit_group,
+    fitted_norm,
+    token_rms,
+    unbiased_scale,
+)
 
 _CHUNK_ELEMENTS = 1 << 22
 """Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""

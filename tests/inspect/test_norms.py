@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oscar_mm.inspect.norms import Spread, channel_outliers, measure_norms
-from oscar_mm.quant.balance import sigma_from_rms
+from oscar_mm.quant.basis import sigma_from_rms
 from tests.inspect.synthetic import states
 
 

@@ -116,7 +116,7 @@ def both(
     values = values + Basis(head_dim, policy.rotate).values_out(offset).to(dtype)
     bits = policy.bits.text
     page_format = PageFormat.of(policy, bits, 3, head_dim)
-    # Balancing has reciprocals of few bits (quant/balance.py).
+    # Balancing has reciprocals of few bits (quant/basis.py).
     generator = torch.Generator("cuda").manual_seed(0)
     random = torch.rand(3, head_dim, generator=generator, device="cuda")
     balanced = 1 / (random + 0.5).bfloat16().float()

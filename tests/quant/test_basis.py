@@ -1,4 +1,4 @@
-"""Query-key balancing changes no score, and makes outlier channels harmless."""
+"""Query-key balancing changes no score and makes outlier channels harmless; Hadamard rotation."""
 
 import pytest
 import torch
@@ -6,13 +6,15 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oscar_mm import KVPolicy, roundtrip
-from oscar_mm.quant.balance import (
+from oscar_mm.quant.basis import (
+    Basis,
+    hadamard,
+    rotation_blocks,
     sigma_from_norms,
     sigma_from_prompt,
     sigma_from_rms,
     sigmas_of_model,
 )
-from oscar_mm.quant.basis import Basis
 from tests.checkpoints import build_decoder
 from tests.quant.synthetic import attention, multimodal, relative_error
 
@@ -176,3 +178,45 @@ def test_scale_moved_between_queries_and_keys(name: str, seed: int) -> None:
     assert relative_error(balanced_scores, scores) < 1.1 * relative_error(plain_scores, scores)
     assert relative_error(worse, exact) > 1.1 * relative_error(plain, exact)
     assert relative_error(worse, exact) > 1.05 * relative_error(balanced, exact)
+
+
+SIZES = [1, 2, 3, 7, 33, 64, 80, 96, 112, 127, 128, 256]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_orthonormal_symmetric_and_its_own_inverse(size: int) -> None:
+    matrix = hadamard(size)
+    assert matrix.shape == (size, size) and matrix.dtype == torch.float32
+    assert torch.equal(matrix, matrix.T)
+    assert torch.allclose(matrix @ matrix, torch.eye(size), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_blocks(size: int) -> None:
+    blocks = rotation_blocks(size)
+    assert sum(blocks) == size and list(blocks) == sorted(set(blocks), reverse=True)
+    assert all(block & (block - 1) == 0 for block in blocks)
+    # An outlier is spread evenly over its block and nowhere else.
+    row, start = hadamard(size)[0], blocks[0]
+    assert torch.allclose(row[:start].abs(), torch.full((start,), start**-0.5))
+    assert not row[start:].any()
+
+
+def test_sylvester_order() -> None:
+    expected = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+    assert torch.equal(hadamard(4), expected)
+
+
+@pytest.mark.parametrize("size", [0, -64])
+def test_no_channels(size: int) -> None:
+    with pytest.raises(ValueError, match="head_dim"):
+        rotation_blocks(size)
+
+
+def test_made_in_inference_mode_and_used_with_gradients() -> None:
+    hadamard.cache_clear()
+    with torch.inference_mode():
+        hadamard(16)
+    x = torch.ones(3, 16, requires_grad=True)
+    (x @ hadamard(16)).square().sum().backward()
+    assert torch.allclose(x.grad, 2 * x.detach(), atol=1e-6)
