@@ -204,7 +204,7 @@ def _compare_questions(
     dtype: str | None,
 ) -> dict[str, Any]:
     """Compare and print; return what was compared, and the rows of the table."""
-    from oscar_mm.compare.checkpoint import Comparison
+    from oscar_mm.compare.comparison import Comparison
     from oscar_mm.pipelines import pipeline_for
     from oscar_mm.pipelines.text import is_text_model
 
@@ -239,7 +239,7 @@ def _compare_texts(
     Args:
         sizes: tokens of a passage, number of passages, tokens judged after each.
     """
-    from oscar_mm.compare.passages import PassageComparison, longest, passages
+    from oscar_mm.compare.comparison import PassageComparison, longest, passages
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 
     tokens, count, judged = sizes

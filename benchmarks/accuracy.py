@@ -26,8 +26,6 @@ from examples.train_pocket.configs import NAMES, Pocket
 from examples.train_pocket.evaluate import SEED
 from examples.train_pocket.studio import Studio, load_atlases
 from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.compare.divergence import Scores
-from oscar_mm.compare.forced import IGNORE, answer_logits, as_recorded
 from oscar_mm.compare.methods import (
     DEFAULT,
     REFERENCE,
@@ -38,6 +36,7 @@ from oscar_mm.compare.methods import (
     main_methods,
     selected,
 )
+from oscar_mm.compare.teacher_forcing import IGNORE, Scores, answer_logits, as_recorded
 from oscar_mm.generation.decode_loop import decode
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling

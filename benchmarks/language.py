@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from oscar_mm import InputError
+from oscar_mm.compare.comparison import JUDGED, PassageComparison, longest, passages
 from oscar_mm.compare.methods import (
     COMPACT,
     DEFAULT,
@@ -34,7 +35,6 @@ from oscar_mm.compare.methods import (
     main_methods,
     selected,
 )
-from oscar_mm.compare.passages import JUDGED, PassageComparison, longest, passages
 from oscar_mm.files import read_text
 from oscar_mm.pipelines.text import TextModel, load_text_model
 

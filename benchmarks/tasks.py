@@ -17,7 +17,7 @@ from examples.train_pocket.drawing import Look
 from examples.train_pocket.evaluate import FIND, LIST, READ
 from examples.train_pocket.studio import Sample, Step, Studio
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.compare.forced import Forced, Recorder
+from oscar_mm.compare.teacher_forcing import Forced, Recorder
 from oscar_mm.modality import Modality
 
 LOOK = Look(1.0)

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.compare.blocks import Blocks
-from oscar_mm.compare.forced import LayerStates, Pair
-from oscar_mm.compare.paged import Paged, Restored
+from oscar_mm.compare.paged import Blocks, Paged, Restored
+from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.policy import KVPolicy
 
 # By backend: its package, its layer and the axis that transformers' documentation advises.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_mm.compare.forced import ForcedCache
+from oscar_mm.compare.teacher_forcing import ForcedCache
 
 
 @dataclass(frozen=True)

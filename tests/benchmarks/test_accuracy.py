@@ -15,8 +15,8 @@ from examples.train_pocket.configs import NAMES
 from examples.train_pocket.glyphs import draw
 from examples.train_pocket.studio import Studio
 from oscar_mm import KVPolicy, models
-from oscar_mm.compare.forced import IGNORE, answer_logits, as_recorded
 from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE, main_methods
+from oscar_mm.compare.teacher_forcing import IGNORE, answer_logits, as_recorded
 from tests.examples.pocket_atlases import atlases
 
 CPU = torch.device("cpu")

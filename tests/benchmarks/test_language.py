@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import language
 from benchmarks.record import Record
+from oscar_mm.compare.comparison import longest
 from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE
-from oscar_mm.compare.passages import longest
 from tests.languages import build_language_model, write_text
 
 

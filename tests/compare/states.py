@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from oscar_mm.compare.forced import LayerStates, Recorder
+from oscar_mm.compare.teacher_forcing import LayerStates, Recorder
 
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 4, 64
 # Text, images and text: full pages of both, and a rest.

@@ -1,4 +1,4 @@
-"""What a method gives back is what the real cache unpacks, and its bits are those of the pages."""
+"""What a method gives back is what a cache or an engine stores, and its bits are the pages'."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.compare.forced import LayerStates, Recorder
-from oscar_mm.compare.methods import ablation_methods, main_methods
-from oscar_mm.compare.paged import Paged, cached
+from oscar_mm.compare.methods import ablation_methods, block_methods, main_methods
+from oscar_mm.compare.paged import Blocks, Paged, cached
+from oscar_mm.compare.teacher_forcing import LayerStates, Recorder
 from oscar_mm.modality import Modality
 from tests.compare.states import HEAD_DIM, IDS, KV_HEADS, Normed, states
+from tests.vllm_plugin.requests import Layer
 
 METHODS = [one for one in (*main_methods(), *ablation_methods()) if isinstance(one, Paged)]
 BY_TOKEN = {"key_axis": "token", "token_scaling": None}
@@ -190,3 +191,41 @@ def test_methods_say_what_they_cannot_do() -> None:
     assert by_name["16 bit"].missing(layers, IDS) is None
     assert len(by_name) == len(METHODS)
     assert isinstance(states(1, normed=True)[0].module, Normed)
+
+
+@pytest.mark.parametrize("policy", ["standard", "standard:center=false"])
+@pytest.mark.parametrize(("first", "step"), [(None, 1), (200, 200), (40, 1), (110, 20)])
+def test_restored_is_what_an_engine_stores(first: int | None, step: int, policy: str) -> None:
+    """Token for token, though ``Blocks`` takes many steps at once."""
+    layer, tokens = Layer(policy), 390
+    request = layer.request(tokens)
+    layer.step([(request, first or tokens)])
+    while request.read < tokens:
+        layer.step([(request, min(step, tokens - request.read))])
+    queries, keys, values = (x.transpose(0, 1)[None] for x in request.states)
+    recorded = LayerStates(
+        index=0,
+        module=torch.nn.Module(),
+        scaling=1.0,
+        keys=keys,
+        values=values,
+        first_queries=queries,
+        sigma_of_weights=layer.attention.sigma,
+        sigma_of_prompt={},
+    )
+    method = Blocks("x", KVPolicy.preset(policy), first=first, step=step)
+    back = method.restored(recorded, torch.zeros(tokens, dtype=torch.int8))
+    stored = layer.stored(request, tokens)
+    for found, expected in zip((back.keys, back.values), stored, strict=True):
+        torch.testing.assert_close(found[0].transpose(0, 1), expected)
+
+
+@pytest.mark.parametrize("method", block_methods(), ids=lambda method: method.name)
+def test_rows_do_not_know_of_each_other(method: Blocks) -> None:
+    ids = torch.zeros(300, dtype=torch.int8)
+    [both] = states(2, ids)
+    back = method.restored(both, ids)
+    assert not (back.keys == both.keys).all(-1).any() and method.memory([both], ids) is None
+    alone = LayerStates(**vars(both) | {"keys": both.keys[1:], "values": both.values[1:]})
+    found = method.restored(alone, ids)
+    assert torch.equal(found.keys, back.keys[1:]) and torch.equal(found.values, back.values[1:])

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.compare.comparison import JUDGED, ONE_BY_ONE, PassageComparison, longest, passages
 from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE, main_methods
 from oscar_mm.compare.paged import Paged
-from oscar_mm.compare.passages import JUDGED, ONE_BY_ONE, PassageComparison, longest, passages
 from tests.checkpoints import build_decoder
 
 CHOSEN = (REFERENCE, PUBLISHED, DEFAULT, "standard, 4 bit", "hqq, 2 bit")

@@ -1,19 +1,19 @@
-"""Forward passes over a given past: record a prompt's keys and values, then answer from them.
+"""Teacher forcing: methods answer over a recorded past, and are scored against the 16-bit cache.
 
-A prompt runs through the model once, with exact attention. Each method then turns the recorded
-keys and values into those that it restores, and the model reads the text after the prompt over
-them (teacher forcing). So all methods answer the same question after the same words.
+A prompt runs through the model once, with exact attention, and its keys and values are recorded.
+Each method then turns them into those that it restores, and the model reads the text after the
+prompt over them. So all methods answer the same question after the same words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import log_softmax, scaled_dot_product_attention
 from transformers import Cache
 
 from oscar_mm.cache.pending import KeyLength
@@ -22,6 +22,7 @@ from oscar_mm.quant.basis import sigma_from_prompt, sigma_of_weights
 IGNORE = -100
 """Target of a token after which nothing is judged."""
 Pair = tuple[Tensor, Tensor]
+_RUNNERS_UP = 4
 
 
 @dataclass(frozen=True)
@@ -223,3 +224,90 @@ def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: 
     )
     hidden = output.last_hidden_state[forced.targets != IGNORE]
     return model.get_output_embeddings()(hidden[None])[0].float()
+
+
+@dataclass
+class Scores:
+    """Sums of one method, an element for each prompt.
+
+    Attributes:
+        exact: for each answer instead, whether all its tokens are the likeliest ones.
+        agreed: number of judged tokens with the same likeliest token as with the 16-bit cache.
+        divergence: sum over judged tokens of the KL divergence of the next-token distribution,
+            16-bit cache against method, in nats.
+        margin: sum over judged tokens of the mean squared error of the logit of the likeliest
+            token less the logits of the next four. The divergence depends on the few tokens that
+            are nearly wrong; the margin does not, and tells methods apart with fewer prompts.
+        tokens: number of judged tokens.
+    """
+
+    exact: list[Tensor] = field(default_factory=list)
+    agreed: list[Tensor] = field(default_factory=list)
+    divergence: list[Tensor] = field(default_factory=list)
+    margin: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+
+    def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> None:
+        """Judge a batch: logits (judged tokens, vocabulary) of the 16-bit cache and the method."""
+        judged = forced.targets != IGNORE
+        rows = judged.nonzero()[:, 0]
+        expected, actual = log_softmax(exact_logits, -1), log_softmax(logits, -1)
+        divergence = (expected.exp() * (expected - actual)).sum(-1)
+        choice = logits.argmax(-1)
+        agreed = (choice == exact_logits.argmax(-1)).float()
+        count = len(judged)
+        answer = rows * forced.count + forced.answers[judged]
+        wrong = _sums((choice != forced.targets[judged]).float(), answer, count * forced.count)
+        there = _sums(torch.ones_like(agreed), answer, count * forced.count)
+        self.exact.append((wrong == 0)[there > 0].float())
+        self.agreed.append(_sums(agreed, rows, count))
+        self.divergence.append(_sums(divergence, rows, count))
+        self.margin.append(_sums(_margin_error(exact_logits, logits), rows, count))
+        self.tokens.append(_sums(torch.ones_like(agreed), rows, count))
+
+    def summary(self) -> dict[str, float | int]:
+        """Shares and means over tokens, and their standard errors over prompts ("..._error").
+
+        "exact" is a share of answers, with its standard error over answers.
+        """
+        parts = (self.exact, self.agreed, self.divergence, self.margin, self.tokens)
+        exact, agreed, divergence, margin, tokens = (torch.cat(x).double().cpu() for x in parts)
+        kl, kl_error = ratio(divergence, tokens)
+        margin_mean, margin_error = ratio(margin, tokens)
+        agreement, agreement_error = ratio(agreed, tokens)
+        share, share_error = ratio(exact, torch.ones_like(exact))
+        return {
+            "prompts": len(tokens),
+            "answers": len(exact),
+            "tokens": int(tokens.sum()),
+            "exact": share,
+            "exact_error": share_error,
+            "agreement": agreement,
+            "agreement_error": agreement_error,
+            "kl": kl,
+            "kl_error": kl_error,
+            "margin": margin_mean,
+            "margin_error": margin_error,
+        }
+
+
+def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
+    """Ratio of two sums and its standard error over their parts, by the delta method.
+
+    Args:
+        sums: (parts,) float64, such as divergences by prompt.
+        counts: (parts,) float64, divisors such as tokens by prompt.
+    """
+    quotient = sums.sum() / counts.sum()
+    error = (sums - quotient * counts).square().sum().sqrt() / counts.sum()
+    return quotient.item(), error.item()
+
+
+def _margin_error(expected: Tensor, actual: Tensor) -> Tensor:
+    top = expected.topk(min(_RUNNERS_UP + 1, expected.shape[-1]), dim=-1).indices
+    shift = (actual - expected).gather(-1, top)
+    return (shift[:, :1] - shift[:, 1:]).square().mean(-1)
+
+
+def _sums(values: Tensor, places: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, device=values.device).index_add(0, places, values)
