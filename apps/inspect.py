@@ -66,9 +66,8 @@ def inspect(
     question = _PROMPT if prompt is None else prompt
     network, prepared = _load(model, given, question, text_content, tokens, device, dtype)
 
-    from oscar_mm.inspect.findings import findings
     from oscar_mm.inspect.inspection import inspect_prompt
-    from oscar_mm.inspect.report import tables
+    from oscar_mm.inspect.report import findings, tables
 
     with terminal.prefill_bar(network):
         inspection = inspect_prompt(network, prepared)

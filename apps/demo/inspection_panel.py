@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.inspect.findings import findings
 from oscar_mm.inspect.inspection import Inspection
 from oscar_mm.inspect.quantization_errors import PAIRS
+from oscar_mm.inspect.report import findings
 
 NOT_INSPECTED = (
     '<p class="empty">Reads the media of this conversation once more and measures, layer by layer, '

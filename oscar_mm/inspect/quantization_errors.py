@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_mm.inspect.probe import LayerStates
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -18,6 +17,27 @@ QUERY_TOKENS = 64
 """Number of last tokens of the prompt, whose attention is compared."""
 ALL = "all"
 _PRESETS = ("compact", "oscar", "kivi")
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """Queries, keys and values of one layer's attention, after RoPE and QK-norm.
+
+    Attributes:
+        index: number of the layer.
+        module: the attention layer.
+        queries: (query heads, tokens, head_dim).
+        keys: (KV heads, tokens, head_dim).
+        values: (KV heads, tokens, head_dim).
+        scaling: factor of the scores.
+    """
+
+    index: int
+    module: torch.nn.Module
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
 
 
 @dataclass(frozen=True)

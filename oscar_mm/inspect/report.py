@@ -1,4 +1,4 @@
-"""An inspection as tables of text, and as one HTML file that needs no other."""
+"""An inspection in words, as tables of text, and as one HTML file that needs no other."""
 
 from __future__ import annotations
 
@@ -6,9 +6,131 @@ import base64
 from dataclasses import dataclass
 from html import escape
 
-from oscar_mm.inspect.inspection import Inspection
-from oscar_mm.inspect.norms import LONG
-from oscar_mm.inspect.quantization_errors import ALL, PAIRS, VARIANTS
+from oscar_mm.inspect.inspection import LONG, Inspection
+from oscar_mm.inspect.quantization_errors import ALL, PAIRS, QUERY_TOKENS, VARIANTS
+
+_USUAL = "compact"
+_MATTERS = 0.1
+"""Relative change of the divergence up to which token scaling hardly matters."""
+_DIFFERS = 1.05
+"""Ratio of the modalities' median norms up to which they count as equal."""
+
+
+def findings(inspection: Inspection) -> list[str]:
+    """Sentences about an inspection, the verdict first."""
+    return [
+        _verdict(inspection),
+        *_on_scaling(inspection),
+        *_on_norms(inspection),
+        _on_channels(inspection),
+        *_on_sample(inspection),
+    ]
+
+
+def _verdict(inspection: Inspection) -> str:
+    if not inspection.has_pages:
+        return (
+            "Whether this model needs token scaling cannot be told from this prompt: no modality "
+            "has the 128 tokens that fill a page, so nothing would be quantized. Give more media, "
+            "a longer prompt or a longer text."
+        )
+    with_it, without = (
+        inspection.mean_errors(variant.label).divergence for variant in PAIRS[_USUAL]
+    )
+    change = without / max(with_it, 1e-12) - 1
+    if change > _MATTERS:
+        return (
+            "On this prompt the model needs token scaling: without it, attention weights are off "
+            f"by {change:.0%} more ({_USUAL})."
+        )
+    if change < -_MATTERS:
+        return (
+            "On this prompt the model does not need token scaling: without it, attention weights "
+            f"are off by {-change:.0%} less ({_USUAL})."
+        )
+    return (
+        "On this prompt token scaling hardly matters: without it, the divergence of attention "
+        f"weights changes by {change:+.1%} ({_USUAL})."
+    )
+
+
+def _on_scaling(inspection: Inspection) -> list[str]:
+    if not inspection.has_pages:
+        return []
+    parts = []
+    for preset, (with_it, without) in PAIRS.items():
+        before = inspection.mean_errors(without.label).divergence
+        after = inspection.mean_errors(with_it.label).divergence
+        parts.append(f"{preset} {before:.4f} without, {after:.4f} with ({with_it.token_scaling})")
+    return [
+        "Divergence of attention weights (KL, in nats, mean over layers): "
+        f"{'; '.join(parts)}. Without token scaling, compact also goes without its correction of "
+        "norms."
+    ]
+
+
+def _on_norms(inspection: Inspection) -> list[str]:
+    layers = inspection.layers
+    sentences = []
+    widest = max(layers, key=lambda layer: layer.norms.ratio)
+    if widest.norms.ratio > _DIFFERS:
+        medians = ", ".join(
+            f"{name} {spread.median:.2f}" for name, spread in widest.norms.tokens.items()
+        )
+        sentences.append(
+            f"Between modalities, keys differ most in layer {widest.index}: median norms {medians}"
+            f" ({widest.norms.ratio:.2f} times). The cache quantizes each modality by itself, so "
+            "this alone costs nothing; only differences within one do."
+        )
+    elif len(widest.norms.tokens) > 1:
+        sentences.append(
+            f"Between modalities, the median norms of keys differ by {widest.norms.ratio - 1:.1%} "
+            "at most."
+        )
+    longest = max(layers, key=lambda layer: layer.norms.long)
+    if longest.norms.long > 0:
+        name, spread = max(longest.norms.tokens.items(), key=lambda item: item[1].long)
+        sentences.append(
+            f"Within a modality, keys over {LONG:g} times its median are most frequent in layer "
+            f"{longest.index}: {spread.long:.1%} of {name}."
+        )
+    else:
+        sentences.append(
+            f"Within a modality, no key is over {LONG:g} times its median in any layer."
+        )
+    if inspection.qk_norm:
+        sentences.append(
+            "This model normalizes each head's key before RoPE (QK-norm): norms can differ only by "
+            "what its channel weights make of a key's direction."
+        )
+    return sentences
+
+
+def _on_channels(inspection: Inspection) -> str:
+    worst = max(inspection.layers, key=lambda layer: layer.channels["raw"])
+    return (
+        f"The largest key channel is {worst.channels['raw']:.1f} times the median channel (layer "
+        f"{worst.index}); there it is {worst.channels['rotated']:.1f} times after rotation, "
+        f"{worst.channels['balanced']:.1f} after balancing and "
+        f"{worst.channels['balanced, rotated']:.1f} after both."
+    )
+
+
+def _on_sample(inspection: Inspection) -> list[str]:
+    sentences = []
+    if inspection.is_sample:
+        sentences.append(
+            f"Errors are measured on a sample of {inspection.quantized:,} of "
+            f"{sum(inspection.tokens.values()):,} tokens, whole pages at even distances, and "
+            "attention reads these only."
+        )
+    if inspection.has_pages:
+        sentences.append(
+            f"Errors of attention are measured at the last {QUERY_TOKENS} tokens, and only full "
+            "pages of 128 tokens are quantized. They compare formats on this prompt; only tasks "
+            "tell what an answer loses."
+        )
+    return sentences
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 import torch
 
-from oscar_mm.inspect.inspection import Inspection, Layer
-from oscar_mm.inspect.norms import channel_outliers, measure_norms
-from oscar_mm.inspect.probe import LayerStates
-from oscar_mm.inspect.quantization_errors import measure_errors, sampled
+from oscar_mm.inspect.inspection import Inspection, Layer, channel_outliers, measure_norms
+from oscar_mm.inspect.quantization_errors import LayerStates, measure_errors, sampled
 from tests.quant.synthetic import multimodal
 
 
