@@ -57,7 +57,7 @@ def print_pieces(pieces: Iterable[str]) -> Iterator[str]:
     Yields:
         each piece after it is printed.
     """
-    from oscar_mm.generation.reasoning import Reasoning
+    from oscar_mm.generation.answer import Reasoning
 
     reasons = False
     for piece in pieces:

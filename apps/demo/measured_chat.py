@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.generation.answer import Timings
-from oscar_mm.generation.reasoning import Reasoning
+from oscar_mm.generation.answer import Reasoning, Timings
 
 if TYPE_CHECKING:
     from oscar_mm.chat.chat import Chat

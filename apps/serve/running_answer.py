@@ -19,8 +19,8 @@ from oscar_mm.apps.serve.metrics import AnswerTimes
 from oscar_mm.apps.serve.protocol import Request
 from oscar_mm.apps.serve.responses import ClientGone, Refusal, as_refusals, busy, chunk
 from oscar_mm.errors import Busy
+from oscar_mm.generation.answer import Reasoning
 from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.reasoning import Reasoning
 
 if TYPE_CHECKING:
     from oscar_mm.apps.serve.service import Service

@@ -16,10 +16,10 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.memory import span_bytes
 from oscar_mm.cache.store import PageStore
+from oscar_mm.generation.answer import ReasoningSpan
 from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.reasoning import ReasoningSpan
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import MediaReader
 from oscar_mm.modality import MediumSpan, Modality

@@ -12,9 +12,9 @@ import torch
 from oscar_mm.admission.admission import Past
 from oscar_mm.chat.conversation import ChatEngine, Conversation
 from oscar_mm.errors import InputError
+from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.family import Message
 from oscar_mm.generation.prompt import Prompt, beginning, text_after
-from oscar_mm.generation.reasoning import ThinkTokens
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality, token_modalities
 

@@ -1,25 +1,28 @@
-"""Answer: text, tokens, memory and timings; AnswerStream and AnswerWriter make it in pieces."""
+"""Answer: text, reasoning, tokens, memory and timings, made in pieces from tokens as they come."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.generation.detokenize import Detokenizer
-from oscar_mm.generation.reasoning import Reasoning, ReasoningSpan
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
     from oscar_mm.cache.memory import MemoryReport
-    from oscar_mm.generation.reasoning import ThinkTokens
     from oscar_mm.generation.sampling import Sampling
+
+_CONTEXT = 8
+"""Tokens that are decoded once more with every new token, unless they have no text yet."""
+_OPENING, _CLOSING = "<think>", "</think>"
+_END_OF_PROMPT = 8
+"""Tokens at the end of a prompt among which the opening one is, if the template writes it."""
 
 
 @dataclass(frozen=True)
@@ -231,3 +234,141 @@ class AnswerWriter:
         piece = whole.rstrip("\n")
         self._breaks = whole[len(piece) :]
         return Reasoning(piece)
+
+
+class Detokenizer:
+    """Text of one answer as its tokens come.
+
+    Args:
+        tokenizer: of the model.
+        stop: text that ends it.
+        lead: characters that are left out at its beginning.
+
+    Attributes:
+        token_ids: all tokens so far.
+        text: the text given out so far.
+        stopped: whether a stop text has occurred.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = (), lead: str = ""
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop, self._lead = stop, lead
+        self._pending = ""
+        # Text of tokens [0, _decoded) is known. Those from _context on, whose text is _known, are
+        # decoded once more with every new token, because the first token of a text may lose its
+        # leading space.
+        self._context = self._decoded = 0
+        self._known = ""
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take a token; the text that is now certain, perhaps empty."""
+        self.token_ids.append(token)
+        self._take(self._new_text(whole_characters=True))
+        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        if places:
+            self.stopped = True
+            return self._give(min(places), drop_rest=True)
+        return self._give(len(self._pending) - self._possible_stop())
+
+    def finish(self) -> str:
+        """The end of the answer: text that waited, and characters that stay incomplete."""
+        if self.stopped:
+            return ""
+        self._take(self._new_text(whole_characters=False))
+        return self._give(len(self._pending))
+
+    def _take(self, text: str) -> None:
+        self._pending += text
+        if not self.text:
+            self._pending = self._pending.lstrip(self._lead)
+
+    def _new_text(self, whole_characters: bool) -> str:
+        """Text of the tokens since the last text; none if it may end within a character."""
+        text, known = self._decode(self.token_ids[self._context :]), self._known
+        # Not DecodeStream of tokenizers: it raises where bytes that are no UTF-8 change how those
+        # before them are read, as with the byte fallback of Llama and Mistral.
+        if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
+            return ""
+        self._known = text
+        if len(self.token_ids) - self._context >= _CONTEXT:
+            self._context = self._decoded
+            self._known = self._decode(self.token_ids[self._context :])
+        self._decoded = len(self.token_ids)
+        return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)  # of one row
+
+    def _possible_stop(self) -> int:
+        """Characters at the end that may be the beginning of a stop text."""
+        return max(
+            (
+                size
+                for stop in self._stop
+                for size in range(1, min(len(stop), len(self._pending) + 1))
+                if self._pending.endswith(stop[:size])
+            ),
+            default=0,
+        )
+
+    def _give(self, size: int, drop_rest: bool = False) -> str:
+        piece, self._pending = self._pending[:size], "" if drop_rest else self._pending[size:]
+        self.text += piece
+        return piece
+
+
+class Reasoning(str):
+    """A piece of a model's reasoning, among the pieces of its answer."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class ThinkTokens:
+    """Ids of the tokens between which a model reasons.
+
+    Attributes:
+        opening: written by the chat template at the end of a prompt, or by the model at first.
+        closing: written by the model before its answer.
+    """
+
+    opening: int
+    closing: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> ThinkTokens | None:
+        """The think tokens of a tokenizer; None if it has none."""
+        added = tokenizer.get_added_vocab()
+        if _OPENING not in added or _CLOSING not in added:
+            return None
+        return cls(added[_OPENING], added[_CLOSING])
+
+    def opened(self, prompt: torch.Tensor) -> int:
+        """How many tokens at the end of a prompt, (tokens,) ids, have the model reason; or 0."""
+        end = prompt[-_END_OF_PROMPT:].tolist()
+        if self.opening not in end or self.closing in end:
+            return 0
+        return end[::-1].index(self.opening) + 1
+
+
+@dataclass(frozen=True)
+class ReasoningSpan:
+    """The reasoning at the beginning of an answer.
+
+    Attributes:
+        text: the reasoning, without line breaks around it.
+        opened: tokens at the end of the prompt that begin it.
+        tokens: of the answer that it takes, with the tokens between reasoning and text.
+    """
+
+    text: str
+    opened: int
+    tokens: int

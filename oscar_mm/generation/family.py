@@ -17,8 +17,8 @@ from transformers import AutoModelForImageTextToText
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
 from oscar_mm.fingerprint import model_fingerprint
+from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.reasoning import ThinkTokens
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.moe_switch import choose_experts

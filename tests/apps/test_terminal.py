@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm.apps.terminal import headline, prefill_bar, print_pieces, rows_bar
-from oscar_mm.generation.reasoning import Reasoning
+from oscar_mm.generation.answer import Reasoning
 from tests.checkpoints import build_decoder
 
 PIECES = [Reasoning("It is "), Reasoning("a \x1b[2Jsign."), "The ", "sign."]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.generation.reasoning import Reasoning
+from oscar_mm.generation.answer import Reasoning
 from tests.prompts import noise
 from tests.thinking import ids_of, saying
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from oscar_mm.generation.detokenize import Detokenizer
+from oscar_mm.generation.answer import Detokenizer
 from tests.tiny import qwen_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)

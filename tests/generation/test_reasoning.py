@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache
-from oscar_mm.generation.answer import Answer, AnswerStream, AnswerWriter
-from oscar_mm.generation.reasoning import Reasoning, ReasoningSpan, ThinkTokens
+from oscar_mm.generation.answer import (
+    Answer,
+    AnswerStream,
+    AnswerWriter,
+    Reasoning,
+    ReasoningSpan,
+    ThinkTokens,
+)
 from oscar_mm.generation.sampling import Sampling
 from tests.tiny import qwen_tokenizer
 from tests.tiny_qwen3_vl import THINK

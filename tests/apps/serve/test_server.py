@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.generation.reasoning import Reasoning
+from oscar_mm.generation.answer import Reasoning
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
 from tests.thinking import ids_of, saying
 
