@@ -22,17 +22,15 @@ from oscar_mm.kernels.launch import multiprocessors, uses_tma
 from oscar_mm.kernels.self_check import Verdict
 from oscar_mm.ops import append as append_module
 from oscar_mm.ops import pack as pack_module
-from oscar_mm.ops import store_kernel
+from oscar_mm.ops import store as store_module
 from oscar_mm.ops import unpack as unpack_module
 from oscar_mm.ops.append import AppendKernel, append
-from oscar_mm.ops.decode import decode
-from oscar_mm.ops.decode_kernel import DecodeKernel, Specialization
+from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
 from oscar_mm.ops.decode_tables import assign
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import PackKernel, pack_jobs
 from oscar_mm.ops.samples import random_pages
-from oscar_mm.ops.store import store, whole_page_tables
-from oscar_mm.ops.store_kernel import StoreKernel
+from oscar_mm.ops.store import StoreKernel, store, whole_page_tables
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -88,7 +86,7 @@ def check(operation: str, device: torch.device) -> Verdict:
         made = pack_module.Specialization(Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE)
         return PackKernel.checked.check(made, device)
     if operation == "store":
-        made = store_kernel.Specialization(Recipe.of(page, _POLICY), _DTYPE)
+        made = store_module.Specialization(Recipe.of(page, _POLICY), _DTYPE)
         return StoreKernel.checked.check(made, device)
     if operation == "rope":
         return RopeKernel.checked.check(rope_module.Specialization(_HEAD_DIM, _DTYPE), device)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from oscar_mm.kernels.self_check import Verdict
-from oscar_mm.ops import store_kernel, unpack
+from oscar_mm.ops import store as store_module
+from oscar_mm.ops import unpack
+from oscar_mm.ops.decode import DecodeKernel, Specialization
 from oscar_mm.ops.decode_cpu import decode_on_cpu
-from oscar_mm.ops.decode_kernel import DecodeKernel, Specialization
+from oscar_mm.ops.store import StoreKernel
 from oscar_mm.ops.store_cpu import store_on_cpu
-from oscar_mm.ops.store_kernel import StoreKernel
 from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one
 from oscar_mm.ops.unpack import UnpackKernel
 from oscar_mm.ops.unpack_cpu import unpack_on_cpu
@@ -54,7 +55,7 @@ def check(operation: str, dtype: torch.dtype) -> Verdict:
         error = UnpackKernel.disagreement(made, unpack_on_cpu, _CPU)
         return Verdict(error, UnpackKernel.checked.bound)
     loops: Any = _StoreLoops()
-    made = store_kernel.Specialization(Recipe.of(page_format, _POLICY), dtype)
+    made = store_module.Specialization(Recipe.of(page_format, _POLICY), dtype)
     return Verdict(StoreKernel.disagreement(made, loops, _CPU), StoreKernel.checked.bound)
 
 

@@ -34,7 +34,7 @@ from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.pending import attend_stored
 from oscar_mm.cache.rows import Row, TokenPlaces
 from oscar_mm.cache.step import Step
-from oscar_mm.ops.decode_kernel import decode_kernel
+from oscar_mm.ops.decode import decode_kernel
 
 POLICIES = {
     "compact": KVPolicy.preset("compact"),

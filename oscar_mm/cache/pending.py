@@ -18,8 +18,7 @@ from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.rows import TokenPlaces
 from oscar_mm.cache.step import Attention, Step
 from oscar_mm.kernels.launch import multiprocessors
-from oscar_mm.ops.decode import MAX_QUERY_TOKENS, decode
-from oscar_mm.ops.decode_kernel import DecodeKernel, decode_kernel
+from oscar_mm.ops.decode import MAX_QUERY_TOKENS, DecodeKernel, decode, decode_kernel
 from oscar_mm.ops.decode_tables import Tables
 from oscar_mm.ops.decode_torch import DecodeArguments
 from oscar_mm.ops.library import numbers_of

@@ -1,8 +1,14 @@
-"""Loops for CPUs that numba compiles: how, and on how many threads."""
+"""Loops for CPUs that numba compiles: how, on how many threads, and their vectors of 16 numbers.
+
+A loop uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each to one
+register or to several shorter ones, so that it neither decides whether to vectorize a loop nor in
+which order it adds.
+"""
 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,10 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
 _log = logging.getLogger(__name__)
+LANES = 16
+# Type checkers take what they return for a function of other arguments.
+_intrinsic: Any = intrinsic
+_typed: Any = infer_global
 
 
 class compiled:  # a decorator
@@ -127,3 +141,266 @@ def _wait_for_all(futures: Sequence[Future[Any]]) -> None:
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Threads of a process: a fork has none of its parent's."""
     return ThreadPoolExecutor(threads, "oscar-mm loops")
+
+
+class VectorType(types.Type):
+    """16 numbers: a type of values in compiled loops.
+
+    Attributes:
+        element: the numbers' type for LLVM.
+    """
+
+    def __init__(self, name: str, element: ir.Type) -> None:
+        self.element = element
+        super().__init__(name)
+
+
+FLOATS = VectorType("Floats", ir.FloatType())
+"""float32 numbers with ``+``, ``-`` and ``*``; a product that is added is rounded once."""
+WORDS = VectorType("Words", ir.IntType(32))
+"""32-bit words with ``&`` and ``|``; ``<<`` and ``>>`` (zeros come in) by an integer."""
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: VectorType) -> None:
+        super().__init__(dmm, fe_type, ir.VectorType(fe_type.element, LANES))
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    """A vector of one number."""
+    vector = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    vector = builder.insert_element(vector, number, ir.Constant(ir.IntType(32), 0))
+    return _shuffle(builder, vector, vector, [0] * LANES)
+
+
+def _shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    order = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+    return builder.shuffle_vector(first, second, order)
+
+
+def _define_operator(
+    name: Callable[..., Any],
+    operands: tuple[types.Type, types.Type],
+    emit: Callable[[Any, Any, Any], Any],
+) -> None:
+    """Define an operator of two vectors, or of a vector and an integer."""
+
+    @_typed(name)
+    class _(ConcreteTemplate):
+        cases = [signature(operands[0], *operands)]  # noqa: RUF012
+
+    @lower_builtin(name, *operands)
+    def _(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        first, second = values
+        if operands[1] == types.int64:
+            second = _splat(builder, builder.trunc(second, ir.IntType(32)))
+        return emit(builder, first, second)
+
+
+_CONTRACT = ("contract",)
+_define_operator(operator.add, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y, flags=_CONTRACT))
+_define_operator(operator.sub, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y, flags=_CONTRACT))
+_define_operator(operator.mul, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y, flags=_CONTRACT))
+_define_operator(operator.and_, (WORDS, WORDS), lambda b, x, y: b.and_(x, y))
+_define_operator(operator.or_, (WORDS, WORDS), lambda b, x, y: b.or_(x, y))
+_define_operator(operator.lshift, (WORDS, types.int64), lambda b, x, y: b.shl(x, y))
+_define_operator(operator.rshift, (WORDS, types.int64), lambda b, x, y: b.lshr(x, y))
+
+
+def _pointer(context: Any, builder: Any, sig: Any, values: Any, vector: ir.Type) -> Any:
+    """To an element of an array, from the first two arguments of a function."""
+    array = context.make_array(sig.args[0])(context, builder, values[0])
+    place = builder.gep(array.data, [values[1]])
+    return builder.bitcast(place, vector.as_pointer())
+
+
+def _vector_of(array: types.Array) -> VectorType:
+    return FLOATS if array.dtype == types.float32 else WORDS
+
+
+@_intrinsic
+def load(typing: Any, array: types.Array, index: types.Type) -> Any:
+    """16 numbers of a contiguous array of float32 or 32-bit integers.
+
+    Args:
+        array: of any shape.
+        index: of the first number among all of the array.
+    """
+    vector = _vector_of(array)
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        kind = context.get_value_type(vector)
+        return builder.load(_pointer(context, builder, sig, values, kind), align=4)
+
+    return vector(array, types.int64), emit
+
+
+@_intrinsic
+def store(typing: Any, array: types.Array, index: types.Type, vector: VectorType) -> Any:
+    """Write 16 numbers to a contiguous array; see ``load``."""
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        place = _pointer(context, builder, sig, values, values[2].type)
+        builder.store(values[2], place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, vector), emit
+
+
+@_intrinsic
+def splat(typing: Any, number: types.Type) -> Any:
+    """A vector of one float32 number or of one integer, whose low 32 bits it has."""
+    is_float = number == types.float32
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        value = values[0] if is_float else builder.trunc(values[0], ir.IntType(32))
+        return _splat(builder, value)
+
+    return (FLOATS(number) if is_float else WORDS(types.int64)), emit
+
+
+@_intrinsic
+def splat_one(typing: Any, array: types.Array, index: types.Type) -> Any:
+    """A vector of one number of a contiguous array; see ``load``."""
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        array = context.make_array(sig.args[0])(context, builder, values[0])
+        return _splat(builder, builder.load(builder.gep(array.data, [values[1]]), align=4))
+
+    return _vector_of(array)(array, types.int64), emit
+
+
+@_intrinsic
+def prefetch(typing: Any, array: types.Array, index: types.Type) -> Any:
+    """Have the cache line of a number brought near; see ``load``."""
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        place = _pointer(context, builder, sig, values, ir.IntType(8))
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), emit
+
+
+@_intrinsic
+def as_floats(typing: Any, words: VectorType) -> Any:
+    """The numbers that words are."""
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.uitofp(values[0], context.get_value_type(FLOATS))
+
+    return FLOATS(words), emit
+
+
+def _reinterpret(vector: VectorType) -> Callable[..., Any]:
+    """A function that takes the bits of a vector for another type of numbers."""
+
+    @_intrinsic
+    def reinterpreted(typing: Any, bits: VectorType) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            return builder.bitcast(values[0], context.get_value_type(vector))
+
+        return vector(bits), emit
+
+    return reinterpreted
+
+
+as_words, from_words = _reinterpret(WORDS), _reinterpret(FLOATS)
+
+
+def _larger(builder: Any, first: Any, second: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", first, second), second, first)
+
+
+@_intrinsic
+def larger(typing: Any, first: VectorType, second: VectorType) -> Any:
+    """The larger ones of float32 numbers; the first where one of them is NaN."""
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return _larger(builder, *values)
+
+    return FLOATS(first, second), emit
+
+
+def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function of a vector of float32 numbers: of each and the 8th after it, and so on by
+    halves."""
+
+    @_intrinsic
+    def reduced(typing: Any, vector: VectorType) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            (found,) = values
+            for half in (8, 4, 2, 1):
+                lanes = [(lane + half) % LANES for lane in range(LANES)]
+                found = combine(builder, found, _shuffle(builder, found, found, lanes))
+            return builder.extract_element(found, ir.IntType(32)(0))
+
+        return types.float32(vector), emit
+
+    return reduced
+
+
+total, largest = _reduction(lambda b, x, y: b.fadd(x, y)), _reduction(_larger)
+
+
+def shuffle(*lanes: int) -> Callable[..., Any]:
+    """A function of two vectors of the same type for compiled loops.
+
+    Args:
+        lanes: 16 numbers: those of the first vector count from 0, those of the second from 16.
+    """
+
+    @_intrinsic
+    def shuffled(typing: Any, first: VectorType, second: VectorType) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            return _shuffle(builder, values[0], values[1], list(lanes))
+
+        return first(first, second), emit
+
+    return shuffled
+
+
+@inlined
+def aligned(count):
+    """(count,) float32, of which no vector of 16 lies in two cache lines."""
+    whole = np.empty(count + LANES, np.float32)
+    first = -(whole.ctypes.data // 4) % LANES
+    return whole[first : first + count]
+
+
+def _swapping(width: int) -> Callable[..., Any]:
+    """Shuffle that swaps each number with that whose place differs in one bit."""
+    return shuffle(*(lane ^ width for lane in range(LANES)))
+
+
+_SWAP_1, _SWAP_2, _SWAP_4, _SWAP_8 = map(_swapping, (1, 2, 4, 8))
+_SIGNS = np.array(
+    [[-1 if lane & width else 1 for lane in range(LANES)] for width in (1, 2, 4, 8)], np.float32
+)
+
+
+@inlined
+def rotate_vector(vector):
+    """Multiply (n,) contiguous float32, n a power of two and at least 16, by the normalized
+    Hadamard matrix."""
+    count, width = len(vector), LANES
+    for index in range(0, count, LANES):
+        x = load(vector, index)
+        x = _SWAP_1(x, x) + x * load(_SIGNS, 0)
+        x = _SWAP_2(x, x) + x * load(_SIGNS, LANES)
+        x = _SWAP_4(x, x) + x * load(_SIGNS, 2 * LANES)
+        store(vector, index, _SWAP_8(x, x) + x * load(_SIGNS, 3 * LANES))
+    while width < count:
+        for start in range(0, count, 2 * width):
+            for index in range(start, start + width, LANES):
+                one, two = load(vector, index), load(vector, index + width)
+                store(vector, index, one + two)
+                store(vector, index + width, one - two)
+        width *= 2
+    factor = splat(np.float32(1 / np.sqrt(np.float64(count))))
+    for index in range(0, count, LANES):
+        store(vector, index, load(vector, index) * factor)

@@ -1,20 +1,288 @@
-"""decode: attention of 1 to 16 new tokens over packed pages, tokens in 16 bit and themselves."""
+"""decode: attention of 1 to 16 new tokens over packed pages, tokens in 16 bit and themselves.
+
+The same bits from run to run. Calls of the kernel may overlap on several streams and be captured in
+several CUDA graphs: what a launch needs besides its arguments is its stream's or its graph's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from oscar_mm.kernels.launch import OUT_OF_ORDER, has_loops, tell_once
-from oscar_mm.ops.decode_kernel import decode_kernel
-from oscar_mm.ops.decode_tables import FIELDS
+from oscar_mm.kernels.compile import KernelError
+from oscar_mm.kernels.launch import (
+    ELEMENTS,
+    OUT_OF_ORDER,
+    Strides,
+    addresses,
+    aligned_rows,
+    current_stream,
+    has_loops,
+    ints,
+    multiprocessors,
+    page_macros,
+    pointers,
+    shared_limit,
+    sigma_strides,
+    strides,
+    switched_off,
+    tell_once,
+    uses_tma,
+)
+from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS
 from oscar_mm.ops.decode_torch import DecodeArguments, decode_by_torch
-from oscar_mm.ops.library import STATES, ArgumentChecker, define
-from oscar_mm.pages.layout import PageFormat
+from oscar_mm.ops.library import STATES, ArgumentChecker, define, numbers_of
+from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_past
+from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.policy import Bits
 
 MAX_QUERY_TOKENS = 16
 _checker = ArgumentChecker("decode")
+
+
+class Params(ctypes.Structure):
+    """``Params`` of csrc/decode/decode.cu, field for field."""
+
+    _fields_ = (
+        *pointers("queries", "keys", "values", "output", "pages_a", "pages_b", "recent", "recents"),
+        *pointers("items", "counts", "assignments", "sigma", "partials", "arrivals"),
+        *((f"{name}_stride", Strides) for name in ("query", "key", "value")),
+        *ints("batch", "kv_heads", "group", "tokens", "recent_stride", "item_stride"),
+        *ints("sigma_row_stride", "sigma_head_stride", "early"),
+        ("scaling", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What the kernel is compiled for; equal ones share a kernel."""
+
+    formats: tuple[PageFormat, ...]
+    """One or two, of pages of one KV head."""
+    rotate: bool
+    dtype: torch.dtype
+    narrow: bool
+    """Whether half of a fragment's columns are enough; the others take the queries' low parts."""
+
+    @classmethod
+    def of(
+        cls,
+        formats: Sequence[PageFormat],
+        head_dim: int,
+        rotate: bool,
+        dtype: torch.dtype,
+        columns: int,
+    ) -> Specialization | str:
+        """For a layer's page formats, at most two, or the reason why there is none.
+
+        Args:
+            columns: queries of a KV head: new tokens times query heads.
+        """
+        if dtype not in ELEMENTS:
+            return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
+        if head_dim not in KERNEL_HEAD_DIMS:
+            return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
+        if not formats:
+            # Everything is in 16 bit. The kernel knows of some page that it will never see.
+            unseen = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
+            return cls.of((unseen,), head_dim, False, dtype, columns)
+        if not all(page_format.in_fragments for page_format in formats):
+            return OUT_OF_ORDER
+        first, last = formats[0], formats[-1]
+        if replace(last, bits=first.bits) != first:
+            return "pages of different bit widths differ in their groups or scaling too"
+        of_one_head = tuple(replace(page_format, kv_heads=1) for page_format in formats)
+        return cls(of_one_head, rotate, dtype, columns <= COLUMNS // 2)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.formats[0].head_dim
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a KV head of the larger page."""
+        return max(page_format.head_bytes for page_format in self.formats)
+
+    def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
+        """Macros that csrc/decode/decode.cu is compiled with."""
+        first, *more = (page_format.bits for page_format in self.formats)
+        second = more[0] if more else Bits(0, 0)
+        return page_macros(self.formats[0]) | {
+            "KEY_BITS_A": first.keys,
+            "VALUE_BITS_A": first.values,
+            "KEY_BITS_B": second.keys,
+            "VALUE_BITS_B": second.values,
+            "ELEMENT": ELEMENTS[self.dtype],
+            "ROTATE": int(self.rotate),
+            "NARROW": int(self.narrow),
+            "WARPS": warps,
+            "BUFFERS": buffers,
+            "USE_TMA": int(tma),
+        }
+
+    def shared_bytes(self, warps: int, buffers: int) -> int:
+        """``sizeof(Shared)`` of csrc/decode/decode.cu."""
+        shared_norms = self.formats[0].token_scaling == "shared"
+        buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
+        size = buffers * _aligned(buffer, 128)
+        size = _aligned(size, 16) + -(-warps // 2) * COLUMNS * (self.head_dim + 3) * 4
+        size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
+        size = _aligned(size, 16) + COLUMNS * self.head_dim * 4
+        size = _aligned(size, 8) + buffers * (8 + 4) + COLUMNS * 4 + 4
+        return _aligned(size, 128)
+
+    def shape(self, limit: int) -> tuple[int, int] | None:
+        """Warps and buffers for a limit of shared memory; None where not even 8 and 4 fit.
+
+        A buffer a warp and some on the way; more than 20 gain nothing (measured on an H200). With
+        fewer buffers than warps, which small GPUs need for larger pages, some warps wait.
+        """
+        for warps, fewest in ((12, 12), (8, 4)):
+            for buffers in range(20, fewest - 1, -1):
+                if self.shared_bytes(warps, buffers) <= limit:
+                    return warps, buffers
+        return None
+
+
+class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.02):
+    """The decode kernel.
+
+    The bound is far above the rounding of 16 bit (0.002), far below a wrong token or head.
+    """
+
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        limit = shared_limit(device)
+        shape = specialization.shape(limit)
+        if shape is None:
+            raise KernelError(
+                f"a thread block has {limit} bytes of shared memory on {device}, too few for "
+                f"pages of {specialization.head_bytes} bytes a head"
+            )
+        self.warps, buffers = shape
+        self._shared_bytes = specialization.shared_bytes(self.warps, buffers)
+        macros = specialization.macros(self.warps, buffers, uses_tma(device))
+        self._kernel = self._load("decode/decode.cu", macros)
+        self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        arguments: DecodeArguments,
+        output: torch.Tensor | None = None,
+        *,
+        early: bool = False,
+    ) -> torch.Tensor:
+        """Launch.
+
+        Args:
+            arguments: of ``decode``.
+            output: to write the result to, which it is like.
+            early: ask for tables and stored tokens before the launch in front has ended: all of
+                them were there before it began.
+        """
+        queries, keys, values, pages, recent, sigma, items, recents, counts, assignments, *_ = (
+            arguments
+        )
+        batch, query_heads, tokens, head_dim = queries.shape
+        keys, values = aligned_rows(keys), aligned_rows(values)
+        output = arguments.result() if output is None else output
+        kv_heads = keys.shape[1]
+        stream = current_stream(queries.device)
+        columns = query_heads // kv_heads * tokens
+        segments = batch * kv_heads * -(-columns // COLUMNS)
+        parts = segments + assignments.shape[0]
+        partials = output.new_empty(parts * COLUMNS * (head_dim + 3), dtype=torch.float32)
+        arrivals = self._arrivals_on(stream, segments, queries.device)
+        pools = [*pages, None, None][:2]
+        params = Params(
+            *addresses(queries, keys, values, output, *pools, recent, recents, items, counts),
+            *addresses(assignments, sigma, partials, arrivals),
+            *(strides(queries), strides(keys), strides(values)),
+            *(batch, kv_heads, query_heads // kv_heads, tokens),
+            *(recents.shape[1], items.shape[1]),
+            *sigma_strides(sigma),
+            early,
+            arguments.scaling,
+        )
+        grid, block = (assignments.shape[0], 1, 1), (self.warps * 32, 1, 1)
+        self._kernel.launch(grid, block, self._shared_bytes, params, stream, dependent=True)
+        return output
+
+    def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
+        """Counters that a launch leaves at zero; of each stream its own, as launches overlap.
+
+        A graph has its own too, made in its capture: it may be replayed on any stream, beside
+        others that were captured on the same one.
+        """
+        capture = self._kernel.capture_on(stream)
+        place = stream, capture is not None
+        owner, arrivals = self._arrivals.get(place, (None, None))
+        if arrivals is None or owner != capture or arrivals.shape[0] < segments:
+            arrivals = torch.zeros(max(segments, 1024), dtype=torch.int32, device=device)
+            self._arrivals[place] = capture, arrivals
+        return arrivals
+
+    @staticmethod
+    def disagreement(
+        specialization: Specialization,
+        kernel: Callable[[Any], torch.Tensor],
+        device: torch.device,
+    ) -> float:
+        """Largest relative error of a query's output."""
+        rotate, dtype = specialization.rotate, specialization.dtype
+        formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
+        workers, narrow = multiprocessors(device), specialization.narrow
+        states, items, recents, counts, assignments = random_past(
+            formats, rotate, dtype, device, workers, narrow
+        )
+        tables = (items, recents, counts, assignments)
+        shared = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
+        of_rows = random_basis(formats[0], rotate, device, (len(counts),)).sigma
+        both = (shared, shared._replace(sigma=of_rows))
+        found, expected = (torch.stack([*map(run, both)]) for run in (kernel, decode_by_torch))
+        return relative_error(found, expected)
+
+
+def decode_kernel(
+    formats: Iterable[PageFormat],
+    head_dim: int,
+    rotate: bool,
+    dtype: torch.dtype,
+    columns: int,
+    device: torch.device,
+) -> DecodeKernel | None:
+    """The kernel for a layer; None, with the reason once in the log, for PyTorch operations.
+
+    Args:
+        formats: of its pages, at most two.
+        columns: queries of a KV head: new tokens times query heads.
+    """
+    if device.type != "cuda" or switched_off():
+        return None
+    specialization = _specialization(tuple(formats), head_dim, rotate, dtype, columns)
+    if isinstance(specialization, str):
+        tell_once("decode", specialization)
+        return None
+    return DecodeKernel.of(specialization, device)
+
+
+@lru_cache(maxsize=64)
+def _specialization(
+    formats: tuple[PageFormat, ...], head_dim: int, rotate: bool, dtype: torch.dtype, columns: int
+) -> Specialization | str:
+    return Specialization.of(formats, head_dim, rotate, dtype, columns)
+
+
+def _aligned(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _check(arguments: DecodeArguments) -> None:

@@ -14,29 +14,27 @@ import numpy as np
 import torch
 
 from oscar_mm.kernels.loops import (
-    as_bits,
-    call_all,
-    compiled,
-    inlined,
-    read_floats,
-    widen,
-)
-from oscar_mm.kernels.vectors import (
     LANES,
     aligned,
+    as_bits,
     as_floats,
     as_words,
+    call_all,
+    compiled,
     from_words,
+    inlined,
     larger,
     largest,
     load,
     prefetch,
+    read_floats,
     rotate_vector,
     shuffle,
     splat,
     splat_one,
     store,
     total,
+    widen,
 )
 from oscar_mm.ops.decode_layout import (
     GROUPS,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oscar_mm.kernels.vectors import LANES
+from oscar_mm.kernels.loops import LANES
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 TILE = 16

@@ -13,15 +13,16 @@ import numpy as np
 import torch
 
 from oscar_mm.kernels.loops import (
+    LANES,
     as_bits,
     call_all,
     compiled,
     inlined,
     read_floats,
+    rotate_vector,
     shares,
     widen,
 )
-from oscar_mm.kernels.vectors import LANES, rotate_vector
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks

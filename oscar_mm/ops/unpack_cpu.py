@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.kernels.loops import call_all, compiled, read_floats, shares
-from oscar_mm.kernels.vectors import rotate_vector
+from oscar_mm.kernels.loops import call_all, compiled, read_floats, rotate_vector, shares
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 if TYPE_CHECKING:

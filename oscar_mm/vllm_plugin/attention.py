@@ -14,13 +14,11 @@ from oscar_mm.errors import InputError
 from oscar_mm.ops.append import UNITS, AppendKernel, append
 from oscar_mm.ops.append import Specialization as AppendSpecialization
 from oscar_mm.ops.block_tables import BlockTablesKernel
-from oscar_mm.ops.decode import decode
-from oscar_mm.ops.decode_kernel import DecodeKernel, decode_kernel
+from oscar_mm.ops.decode import DecodeKernel, decode, decode_kernel
 from oscar_mm.ops.decode_torch import DecodeArguments
 from oscar_mm.ops.library import numbers_of, recipe_arguments
-from oscar_mm.ops.store import store, store_layers
-from oscar_mm.ops.store_kernel import Specialization as StoreSpecialization
-from oscar_mm.ops.store_kernel import StoreKernel
+from oscar_mm.ops.store import Specialization as StoreSpecialization
+from oscar_mm.ops.store import StoreKernel, store, store_layers
 from oscar_mm.ops.unpack import Specialization as UnpackSpecialization
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
 from oscar_mm.quant.quantize import Recipe

@@ -10,7 +10,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
-from oscar_mm.ops.decode_kernel import Params, Specialization
+from oscar_mm.ops.decode import Params, Specialization
 from oscar_mm.pages.layout import PageFormat
 from tests.ops.arguments import channel_policy, stream_policy
 

@@ -17,9 +17,9 @@ from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import SWITCH
 from oscar_mm.kernels.self_check import CheckedKernels, OperationKernel, relative_error
 from oscar_mm.ops import append as append_module
-from oscar_mm.ops import decode_kernel as decode_module
+from oscar_mm.ops import decode as decode_module
 from oscar_mm.ops import pack as pack_module
-from oscar_mm.ops import store_kernel
+from oscar_mm.ops import store as store_module
 from oscar_mm.ops import unpack as unpack_module
 from oscar_mm.ops.append import append_by_torch
 from oscar_mm.ops.decode_torch import decode_by_torch
@@ -198,7 +198,7 @@ def test_first_use_in_a_real_capture(name: str, monkeypatch: pytest.MonkeyPatch)
         append_module.AppendKernel,
         decode_module.DecodeKernel,
         pack_module.PackKernel,
-        store_kernel.StoreKernel,
+        store_module.StoreKernel,
         unpack_module.UnpackKernel,
     ):
         monkeypatch.setattr(kind.checked, "_chosen", {})
@@ -297,8 +297,8 @@ def test_store_is_compared(center: bool, several: bool, fault: Wrong, agrees: bo
     kernel.of_layers = of_layers
     policy = stream_policy(center=center)
     recipe = Recipe.of(page_format((3, 2), policy=policy), policy)
-    specialization = store_kernel.Specialization(recipe, torch.bfloat16)
-    check(store_kernel.StoreKernel, specialization, kernel, agrees)
+    specialization = store_module.Specialization(recipe, torch.bfloat16)
+    check(store_module.StoreKernel, specialization, kernel, agrees)
 
 
 @pytest.mark.parametrize(("fault", "agrees"), FAULTS)

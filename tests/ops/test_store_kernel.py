@@ -10,7 +10,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
 from oscar_mm.ops.library import recipe_arguments
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
-from oscar_mm.ops.store_kernel import LayersParams, Specialization, StoreKernel, StoreParams
+from oscar_mm.ops.store import LayersParams, Specialization, StoreKernel, StoreParams
 from oscar_mm.ops.store_torch import (
     CENTER_TOKENS,
     HEAD,
