@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oscar_mm.apps import options, terminal
-from oscar_mm.apps.line_input import no_echo, paths_of, typed_lines
-from oscar_mm.apps.terminal import print_pieces, printable, warnings_as_lines
+from oscar_mm.apps.terminal import (
+    no_echo,
+    paths_of,
+    print_pieces,
+    printable,
+    typed_lines,
+    warnings_as_lines,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
 from oscar_mm.media.image import eighth

@@ -1,7 +1,8 @@
-"""Options that several commands share, alone and in groups."""
+"""Options that several commands share, alone and in groups, and the key of a server."""
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -10,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from oscar_mm.errors import InputError
 from oscar_mm.media.source import KIND
 from oscar_mm.models import BUNDLED, description
 from oscar_mm.models.source import check_source
@@ -81,6 +83,9 @@ TEXT_NEEDS_LANGUAGE_MODEL = (
     "--text is for language models, and transformers does not load {} as one; ask it questions "
     "with media instead"
 )
+KEY_VARIABLE = "OSCAR_MM_API_KEY"
+_KEY_BYTES = 4096
+"""Largest file of a key."""
 
 
 @dataclass(frozen=True)
@@ -183,3 +188,26 @@ def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
     name = "pocket-omni" if hears else "pocket-vl"
     print(f"oscar-mm: no --model given, so this is {description(name)}", file=sys.stderr)
     return name
+
+
+def api_key(file: Path | None) -> str | None:
+    """Read the key from a file or the environment; the process list would show an option.
+
+    Raises:
+        InputError: the file cannot be read, or holds no key.
+    """
+    name = KEY_VARIABLE if file is None else str(file)
+    if file is None:
+        key = os.environ.get(KEY_VARIABLE)
+        if key is None:
+            return None
+    else:
+        try:
+            with file.open("rb") as opened:
+                key = opened.read(_KEY_BYTES + 1).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
+    key = key.strip()
+    if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
+        raise InputError(f"{name}: must hold one key, without spaces, and nothing else")
+    return key

@@ -13,9 +13,8 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-from oscar_mm.apps.audio_qa.answer_file import AnswerFile
 from oscar_mm.apps.audio_qa.engine import WorkerSettings
-from oscar_mm.apps.audio_qa.results import Work, error_result
+from oscar_mm.apps.audio_qa.results import AnswerFile, Work, error_result
 from oscar_mm.apps.audio_qa.rows import Row, by_recording
 from oscar_mm.apps.audio_qa.server_worker import ServerSettings
 from oscar_mm.apps.terminal import rows_bar

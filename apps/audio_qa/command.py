@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from oscar_mm.apps import options, terminal
-from oscar_mm.apps.api_key import KEY_VARIABLE, api_key
 from oscar_mm.apps.audio_qa.rows import read_rows
+from oscar_mm.apps.options import KEY_VARIABLE, api_key
 from oscar_mm.apps.terminal import warnings_as_lines
 from oscar_mm.media import MediaLimits
 from oscar_mm.policy import DEFAULT, KVPolicy

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.apps.audio_qa.answer_file import RUN, AnswerFile
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
-from oscar_mm.apps.audio_qa.results import Work, summarize, write_samples
+from oscar_mm.apps.audio_qa.results import RUN, AnswerFile, Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
 from oscar_mm.apps.audio_qa.server_worker import ServerSettings
 from oscar_mm.apps.terminal import rows_bar

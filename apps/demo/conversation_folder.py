@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.measured_chat import MemorySample
-from oscar_mm.apps.demo.session_settings import SessionSettings
+from oscar_mm.apps.demo.visitor_input import SessionSettings
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.files import whole_file, writing
 from oscar_mm.policy import KVPolicy

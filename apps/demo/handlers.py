@@ -12,7 +12,6 @@ from typing import Any
 import gradio as gr
 
 from oscar_mm.admission.capacity import ModelShape
-from oscar_mm.apps.demo.comparison_panel import comparison_view
 from oscar_mm.apps.demo.examples import Example
 from oscar_mm.apps.demo.memory_panel import (
     MODELS,
@@ -22,10 +21,11 @@ from oscar_mm.apps.demo.memory_panel import (
     segments_view,
     status_view,
 )
+from oscar_mm.apps.demo.panels import comparison_view
 from oscar_mm.apps.demo.session import Session
-from oscar_mm.apps.demo.session_settings import SessionSettings, as_int
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import as_markdown, history, live
+from oscar_mm.apps.demo.visitor_input import SessionSettings, as_int
 from oscar_mm.errors import InputError
 
 THIS_MODEL = "the model of this page"
@@ -266,7 +266,7 @@ class Handlers:
 
     def inspect(self, request: gr.Request) -> Iterator[str]:
         """Inspect the keys of this conversation."""
-        from oscar_mm.apps.demo.inspection_panel import inspection_view
+        from oscar_mm.apps.demo.panels import inspection_view
 
         session = self._session(request)
         yield '<p class="empty">Reading …</p>'

@@ -13,7 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oscar_mm.apps.demo import uploads
+from oscar_mm.apps.demo import visitor_input
 
 _CONTENT_POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
@@ -63,7 +63,7 @@ class Isolation:
             await PlainTextResponse("addresses are not fetched", 403)(scope, receive, send)
             return
 
-        if path.endswith("/upload") and stored_bytes(self.folder) > uploads.MAX_STORED_BYTES:
+        if path.endswith("/upload") and stored_bytes(self.folder) > visitor_input.MAX_STORED_BYTES:
             refusal = PlainTextResponse("the server has no room for more files now", 507)
             await refusal(scope, receive, send)
             return

@@ -10,13 +10,12 @@ import gradio as gr
 
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
-from oscar_mm.apps.demo.inspection_panel import NOT_INSPECTED
 from oscar_mm.apps.demo.isolation import LocalBlocks
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
 from oscar_mm.apps.demo.model_card import ModelCard
-from oscar_mm.apps.demo.session_settings import AS_PRESET, WIDTHS
+from oscar_mm.apps.demo.panels import NOT_INSPECTED
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
-from oscar_mm.apps.demo.uploads import MAX_CHARACTERS, MAX_NEW_TOKENS
+from oscar_mm.apps.demo.visitor_input import AS_PRESET, MAX_CHARACTERS, MAX_NEW_TOKENS, WIDTHS
 from oscar_mm.media.source import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy

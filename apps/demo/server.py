@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oscar_mm.apps.demo.examples import FOLDER
-from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
-from oscar_mm.apps.demo.uploads import LIMITS, MAX_CHAT_BYTES
+from oscar_mm.apps.demo.visitor_input import LIMITS, MAX_CHAT_BYTES, SessionSettings
 from oscar_mm.apps.server_process import bind, sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for

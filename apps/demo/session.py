@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
-from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
-from oscar_mm.apps.demo.uploads import (
+from oscar_mm.apps.demo.visitor_input import (
     MAX_FILES,
     MAX_NEW_TOKENS,
+    SessionSettings,
     bounded_text,
     files_by_kind,
     upload_path,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -18,7 +19,7 @@ from PIL import Image
 from oscar_mm.chat.conversation import Turn
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.image import eighth
-from oscar_mm.modality import Modality
+from oscar_mm.modality import MediumSpan, Modality
 
 NOTES = {
     "interrupted": "stopped: what was written counts as the answer",
@@ -78,6 +79,7 @@ _EMPTY = (
     "<p>What the model has seen stays in a packed cache: later questions cost their own tokens "
     "only. The memory panel shows what it holds.</p></div>"
 )
+_MAX_CHARACTERS = 64 * 2**20
 
 
 @dataclass(eq=False)
@@ -288,3 +290,33 @@ def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:
         f'<details class="reasoning"{" open" if is_open else ""}><summary>Reasoning</summary>'
         f"<div>{escape(exchange.reasoning)}</div></details>"
     )
+
+
+class PreviewStore:
+    """The previews of the media that were shown lately, by their content and name.
+
+    Content is a SHA-256: a conversation that names it comes from somebody who has seen the medium.
+    """
+
+    def __init__(self) -> None:
+        self._htmls: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._size, self._lock = 0, threading.Lock()
+
+    def add(self, media: Sequence[MediumSpan], htmls: Sequence[str]) -> None:
+        """Add previews; the oldest ones go where there are too many."""
+        with self._lock:
+            for span, html in zip(media, htmls, strict=True):
+                key = span.digest, span.label
+                self._size += len(html) - len(self._htmls.pop(key, ""))
+                self._htmls[key] = html
+            while self._size > _MAX_CHARACTERS:
+                self._size -= len(self._htmls.popitem(last=False)[1])
+
+    def html(self, span: MediumSpan) -> str:
+        """Return the picture of a medium, or ""."""
+        with self._lock:
+            return self._htmls.get((span.digest, span.label), "")
+
+    def preview(self, span: MediumSpan) -> Preview:
+        """Describe a medium whose file is missing."""
+        return Preview.named(span.modality, span.label, self.html(span))

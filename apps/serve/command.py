@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from oscar_mm.apps import options, terminal
-from oscar_mm.apps.api_key import KEY_VARIABLE, api_key
+from oscar_mm.apps.options import KEY_VARIABLE, api_key
 from oscar_mm.apps.server_process import bind, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy

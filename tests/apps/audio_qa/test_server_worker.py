@@ -22,12 +22,12 @@ import soundfile
 from PIL import Image
 
 from oscar_mm import InputError, OscarOmniPipeline
-from oscar_mm.apps.api_key import KEY_VARIABLE
 from oscar_mm.apps.audio_qa import audio_qa, chat_client, cluster, server_worker
 from oscar_mm.apps.audio_qa.chat_client import ServerLost
 from oscar_mm.apps.audio_qa.engine import AnswerSettings
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, named_choice, read_rows
 from oscar_mm.apps.audio_qa.server_worker import ServerSettings
+from oscar_mm.apps.options import KEY_VARIABLE
 from oscar_mm.cli import run
 from oscar_mm.media.mono import Audio
 from tests.apps.audio_qa.conftest import read_lines, write_lines

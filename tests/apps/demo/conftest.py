@@ -8,9 +8,8 @@ from PIL import Image
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.session import Session
-from oscar_mm.apps.demo.session_settings import SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
-from oscar_mm.apps.demo.uploads import LIMITS
+from oscar_mm.apps.demo.visitor_input import LIMITS, SessionSettings
 from oscar_mm.policy import KVPolicy
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone

@@ -15,8 +15,7 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.command import DEFAULT_MODEL
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.server import serve_page
-from oscar_mm.apps.demo.session_settings import SessionSettings
-from oscar_mm.apps.demo.uploads import LIMITS
+from oscar_mm.apps.demo.visitor_input import LIMITS, SessionSettings
 from oscar_mm.policy import KVPolicy
 from tests.apps.demo.browser import Browser
 from tests.apps.demo.test_server import free_port

@@ -12,8 +12,8 @@ from oscar_mm.apps.demo import conversation_folder as module
 from oscar_mm.apps.demo import session as session_module
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo.session import Session
-from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.chat import chat as chat_module
 from oscar_mm.errors import Busy, InputError

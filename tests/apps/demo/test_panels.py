@@ -7,8 +7,6 @@ import pytest
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo.charts import Line, chart
-from oscar_mm.apps.demo.comparison_panel import comparison_view, mark_differences
-from oscar_mm.apps.demo.inspection_panel import inspection_view
 from oscar_mm.apps.demo.measured_chat import MemoryCurve
 from oscar_mm.apps.demo.memory_panel import (
     LENGTHS,
@@ -23,7 +21,8 @@ from oscar_mm.apps.demo.memory_panel import (
     segments_view,
     status_view,
 )
-from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
+from oscar_mm.apps.demo.panels import comparison_view, inspection_view, mark_differences
+from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Timings
 from oscar_mm.modality import Modality

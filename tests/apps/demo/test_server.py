@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from oscar_mm.apps.demo import sessions as sessions_module
-from oscar_mm.apps.demo import uploads as bounds
+from oscar_mm.apps.demo import visitor_input as bounds
 from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.errors import InputError
 from tests.apps.demo.conftest import COMPACT

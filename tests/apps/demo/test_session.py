@@ -11,10 +11,9 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.demo import measured_chat as chat_module
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo.memory_panel import status_view
-from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import history
-from oscar_mm.apps.demo.uploads import LIMITS
+from oscar_mm.apps.demo.visitor_input import AS_PRESET, LIMITS, SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy

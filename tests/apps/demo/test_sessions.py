@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from oscar_mm.apps.demo import sessions as sessions_module
-from oscar_mm.apps.demo.session_settings import AS_PRESET, SessionSettings
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy

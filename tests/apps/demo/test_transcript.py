@@ -1,4 +1,4 @@
-"""The transcript shows text as text, whatever it says."""
+"""The transcript shows text as text, whatever it says; previews by content and name, bounded."""
 
 import re
 from html.parser import HTMLParser
@@ -8,20 +8,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm.apps.demo.comparison_panel import mark_differences
+from oscar_mm.apps.demo import transcript as module
 from oscar_mm.apps.demo.memory_panel import segment_table
+from oscar_mm.apps.demo.panels import mark_differences
 from oscar_mm.apps.demo.transcript import (
     Exchange,
     Preview,
+    PreviewStore,
     as_markdown,
     history,
     live,
     load_previews,
 )
-from oscar_mm.apps.demo.uploads import LIMITS
+from oscar_mm.apps.demo.visitor_input import LIMITS
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.errors import InputError
-from oscar_mm.modality import Modality
+from oscar_mm.modality import MediumSpan, Modality
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'
 
@@ -144,3 +146,23 @@ def test_the_transcript_as_text_numbers_media_as_the_page_does() -> None:
     assert "- picture 1: a.png\n- picture 2: b.png\n" in text and "- picture 3: a.png\n" in text
     assert text.index("What?") < text.index("A sign.") < text.index("And?") < text.index("Red.")
     assert "(stopped)" in text
+
+
+def span(name: str, digest: str) -> MediumSpan:
+    return MediumSpan(Modality.IMAGE, name, 0, 4, digest)
+
+
+def test_content_and_name_have_to_agree() -> None:
+    store = PreviewStore()
+    store.add([span("a.png", "1")], ["<img>"])
+    assert store.preview(span("a.png", "1")).html == "<img>"
+    assert store.html(span("a.png", "2")) == store.html(span("b.png", "1")) == ""
+
+
+def test_the_oldest_go(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_MAX_CHARACTERS", 100)
+    store, spans = PreviewStore(), [span("a.png", str(index)) for index in range(20)]
+    for one in spans:
+        store.add([one], ["x" * 10])
+        store.add([one], ["x" * 10])
+    assert [bool(store.html(one)) for one in spans] == [False] * 10 + [True] * 10

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from oscar_mm.apps.api_key import KEY_VARIABLE
+from oscar_mm.apps.options import KEY_VARIABLE
 from oscar_mm.apps.serve.command import prefix_bytes
 from oscar_mm.cli import run
 from tests.apps.serve.conftest import user

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oscar_mm.apps.api_key import KEY_VARIABLE
+from oscar_mm.apps.options import KEY_VARIABLE
 from oscar_mm.apps.serve.vllm_server import vllm_arguments
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError

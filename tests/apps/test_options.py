@@ -2,7 +2,7 @@
 
 import pytest
 
-from oscar_mm.apps.api_key import KEY_VARIABLE, api_key
+from oscar_mm.apps.options import KEY_VARIABLE, api_key
 from oscar_mm.errors import InputError
 
 

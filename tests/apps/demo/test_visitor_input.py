@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from oscar_mm.apps.demo import uploads as module
-from oscar_mm.apps.demo.uploads import bounded_text, files_by_kind
+from oscar_mm.apps.demo import visitor_input as module
+from oscar_mm.apps.demo.visitor_input import bounded_text, files_by_kind
 from oscar_mm.errors import InputError
 
 

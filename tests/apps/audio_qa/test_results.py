@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.apps.audio_qa.answer_file import AnswerFile
 from oscar_mm.apps.audio_qa.engine import AnswerSettings
+from oscar_mm.apps.audio_qa.results import AnswerFile
 from oscar_mm.apps.audio_qa.rows import Row
 
 HOW = AnswerSettings(KVPolicy.preset("compact")).fingerprint("a model")
