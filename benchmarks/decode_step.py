@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.cache_variants import VARIANTS
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import VARIANTS, Decoder
 from benchmarks.record import show
 from benchmarks.sweep import (
     STEPS,

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cache_variants import VARIANTS, Oscar
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import VARIANTS, Decoder, Oscar
 from benchmarks.profiling import allocated, free_bytes, release
 from benchmarks.record import Row, now, show
 from benchmarks.sweep import (

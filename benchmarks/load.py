@@ -23,10 +23,9 @@ import openai
 import torch
 
 from benchmarks.endless_server import ENTRY
-from benchmarks.openai_server import Server, server_figures, watch
+from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figures, traffic, watch
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
-from benchmarks.streaming_clients import Exchange, Load, Prompt, traffic
 from tests.tiny import TEXT
 
 CLIENTS = "1,4,16,64"

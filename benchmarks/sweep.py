@@ -14,8 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cache_variants import VARIANTS, CacheVariant, FilledCache, Oscar
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import VARIANTS, CacheVariant, Decoder, FilledCache, Oscar
 from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, WarningLog, command, device_name, finish, now, parser

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.cache_variants import VARIANTS, CacheVariant
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import VARIANTS, CacheVariant, Decoder
 from benchmarks.profiling import free_bytes
 from benchmarks.record import Row, show
 from benchmarks.sweep import (

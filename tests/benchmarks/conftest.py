@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import Decoder
 
 
 @pytest.fixture(scope="session")

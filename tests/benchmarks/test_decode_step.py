@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import decode_step, sweep
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import Decoder
 from benchmarks.record import Record
 from benchmarks.sweep import STEPS, WARM_UP
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import engine, sweep
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import Decoder
 from benchmarks.record import Record
 from benchmarks.sweep import STEPS, WARM_UP
 from oscar_mm.cache.store import PageStore

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernel_bounds import (
+from benchmarks.kernels import (
     BOUNDS,
     HEAD_64,
     QWEN_BATCH,
@@ -17,10 +17,11 @@ from benchmarks.kernel_bounds import (
     SHAPES,
     Shape,
     check,
+    error_of,
     rate,
+    stored_pair,
     verdict,
 )
-from benchmarks.kernels import error_of, stored_pair
 from benchmarks.record import Record
 from oscar_mm.policy import Bits
 

@@ -15,9 +15,8 @@ pytest.importorskip("fastapi", reason="needs fastapi")
 from benchmarks import load
 from benchmarks.endless_server import make_endless, random_pipeline
 from benchmarks.load import KINDS, answered_kinds, figures, measure, prompts
-from benchmarks.openai_server import Server
+from benchmarks.openai_server import Exchange, Load, Server, traffic
 from benchmarks.record import Record
-from benchmarks.streaming_clients import Exchange, Load, traffic
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.apps.serve.conftest import served
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.conversation import Call, tensors_on
 from benchmarks.profiling import allocated, allocated_since, kernel_launches
-from benchmarks.replay import Call, tensors_on
 from oscar_mm.generation.prompt import Prompt
 
 CPU = torch.device("cpu")

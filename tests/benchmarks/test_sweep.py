@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks import sweep
-from benchmarks.cache_variants import VARIANTS, Dynamic, FilledCache
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import VARIANTS, Decoder, Dynamic, FilledCache
 from benchmarks.record import Record
 from oscar_mm.generation.sampling import NextTokens
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from benchmarks import throughput
-from benchmarks.cache_variants import Dynamic, FilledCache
-from benchmarks.decoder import Decoder
+from benchmarks.cache_variants import Decoder, Dynamic, FilledCache
 from benchmarks.record import Record
 
 pytestmark = pytest.mark.usefixtures("quick_collection")

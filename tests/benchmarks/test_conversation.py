@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from benchmarks.conversation import difference, join_calls, record_calls, replay, with_steps
 from benchmarks.random_model import RELEASED, build
-from benchmarks.replay import difference, join_calls, record_calls, replay, with_steps
 from oscar_mm import OscarCache, OscarVLPipeline
 from tests.prompts import noise
 
