@@ -4,8 +4,8 @@
 it is read, into stream pages that are vLLM's blocks: 128 tokens each, complete in themselves, so
 that blocks are shared, swapped and computed anew as vLLM likes.
 
-Layers: ``policies`` and ``settings`` say how tokens are packed, ``step`` makes the tables of a
-step, ``attention`` stores and attends, ``backend`` is what vLLM calls.
+Layers: ``settings`` says how tokens are packed, ``step`` makes the tables of a step, ``attention``
+stores and attends, ``backend`` is what vLLM calls.
 """
 
 

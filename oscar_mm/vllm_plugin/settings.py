@@ -1,16 +1,49 @@
-"""Settings: how tokens are packed, as the user of vLLM says in `--additional-config`."""
+"""Settings: how tokens are packed, as the user of vLLM says in `--additional-config`.
+
+Imports torch only where pages are made: the command line checks policies too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oscar_mm.errors import InputError
-from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.quantize import Recipe
-from oscar_mm.vllm_plugin.policies import KEY, servable
+
+if TYPE_CHECKING:
+    from oscar_mm.quant.quantize import Recipe
+
+KEY = "oscar_mm"
+"""Of the plugin's options in `--additional-config`."""
+
+
+def additional_config(policy: str) -> dict[str, Any]:
+    """What `--additional-config` says for a policy."""
+    return {KEY: {"policy": policy}}
+
+
+def servable(policy: str | KVPolicy) -> KVPolicy:
+    """A policy that vLLM can serve with.
+
+    Raises:
+        InputError: there is no such policy, or its tokens cannot be packed one by one alike.
+    """
+    found = KVPolicy.of(policy)
+    if not found.by_token:
+        problem = f"key_axis={found.key_axis!r}"
+    elif len(set(found.bits)) > 1 or not found.packs:
+        problem = "16 bits, or bits that differ by modality"
+    elif found.balance == "prompt":
+        problem = "balance='prompt'"
+    else:
+        return found
+    raise InputError(
+        f"policy {policy} has {problem}: vLLM serves with key_axis='token', the same 2, 3 or 4 "
+        "bits for all modalities and no balancing but by weights, such as standard, quarot or "
+        "standard:bits=4/2"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,6 +77,9 @@ class Settings:
 
     def recipe(self, kv_heads: int, head_dim: int) -> Recipe:
         """How pages of a layer are made."""
+        from oscar_mm.pages.layout import PageFormat
+        from oscar_mm.quant.quantize import Recipe
+
         page_format = PageFormat.of(self.policy, self.policy.bits.text, kv_heads, head_dim)
         return Recipe.of(page_format, self.policy)
 
@@ -53,6 +89,8 @@ class Settings:
         Raises:
             InputError: they are no whole number, as vLLM counts them.
         """
+        from oscar_mm.pages.layout import PAGE_TOKENS
+
         page_bytes = self.recipe(kv_heads, head_dim).page_format.page_bytes
         size, rest = divmod(page_bytes, PAGE_TOKENS * kv_heads)
         if rest:
