@@ -14,7 +14,6 @@ from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
 from oscar_mm.admission.kv_budget import KVBudget, Reservation, Spillable
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.slot_growth import (
     Growth,
     bytes_over_time,
@@ -31,6 +30,7 @@ from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
+from oscar_mm.threads import FairLock
 
 _DOUBT = 0.05
 """Share of a recording or a video by which its header may be wrong."""

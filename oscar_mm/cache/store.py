@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.rows import Row
 from oscar_mm.cache.slots import SlotAllocator, SlotSet
 from oscar_mm.errors import InputError
@@ -26,6 +25,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
 from oscar_mm.ranks import Ranks
+from oscar_mm.threads import FairLock
 
 _TRIMMING = 0.02
 """Most of the time that goes into moving slots together."""

@@ -13,7 +13,6 @@ import torch
 
 from oscar_mm.admission.admission import Admission
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.memory import span_bytes
 from oscar_mm.cache.store import PageStore
 from oscar_mm.generation.answer import ReasoningSpan
@@ -24,6 +23,7 @@ from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import MediaReader
 from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.policy import KVPolicy
+from oscar_mm.threads import FairLock
 
 _LABEL = 40
 """Characters of a prompt that name its segment."""

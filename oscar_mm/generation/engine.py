@@ -12,19 +12,18 @@ from typing import Protocol, TypeVar
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.slot_growth import Growth
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy
 from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.leader_followers import LeaderFollowers
 from oscar_mm.generation.prefix_cache import PrefixCache, processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.generation.prompt_reader import PromptReader
 from oscar_mm.generation.sampling import Choices
 from oscar_mm.ranks import Ranks
+from oscar_mm.threads import FairLock, LeaderFollowers
 
 MOST_ROWS = 256
 """Most answers that decode together."""

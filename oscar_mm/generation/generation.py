@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.fair_lock import FairLock
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Answer, AnswerWriter
 from oscar_mm.generation.decode_batch import DecodeRow
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.threads import FairLock
 
 
 class AnsweringEngine(Protocol):
