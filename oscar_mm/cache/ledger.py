@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oscar_mm.cache.advance import Advance, NoRoomError, UnchangedSlots, real_tokens
 from oscar_mm.cache.rows import NOWHERE, Row, Stream
-from oscar_mm.cache.slots import SlotAllocator
+from oscar_mm.cache.slot_growth import Advance, real_tokens
+from oscar_mm.cache.slots import NoRoomError, SlotAllocator, UnchangedSlots
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError

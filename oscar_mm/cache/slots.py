@@ -108,6 +108,45 @@ class SlotAllocator:
         return self._references[slot] > 1
 
 
+class NoRoomError(Exception):
+    """A pool would have to grow."""
+
+
+class UnchangedSlots:
+    """Tells the slots that a ``SlotAllocator`` would give, and takes none back.
+
+    Attributes:
+        given: the slots that were told.
+        counted: slots whose owners were asked for.
+    """
+
+    def __init__(self, slots: SlotAllocator) -> None:
+        self._slots = slots
+        self.given, self.counted = list[int](), list[int]()
+
+    def allocate(self, count: int) -> list[int]:
+        """The slots that would be given next."""
+        taken = len(self.given)
+        found = [self._slots.foretell(taken + index) for index in range(count)]
+        given = [slot for slot in found if slot is not None]
+        if len(given) < count:
+            raise NoRoomError
+        self.given += given
+        return given
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing is given back."""
+
+    def is_shared(self, slot: int) -> bool:
+        """Whether a slot has more than one owner."""
+        self.counted.append(slot)
+        return self._slots.is_shared(slot)
+
+    def owners(self, slot: int) -> int:
+        """How many owners a slot has."""
+        return self._slots.owners(slot)
+
+
 class SlotSet:
     """Slots of pages by their bits, and under ``PLAIN`` slots of tokens in 16 bit.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.cache import advance as advance_module
+from oscar_mm.cache import slot_growth as slot_growth_module
 from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.pages.layout import PAGE_TOKENS
 from tests.cache.invariants import STREAM
@@ -55,7 +55,7 @@ def test_keys_that_come_one_by_one_are_stored_as_exactly(states, monkeypatch, wi
     assert errors[1] < 1.05 * errors[0]
     assert divergence(keys, single) < 1.1 * divergence(keys, once)
     # By the mean of the keys in the window, as in larger windows, they would not be.
-    monkeypatch.setattr(advance_module, "_SMALL_WINDOW", 0)
+    monkeypatch.setattr(slot_growth_module, "_SMALL_WINDOW", 0)
     few = stored(policy, states, ONE_BY_ONE)
     assert divergence(keys, few) > (1.2 if window else 1.7) * divergence(keys, single)
     assert float((few - keys).norm()) > (1.1 if window else 1.3) * errors[1]
