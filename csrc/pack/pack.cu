@@ -5,7 +5,7 @@
 // values are rotated and fitted per token over a group of channels (oscar_mm/ops/pack.py says the
 // same in PyTorch). Both stay in registers from the rotation to the codes: the rotation is a matrix
 // product on the tensor cores, exact because its other factor is +-1 (over a sigma whose reciprocal
-// has 8 bits, quant/balance.py), and its accumulators are the lines of fit.cuh. Of keys a warp has
+// has 8 bits, quant/basis.py), and its accumulators are the lines of fit.cuh. Of keys a warp has
 // 16 channels of all tokens, of values all channels of 16 tokens.
 //
 // Compiled with, besides page.cuh's: CODE_BITS (2, 4), ELEMENT (__half, __nv_bfloat16), ROTATE, FIT
@@ -154,7 +154,7 @@ __device__ __forceinline__ void scale_keys(float (&x)[TILES][2][4], Shared& shar
 }
 
 // The norm to store of a token: `overlap` is its product with what its codes are read as, `square`
-// that of the key with itself, or of what is read (quant/scaling.py).
+// that of the key with itself, or of what is read (quant/fit.py).
 __device__ __forceinline__ float fitted_norm(float norm, float overlap, float square) {
   const float fitted = NORM_FIT == 2 ? norm * square / overlap : norm * overlap / square;
   if (!(overlap > 0.0f) || !isfinite(fitted)) return norm;
