@@ -1,9 +1,11 @@
 """Audio QA in batch: questions that share a recording's pages against questions that do not.
 
 python -m benchmarks.audio_qa [--ray]
+python -m benchmarks.audio_qa --full-size
 
 Each run is a process of `oscar-mm audio-qa` with the bundled pocket-omni on the CPU. Needs the
-program espeak-ng, which speaks the recordings; --ray needs Ray.
+program espeak-ng, which speaks the recordings; --ray needs Ray. With --full-size a model with
+random weights of Qwen3-Omni's shapes answers in this process, on a GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
+from benchmarks.random_model import RELEASED, build
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from examples.train_pocket.speech import NUMBERS, RATE, VOICES, speak
+from oscar_mm import OscarOmniPipeline
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine
+from oscar_mm.apps.audio_qa.rows import by_recording, read_rows
 
 RECORDINGS, CLIPS, QUESTIONS = 20, 20, 10
 BATCH = 8
@@ -35,6 +42,16 @@ _LIMIT_S = 1800
 VOICES_USED = VOICES[:4]
 _GAP_S = 0.06
 _MOST_S, _LEAST_S = 3.5, 1.0
+FULL_SIZE, FULL_BATCHES, FULL_SECONDS, FULL_TOKENS = "qwen3-omni-30b-a3b", (64, 8, 1), 60, 64
+AT_LEAST = 5.0
+"""Rows a minute of the largest batch, by those one by one."""
+FULL_NOTES = [
+    f"{RECORDINGS} recordings of noise of {FULL_SECONDS} s, {QUESTIONS} questions about each. "
+    f"Random weights, which never end an answer before {FULL_TOKENS} tokens, the default policy. "
+    "'batch': most rows at once; in each row's time is all that a job does, from the files on, but "
+    "for loading the model. The first run warms up and is not counted.",
+    "Not shared: each row has its own links to the same sound files.",
+]
 NOTES = [
     f"{RECORDINGS} recordings of {CLIPS} spoken clips of 1 to 3.5 s, {QUESTIONS} questions about "
     "each, half of them with four choices, which are scored. espeak-ng speaks the clips.",
@@ -257,6 +274,75 @@ def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
     return runs.rows
 
 
+def measure_full_size(folder: Path, device: torch.device, *, tiny: bool) -> list[dict[str, Any]]:
+    """Rows of runs of a model of released shapes, one for each batch size, shared and not.
+
+    Args:
+        folder: where the recordings go.
+        device: of the model.
+        tiny: the same in small.
+    """
+    released = RELEASED[FULL_SIZE].tiny() if tiny else RELEASED[FULL_SIZE]
+    model, processor = build(released, device, torch.float32 if tiny else torch.bfloat16)
+    pipe = OscarOmniPipeline(model, processor=processor)
+    recordings, questions, length = (2, 3, 2) if tiny else (RECORDINGS, QUESTIONS, FULL_SECONDS)
+    noise = np.random.default_rng(0)
+    rows = []
+    for number in range(recordings):
+        name = f"{number:02}.wav"
+        write_wav(folder / name, noise.uniform(-0.5, 0.5, length * RATE).astype(np.float32))
+        for turn in range(questions):
+            question = f"What was said in part {turn}?"
+            rows.append({"id": f"{number:02}-{turn}", "audio": [name], "question": question})
+    kinds = {"shared": rows, "not shared": with_own_files(folder, rows)}
+    files = {name: write_jsonl(folder / f"{name}.jsonl", kind) for name, kind in kinds.items()}
+    found = []
+    for batch in (FULL_BATCHES[0], *FULL_BATCHES):
+        for name, file in files.items():
+            found.append(_full_size_run(pipe, file, batch) | {"run": name, "batch": batch})
+            print(found[-1], flush=True)
+    return found[len(files) :]
+
+
+def _full_size_run(pipe: OscarOmniPipeline, file: Path, batch: int) -> dict[str, Any]:
+    settings = AnswerSettings(policy=pipe.policy, max_new_tokens=FULL_TOKENS)
+    engine = Engine(pipe, settings, batch)
+    start = time.perf_counter()
+    results = list(engine.run(by_recording(read_rows(file))))
+    seconds = time.perf_counter() - start
+    if errors := [result["error"] for result in results if result["error"]]:
+        raise RuntimeError(errors[0])
+    return {
+        "seconds": seconds,
+        "rows": len(results),
+        "rows_per_minute": 60 * len(results) / seconds,
+        "audio_seconds_read": engine.audio_seconds,
+        "kv_peak_bytes": engine.peak_bytes,
+    }
+
+
+def _full_size_table(rows: list[dict[str, Any]]) -> None:
+    show(
+        "Rows of audio-qa with full-size shapes",
+        ("run", "batch", "s", "rows a minute", "audio s read", "KV peak MB"),
+        (
+            (
+                *(row["run"], str(row["batch"]), f"{row['seconds']:.1f}"),
+                *(f"{row['rows_per_minute']:.0f}", f"{row['audio_seconds_read']:.0f}"),
+                f"{row['kv_peak_bytes'] / 1e6:.1f}",
+            )
+            for row in rows
+        ),
+    )
+    speeds = {row["batch"]: row["rows_per_minute"] for row in rows if row["run"] == "shared"}
+    times = speeds[FULL_BATCHES[0]] / speeds[1]
+    verdict = "met" if times >= AT_LEAST else "NOT met"
+    print(
+        f"{FULL_BATCHES[0]} rows at once are {times:.1f} times as fast as one by one, at least "
+        f"{AT_LEAST:.0f}: {verdict}"
+    )
+
+
 def _table(rows: list[dict[str, Any]]) -> None:
     def seconds(value: float | None) -> str:
         return "" if value is None else f"{value:.1f}"
@@ -295,7 +381,18 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print and record."""
     options = parser("benchmarks.audio_qa", __doc__)
     options.add_argument("--ray", action="store_true", help="also on two workers of Ray")
+    options.add_argument("--full-size", action="store_true", help="Qwen3-Omni's shapes, on a GPU")
+    options.add_argument("--tiny", action="store_true", help="--full-size in small, on a CPU")
     options = options.parse_args(arguments)
+    if options.full_size:
+        device = torch.device("cpu" if options.tiny else "cuda")
+        with tempfile.TemporaryDirectory() as folder:
+            rows = measure_full_size(Path(folder), device, tiny=options.tiny)
+        _full_size_table(rows)
+        line = command("benchmarks.audio_qa", arguments)
+        record = Record("audio_qa", line, device_name(device.type), rows, FULL_NOTES)
+        finish(record, options.out)
+        return 0
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), options.ray)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import audio_qa
 from benchmarks.audio_qa import ratios
@@ -41,3 +42,12 @@ def test_ratios() -> None:
     fields = ("cpu_seconds", "kv_peak_bytes")
     rows = [{"run": name} | dict.fromkeys(fields, 2.0**i) for i, name in enumerate(names)]
     assert set(ratios(rows).values()) == {2.0} and len(ratios(rows)) == 4
+
+
+def test_full_size_in_small(tmp_path: Path) -> None:
+    rows = audio_qa.measure_full_size(tmp_path, torch.device("cpu"), tiny=True)
+    assert [(row["run"], row["batch"]) for row in rows] == [
+        (run, batch) for batch in (64, 8, 1) for run in ("shared", "not shared")
+    ]
+    assert {row["rows"] for row in rows} == {6}
+    assert {row["audio_seconds_read"] for row in rows} == {2 * 2, 6 * 2}
