@@ -37,7 +37,7 @@ from oscar_mm.compare.methods import (
     selected,
 )
 from oscar_mm.compare.teacher_forcing import IGNORE, Scores, answer_logits, as_recorded
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import PADDING

@@ -23,7 +23,7 @@ from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation import prompt_reader
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE

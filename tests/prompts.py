@@ -89,7 +89,7 @@ class Reference:
         return [row[: row.index(end)] if end in row else row for row in rows]
 
     def prompt(self, requests: Sequence[Request]) -> Prompt:
-        """A batch for ``oscar_mm.generation.decode_loop.decode``."""
+        """A batch for ``oscar_mm.generation.decode_batch.decode``."""
         inputs = dict(self.inputs(requests))
         types, mask = inputs.pop("mm_token_type_ids"), inputs["attention_mask"]
         ids = inputs["input_ids"]

@@ -25,7 +25,7 @@ from oscar_mm.compare.teacher_forcing import (
     ratio,
 )
 from oscar_mm.errors import InputError
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.pages.layout import PAGE_TOKENS

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.generation.prefill import read_prompt
+from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import BROKEN, NAN, Choices, NextTokens, Sampling, TokenSampler
+from oscar_mm.modality import PADDING
 from oscar_mm.ranks import Ranks
 
 _CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
@@ -168,3 +171,64 @@ class DecodeBatch:
                 self._model, self._cache, rows, self._axes, self._device
             )
         return self._by_size[rows]
+
+
+@torch.inference_mode()
+def decode(
+    model: nn.Module,
+    prompt: Prompt,
+    cache: OscarCache,
+    sampling: Sampling | Sequence[Sampling],
+    *,
+    end_tokens: frozenset[int],
+    ended: torch.Tensor | None = None,
+) -> Iterator[list[int | None]]:
+    """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
+
+    The token that ends a row is left out. The cache ends up with prompt and answer, without the
+    last token where max_new_tokens or the caller ends the answer. Answers of a pipeline come from
+    its ``Engine`` instead, whose rows come and go.
+
+    Args:
+        model: a model of transformers that generates, with attention "oscar" in its decoder.
+        prompt: of one row or several, with padding on the left.
+        cache: holds the past, such as earlier turns.
+        sampling: for all rows, or for each row one.
+        end_tokens: ids that end a row.
+        ended: (batch,) bool on the CPU, which rows have ended. The caller may set it for a row
+            between two steps.
+
+    Raises:
+        FloatingPointError: the model's logits are NaN.
+    """
+    logits = read_prompt(model, prompt, cache)
+    count = len(prompt.modalities)
+    samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
+    ids, positions = prompt.inputs["input_ids"].cpu(), prompt.next_position.tolist()
+    real = prompt.modalities != PADDING
+    rows = [
+        DecodeRow(samplings[row], ids[row][real[row]], positions[row], end_tokens)
+        for row in range(count)
+    ]
+    axes, device = prompt.positions.shape[:-2], prompt.positions.device
+    batch = DecodeBatch(model, cache, axes, device)
+    batch.seat(rows)
+    batch.choose(logits)
+    ended = torch.zeros(count, dtype=torch.bool) if ended is None else ended
+    before = [0] * count
+    while True:
+        if (error := next((row.error for row in rows if row.error), None)) is not None:
+            raise error
+        fresh = [
+            row.tokens[-1] if len(row.tokens) > known else None
+            for row, known in zip(rows, before, strict=True)
+        ]
+        if fresh == [None] * count:
+            return
+        before = [len(row.tokens) for row in rows]
+        yield fresh
+        for row, over in zip(rows, ended.tolist(), strict=True):
+            row.ended |= over
+        if all(row.ended for row in rows):
+            return
+        batch.step()

@@ -1,4 +1,6 @@
-"""Prefill of long prompts: towers read a part at a time, the decoder reads at once or in chunks.
+"""Prefill: prompts through a model, short ones in one pass, long ones by parts.
+
+Of a long prompt towers read a part at a time, the decoder reads at once or in chunks.
 
 So features and temporaries of the towers exist for one part of the media at a time. In chunks, the
 activations of the decoder exist for one chunk at a time too.
@@ -12,11 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.generation import chunked_modules
+from oscar_mm.generation.chunked_modules import in_pieces
 from oscar_mm.generation.prompt import Prompt, by_frames, forward, segments
 
 _PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
@@ -228,3 +233,48 @@ def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str
             del whole
     if waiting:
         yield joined(waiting)
+
+
+@torch.inference_mode()
+def read_prompt(
+    model: nn.Module, prompt: Prompt, cache: OscarCache, prefill_chunk: int | None = None
+) -> torch.Tensor:
+    """Read a prompt into a cache; (batch, vocabulary) logits of the last token.
+
+    Args:
+        model: a model of transformers that generates, with attention "oscar" in its decoder.
+        prompt: of one row or several.
+        cache: holds the past, such as earlier turns.
+        prefill_chunk: tokens that are read at a time; None for all at once.
+    """
+    cache.expect(prompt.modalities)
+    with in_pieces(model, prompt.modalities.numel()):
+        if prompt.tokens > (prefill_chunk or chunked_modules.MOST_TOKENS):
+            return prefill(model, prompt, cache, prefill_chunk)
+        return forward(model, prompt, cache)
+
+
+@torch.inference_mode()
+def read_in_line(
+    model: nn.Module,
+    prompt: Prompt,
+    lengths: Sequence[int],
+    view: BatchView,
+    *,
+    every_token: bool = False,
+) -> torch.Tensor:
+    """Read short prompts in one pass, without padding; (prompts, vocabulary) logits of the last
+    token of each, or of every token.
+
+    Args:
+        model: as of ``read_prompt``.
+        prompt: all of them, see ``Family.in_line``.
+        lengths: tokens of each.
+        view: its rows are the prompts' caches.
+    """
+    ends = np.cumsum(lengths)
+    view.begin(np.split(prompt.modalities[0].numpy(), ends[:-1]))
+    last = range(prompt.tokens) if every_token else (ends - 1).tolist()
+    logits = prefill(model, prompt, view, last=last)
+    view.settle()
+    return logits

@@ -9,7 +9,7 @@ import pytest
 from examples.train_pocket.configs import NAMES, build
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline

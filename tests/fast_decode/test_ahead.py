@@ -16,7 +16,7 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
 from oscar_mm.generation import decode_batch
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import NextTokens, Sampling
 from oscar_mm.policy import PLAIN
 from tests.fast_decode.test_decode_steps import BATCH, Repeat

@@ -14,7 +14,7 @@ from oscar_mm.cache import layer as layer_module
 from oscar_mm.cache.step import Attention, Filling, FixedTables, Step
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_batch
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM

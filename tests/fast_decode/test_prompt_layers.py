@@ -14,7 +14,7 @@ from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
-from oscar_mm.generation.decode_loop import read_in_line, read_prompt
+from oscar_mm.generation.prefill import read_in_line, read_prompt
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.pipelines.pipeline import Pipeline
 

@@ -9,7 +9,7 @@ import torch
 
 from oscar_mm.generation import chunked_modules
 from oscar_mm.generation.chunked_modules import in_pieces
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.generation.pipelines import pipelines
 from tests.prompts import clip, noise

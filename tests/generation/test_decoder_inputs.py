@@ -9,8 +9,7 @@ import torch
 
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.generation import chunked_modules
-from oscar_mm.generation.decode_loop import read_prompt
-from oscar_mm.generation.prefill import embedded_parts, joined, length, prefill, sliced
+from oscar_mm.generation.prefill import embedded_parts, joined, length, prefill, read_prompt, sliced
 from oscar_mm.generation.prompt import Prompt, by_frames, segments
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.generation.pipelines import pipelines

@@ -21,7 +21,8 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
-from oscar_mm.generation import answer_groups, decode_batch, decode_loop
+from oscar_mm.generation import answer_groups, decode_batch
+from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.answer import AnswerWriter
 from oscar_mm.generation.generation import Generation
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -307,13 +308,13 @@ def test_what_overtakes_is_read_as_it_would_be_alone(qwen3_vl_folder, monkeypatc
     small, large = made(pipe, SHORT[0]), made(pipe, SHORT[1], max_new_tokens=400)
     exact = made(pipe, SHORT[2], deterministic=True)
     pipe.budget.limit = max(needed(pipe, small) + needed(pipe, exact), needed(pipe, large))
-    right, in_line = decode_loop.prefill, []
+    right, in_line = prefill_module.prefill, []
 
     def prefill(model: Any, prompt: Any, *rest: Any, **options: Any) -> torch.Tensor:
         in_line.append(prompt.tokens)
         return right(model, prompt, *rest, **options)
 
-    monkeypatch.setattr(decode_loop, "prefill", prefill)
+    monkeypatch.setattr(prefill_module, "prefill", prefill)
     order = []
     for answer in (small, large, exact):
         pipe.engine.submit(answer)

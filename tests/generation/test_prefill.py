@@ -8,8 +8,7 @@ import torch
 from benchmarks.random_model import RELEASED, build
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.generation import chunked_modules
-from oscar_mm.generation.decode_loop import read_prompt
-from oscar_mm.generation.prefill import prefill
+from oscar_mm.generation.prefill import prefill, read_prompt
 from oscar_mm.generation.prompt import Prompt
 from tests.live_bytes import LiveBytes
 from tests.prompts import REQUESTS, Reference, noise

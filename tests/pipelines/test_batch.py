@@ -13,7 +13,7 @@ import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode import decode_steps
-from oscar_mm.generation import decode_loop
+from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER, exact
@@ -62,7 +62,7 @@ def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
     """Notes the tokens of each pass that reads prompts, and the rows of each decode step."""
     prompts: list[int] = []
     rows: list[int] = []
-    prefill, step = decode_loop.prefill, decode_steps.DecodeSteps.__call__
+    prefill, step = prefill_module.prefill, decode_steps.DecodeSteps.__call__
 
     def noted(model: Any, prompt: Prompt, *rest: Any, **options: Any) -> torch.Tensor:
         prompts.append(prompt.tokens)
@@ -73,7 +73,7 @@ def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
         return step(steps, tokens, ended)
 
     with (
-        patch.object(decode_loop, "prefill", noted),
+        patch.object(prefill_module, "prefill", noted),
         patch.object(decode_steps.DecodeSteps, "__call__", stepped),
     ):
         yield prompts, rows

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.pipelines.multiple_choice import log_likelihoods
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.prefix_cache import processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError
-from oscar_mm.generation.decode_loop import read_prompt
+from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.pipelines.multiple_choice import choose
 from oscar_mm.pipelines.shared_media import SharedMedia

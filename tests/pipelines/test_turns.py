@@ -9,7 +9,7 @@ from transformers import AutoProcessor
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.errors import InputError
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media

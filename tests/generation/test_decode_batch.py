@@ -1,10 +1,10 @@
-"""The decode loop and OscarCache in transformers' own: batches equal plain transformers."""
+"""Rows that decode together, and OscarCache in transformers' own: equal to plain transformers."""
 
 import pytest
 import torch
 
 from oscar_mm import OscarCache
-from oscar_mm.generation.decode_loop import decode
+from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import token_modalities
 from tests.prompts import REQUESTS, Reference
