@@ -39,6 +39,11 @@ class Moment:
             self._event.record(torch.cuda.current_stream(device))
         self._seconds = time.perf_counter()
 
+    @property
+    def comes_later(self) -> bool:
+        """Whether the host may be there before."""
+        return self._event is not None
+
     def wait(self) -> None:
         """Return when it has come."""
         if self._event is not None:
@@ -252,7 +257,7 @@ class AnswerGroups:
                 return
             launched.append(Moment(device))
             is_short = layer_seconds < _SHORT_S
-            in_flight = 0 if device.type != "cuda" else 2 if is_short else 1
+            in_flight = (2 if is_short else 1) if launched[-1].comes_later else 0
             while len(launched) > in_flight:
                 before, layer_end = layer_end, launched.pop(0)
                 layer_end.wait()

@@ -856,6 +856,64 @@ def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
     assert len(launched) > 20 and len(launched) - len(taken) <= 1
 
 
+class SimulatedMoment:
+    """Of a device that takes a time for each layer of a prompt and for each step, and which the
+    host never waits for."""
+
+    clock = 0.0
+    comes_later = True
+
+    def __init__(self, _: torch.device) -> None:
+        self.seconds = SimulatedMoment.clock
+
+    def wait(self) -> None:
+        """It is simulated."""
+
+    def since(self, earlier: "SimulatedMoment") -> float:
+        return self.seconds - earlier.seconds
+
+
+@pytest.mark.parametrize("layer_seconds", [0.0015, 0.004, 0.036])
+def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
+    layer_seconds: float, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = loaded(qwen3_vl_folder, prefill_chunk=16)
+    step_seconds, spent = 0.008, {"layers": 0.0, "steps": 0.0}
+    right = DecodeSteps.__call__
+
+    def work(kind: str, seconds: float) -> None:
+        SimulatedMoment.clock += seconds
+        spent[kind] += seconds
+
+    def step(*arguments: Any) -> torch.Tensor:
+        work("steps", step_seconds)
+        return right(*arguments)
+
+    def layer_ends(_: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not pipe.engine._groups.stepping:
+            work("layers", layer_seconds)
+
+    monkeypatch.setattr(answer_groups, "Moment", SimulatedMoment)
+    monkeypatch.setattr(DecodeSteps, "__call__", step)
+    running = [made(pipe, prompt, max_new_tokens=3000) for prompt in SHORT]
+    for answer in running:
+        pipe.engine.submit(answer)
+    pipe.engine.run_until(lambda: len(running[-1].tokens) > 4)
+    layers = pipe.model.get_decoder().layers
+    handles = [layer.register_forward_hook(layer_ends, with_kwargs=True) for layer in layers]
+    long = made(pipe, "What is written on the sign at the corner of the street? " * 60)
+    spent.update(layers=0.0, steps=0.0)
+    pipe.engine.submit(long)
+    pipe.engine.run_until(lambda: bool(long.tokens))
+    for handle in handles:
+        handle.remove()
+    for answer in (*running, long):
+        answer.cancel()
+    assert spent["layers"] > 50 * layer_seconds
+    # The step after the last layer is one too many.
+    assert 0.9 <= (spent["steps"] - step_seconds) / spent["layers"] <= 1.25
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_many_that_wait_are_read_before_a_few_go_on(
     at_once: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
