@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,26 @@ def random_pipeline(
     return kind(model, processor=processor, **options)
 
 
+def endless_pipeline(
+    model: str | Path,
+    *,
+    tiny: bool = False,
+    usual: Callable[[str | Path], Callable[..., Pipeline]] = oscar_mm.pipelines.pipeline_for,
+    **options: Any,
+) -> Pipeline:
+    """A pipeline whose answers end at their limit alone.
+
+    Args:
+        model: key of ``RELEASED``, for random weights, or as of ``pipeline_for``.
+        tiny: whether a random model is small.
+        usual: finds the pipeline of other models.
+        options: of the pipeline.
+    """
+    if model in RELEASED:
+        return make_endless(random_pipeline(str(model), tiny=tiny, **options))
+    return make_endless(usual(model)(model, **options))
+
+
 def main() -> int:
     """Serve until a signal."""
     arguments = sys.argv[1:]
@@ -82,9 +103,7 @@ def main() -> int:
     usual = oscar_mm.pipelines.pipeline_for
 
     def pipeline_for(model: str | Path) -> Callable[..., Pipeline]:
-        if model in RELEASED:
-            return lambda name, **options: make_endless(random_pipeline(name, tiny=tiny, **options))
-        return lambda name, **options: make_endless(usual(model)(name, **options))
+        return partial(endless_pipeline, tiny=tiny, usual=usual)
 
     def check_source(model: str | Path) -> None:
         if model not in RELEASED:

@@ -1,6 +1,7 @@
 """Load of an OpenAI server: clients that stream answers, in a closed loop or with Poisson arrivals.
 
 python -m benchmarks.load [--model qwen3-vl-8b] [--clients 1,4,16,64 | --rate 2] [--leave 0.2]
+python -m benchmarks.load --prompts text --engine   # then without HTTP, in this process
 python -m benchmarks.load --against http://127.0.0.1:8000 ...
 
 The server is `oscar-mm serve` in its own process or, with --against, one that runs, such as vLLM.
@@ -14,18 +15,24 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count as counted
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import openai
 import torch
 
-from benchmarks.endless_server import ENTRY
+from benchmarks.endless_server import ENTRY, endless_pipeline
 from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figures, traffic, watch
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.warm_up import warm_up
+from oscar_mm.pipelines.pipeline import Pipeline
 from tests.tiny import TEXT
 
 CLIENTS = "1,4,16,64"
@@ -34,6 +41,8 @@ WARM_UP = 0.25
 """Share of a run before the steady window."""
 _VARIANTS = 12
 """Prompts of each kind."""
+SHARE = 0.9
+"""Least share of the engine's own tokens per second that clients should get."""
 _WORDS = 20
 """Words of a text by default."""
 NOTES = [
@@ -49,6 +58,8 @@ NOTES = [
     "longest wait: of any request, for its first piece, the next one or the end. least share: "
     "tokens of the client that got fewest, of the mean. client CPU: of the busiest process of "
     "clients; near 1 the clients are the bottleneck.",
+    "engine alone: the same closed loop in one process and one thread, without server and clients; "
+    "another thread reads the next requests ahead. of the engine's: the clients' tokens/s by its.",
     "KV, running, waiting: of /metrics, each half second. End: after the last answer, when the "
     "server still has the conversations that later requests can continue. RSS: of the server's "
     "processes.",
@@ -195,6 +206,52 @@ def measure(
     return row | {"client CPU": round(done.cpu, 2)}
 
 
+def engine_alone(
+    pipe: Pipeline, texts: Sequence[str], *, clients: int, new_tokens: int, seconds: float
+) -> dict[str, Any]:
+    """A row of answers that run in this process; as soon as one ends, the next begins.
+
+    Args:
+        pipe: answers; its model never ends an answer before its limit.
+        texts: of requests, in turn.
+        clients: answers that run at once.
+        new_tokens: of each answer.
+        seconds: in which requests begin.
+    """
+    warm_up(pipe.engine, clients)
+    numbers, rng = counted(), random.Random(0)
+
+    def request(most: int = new_tokens) -> Generation:
+        number = next(numbers)
+        sampling = pipe.sampling({"max_new_tokens": most, "temperature": 0}, ())
+        read = pipe.read_request(f"{number} {texts[number % len(texts)]}", {}, None, most)
+        return pipe.generation(read, sampling, perf_counter())
+
+    written = 0
+    with ThreadPoolExecutor(1) as reader:
+        running = [request(rng.randint(1, new_tokens)) for _ in range(clients)]
+        following = [reader.submit(request) for _ in range(clients)]
+        start = perf_counter()
+        window, before = start + WARM_UP * seconds, 0
+        for answer in running:
+            pipe.engine.submit(answer)
+        while (now := perf_counter()) < start + seconds:
+            if now < window:
+                before = written + sum(len(answer.tokens) for answer in running)
+            for ended in pipe.engine.next_ended(running):
+                written += len(ended.complete().token_ids)
+                running.remove(ended)
+                running.append(following.pop(0).result())
+                following.append(reader.submit(request))
+                pipe.engine.submit(running[-1])
+        found = (written + sum(len(answer.tokens) for answer in running) - before) / (
+            perf_counter() - window
+        )
+        for answer in (*running, *(future.result() for future in following)):
+            answer.cancel()
+    return {"run": f"{clients} answers, engine alone", "tokens/s": round(found, 1)}
+
+
 def table(rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows."""
 
@@ -211,8 +268,13 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
 
     columns = ("run", "requests", "tokens/s", "speedup", "first p50 / p99", "between p50 / p99")
     more = ("ratio", "longest s", "least", "KV MB", "RSS MB")
-    show("Load, times in ms", (*columns, *more), map(line, rows))
+    served = [row for row in rows if "requests" in row]
+    show("Load, times in ms", (*columns, *more), map(line, served))
     for row in rows:
+        if (share := row.get("of the engine's")) is not None:
+            verdict = "met" if share >= SHARE else "NOT met"
+            print(f"{row['run']}: {share:.2f} of the engine's own, at least {SHARE}: {verdict}")
+    for row in served:
         names = ("by status", "ended early", "running peak", "waiting peak", "KV bytes peak")
         names += ("running end", "waiting end", "KV bytes end", "server's means ms", "client CPU")
         print(row["run"], {name: row[name] for name in names if name in row})
@@ -246,6 +308,7 @@ def main(arguments: Sequence[str]) -> int:
     line.add_argument("--prompt-tokens", type=int, help="of texts")
     line.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     line.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    line.add_argument("--engine", action="store_true", help="then also without server, texts only")
     line.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 4))
     line.add_argument("--add", action="store_true", help="keep the file's rows of other runs")
     options = line.parse_args(arguments)
@@ -259,6 +322,8 @@ def main(arguments: Sequence[str]) -> int:
     runs += [{"rate": float(rate)} for rate in (options.rate or "").split(",") if rate]
     if any(value <= 0 for run in runs for value in run.values()):
         line.error("--clients and --rate must be above 0")
+    if options.engine and (options.against or kinds != ["text"] or options.rate):
+        line.error("--engine is for --clients of our server with --prompts text")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     further = shlex.split(options.serve_options)
     rows: list[dict[str, Any]] = []
@@ -294,6 +359,13 @@ def main(arguments: Sequence[str]) -> int:
             if single and run.get("clients", 0) > 1:
                 rows[-1]["speedup"] = round(row["tokens/s"] / single, 2)
             print(f"{row['run']}: {row['tokens/s']} tokens/s", flush=True)
+    if options.engine:
+        pipe = endless_pipeline(options.model, tiny=options.tiny, device=device)
+        texts = [str(message.content[-1]["text"]) for message in messages]
+        lengths = {"new_tokens": options.new_tokens, "seconds": options.seconds}
+        for run, row in zip(runs, list(rows), strict=True):
+            rows.append(facts | engine_alone(pipe, texts, **run, **lengths))
+            row["of the engine's"] = round(row["tokens/s"] / rows[-1]["tokens/s"], 3)
     table(rows)
     record = Record("load", command("benchmarks.load", arguments), device_name(device), rows, NOTES)
     if options.add and (earlier := record.earlier(options.out)):

@@ -17,6 +17,7 @@ from benchmarks.endless_server import make_endless, random_pipeline
 from benchmarks.load import KINDS, answered_kinds, figures, measure, prompts
 from benchmarks.openai_server import Exchange, Load, Server, traffic
 from benchmarks.record import Record
+from oscar_mm.generation.generation import Generation
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.apps.serve.conftest import served
 
@@ -199,3 +200,19 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             load.main(wrong)
         assert message in capsys.readouterr().err
+
+
+def test_the_engine_alone_has_as_many_answers_as_clients(
+    endless: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, next_ended = list[int](), endless.engine.next_ended
+
+    def noted(answers: list[Generation]) -> list[Generation]:
+        at_once.append(len(answers))
+        return next_ended(answers)
+
+    monkeypatch.setattr(endless.engine, "next_ended", noted)
+    row = load.engine_alone(endless, ["What?", "Why?"], clients=3, new_tokens=8, seconds=1.0)
+    assert row["run"] == "3 answers, engine alone" and row["tokens/s"] > 0
+    assert set(at_once) == {3} and len(at_once) > 3
+    assert not (endless.engine.running or endless.engine.waiting)
