@@ -10,7 +10,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, JpegImagePlugin
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.limits import MediaLimits, PixelCount
+from oscar_mm.media.limits import LARGE_PIXELS, MediaLimits, PixelCount
 from oscar_mm.media.source import describe, read_bytes
 
 # Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
@@ -54,7 +54,7 @@ def load_image(
         fit: computes the size that the model uses. A larger picture is scaled down to it at once,
             a JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
             others. Pictures of up to 4 megapixels keep their size.
-        count: counts the picture's pixels, by its header.
+        count: counts the picture's pixels, by its header; large pictures of a count take turns.
 
     Returns:
         A new image; ``source`` stays unchanged.
@@ -94,7 +94,9 @@ def load_image(
     with opened:
         _count(opened, count, name)
         used = drafted(opened, fit, limits, name)
-        return _decode(opened, limits, name, fit, used, in_place=True)
+        large = opened.width * opened.height > LARGE_PIXELS
+        with nullcontext() if count is None else count.turn(large=large):
+            return _decode(opened, limits, name, fit, used, in_place=True)
 
 
 def opened_image(source: Path | BinaryIO) -> Image.Image:

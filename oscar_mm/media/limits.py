@@ -1,6 +1,8 @@
 """Limits: how large media may be before they are refused."""
 
 import math
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 from oscar_mm.errors import InputError
@@ -8,6 +10,11 @@ from oscar_mm.errors import InputError
 # Least side of a video frame in pixels. Below five, transformers cannot tell a side from the colour
 # channels of an array.
 MIN_VIDEO_SIDE = 8
+
+LARGE_PIXELS = 1 << 24
+"""Pixels beyond which a request decodes one picture at a time."""
+LARGE_BYTES = 1 << 24
+"""Encoded bytes beyond which it reads one file at a time."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,8 @@ class MediaLimits:
 
 
 class PixelCount:
-    """Counts the pixels of one request's images and videos before they are decoded.
+    """Counts the pixels of one request's images and videos before they are decoded, from several
+    threads; large pictures take turns.
 
     Args:
         limits: bound the count by ``max_request_pixels``.
@@ -164,6 +172,12 @@ class PixelCount:
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits, self.pixels = limits, 0
+        self._guard, self._large = threading.Lock(), threading.RLock()
+
+    def turn(self, *, large: bool) -> AbstractContextManager[object]:
+        """Inside, no other thread has a large medium of this request in hand; small ones do not
+        wait. May be entered again inside."""
+        return self._large if large else nullcontext()
 
     def add(self, pixels: int, label: str) -> None:
         """Count the pixels of one more medium.
@@ -171,8 +185,9 @@ class PixelCount:
         Raises:
             InputError: the sum is too large; names ``label``, the sum and the limit.
         """
-        self.pixels += pixels
-        self.check(label)
+        with self._guard:
+            self.pixels += pixels
+            self.check(label)
 
     def check(self, label: str) -> None:
         """Refuse the request if it has too many pixels so far.

@@ -18,9 +18,10 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.headers import audio_outline, image_size, video_outline
 from oscar_mm.media.image import Fit
-from oscar_mm.media.limits import PixelCount
+from oscar_mm.media.limits import LARGE_BYTES, PixelCount
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import describe, is_address
+from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.video import Video
 from oscar_mm.modality import Modality
 
@@ -67,10 +68,14 @@ class Medium:
     content: Any
     label: str
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """SHA-256 of the content, see ``oscar_mm.media.media``."""
-        return media_digest(self.content)
+        """SHA-256 of the content, see ``media_digest``; worked out once."""
+        # A cached_property of Python 3.11 lets one thread at a time work out any.
+        known = vars(self)
+        if "digest" not in known:
+            known["digest"] = media_digest(self.content)
+        return known["digest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,49 +162,50 @@ class MediaReader:
     def read(
         self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
     ) -> Media:
-        """Decode media one after the other, each no larger than needed: beside what is kept, never
-        more than one medium is in memory.
+        """Decode media, images and recordings in several threads.
+
+        Each is no larger than needed: beside what is kept, a picture of up to 16 megapixels for
+        each thread is in memory, and one that is larger.
 
         Args:
             images, videos, audio: as of the pipeline.
             sound: read the sound of video files too.
 
         Raises:
-            InputError: a medium that cannot be read, by name; or all of them are too much.
+            InputError: a medium that cannot be read, by name, the first of those; or all of them
+                are too much.
         """
         limits = self.limits
         pictures, clips, recordings = _sources(images, videos, audio, limits)
-        labels: list[str] = []
         count = PixelCount(limits)
+        remote: dict[str, Any] = {"allow_remote": self.allow_remote, "limits": limits}
 
-        def named(source: Any, place: str) -> str:
-            labels.append(_label(source, place))
-            return describe(source, place)
+        def picture(named: tuple[str, Any]) -> Image.Image:
+            place, source = named
+            # A PIL image may wait to be loaded, and may be in the list twice.
+            is_pil = isinstance(source, Image.Image)
+            with count.turn(large=is_pil or _file_bytes(source) > LARGE_BYTES):
+                label = describe(source, place)
+                return load_image(source, label=label, fit=self.fit, count=count, **remote)
 
-        def loaded_video(source: Any, place: str) -> Video:
-            name = named(source, place)
-            video = load_video(source, limits=limits, fps=self.video_fps, sound=sound, label=name)
-            count.add(math.prod(video.frames.shape[:3]), name)
+        def clip(named: tuple[str, Any]) -> Video:
+            place, source = named
+            label = describe(source, place)
+            video = load_video(source, limits=limits, fps=self.video_fps, sound=sound, label=label)
+            count.add(math.prod(video.frames.shape[:3]), label)
             return video
 
-        remote = {"allow_remote": self.allow_remote, "limits": limits}
+        def recording(named: tuple[str, Any]) -> Audio:
+            place, source = named
+            return load_audio(source, label=describe(source, place), **remote)
+
+        shown = _placed("images", pictures), _placed("videos", clips), _placed("audio", recordings)
         return Media(
-            images=[
-                load_image(
-                    source,
-                    label=named(source, f"images[{index}]"),
-                    fit=self.fit,
-                    count=count,
-                    **remote,
-                )
-                for index, source in enumerate(pictures)
-            ],
-            videos=[loaded_video(source, f"videos[{index}]") for index, source in enumerate(clips)],
-            audio=[
-                load_audio(source, label=named(source, f"audio[{index}]"), **remote)
-                for index, source in enumerate(recordings)
-            ],
-            labels=labels,
+            images=[*in_threads(picture, shown[0])],
+            # FFmpeg uses several threads for each.
+            videos=[*map(clip, shown[1])],
+            audio=[*in_threads(recording, shown[2])],
+            labels=[_label(source, place) for kind in shown for place, source in kind],
         )
 
     def outline(
@@ -229,10 +235,10 @@ class MediaReader:
             "audio": [audio_outline(source, limits=limits) for source in recordings],
         }
         count.check("images")
-        sources = [*pictures, *clips, *recordings]
-        places = [f"{kind}[{i}]" for kind, sizes in kinds.items() for i in range(len(sizes))]
+        sources = zip(kinds, (pictures, clips, recordings), strict=True)
+        places = [place for kind, listed in sources for place in _placed(kind, listed)]
         told = [size is not None for sizes in kinds.values() for size in sizes]
-        labels = [_label(*pair) for pair in compress(zip(sources, places, strict=True), told)]
+        labels = [_label(source, place) for place, source in compress(places, told)]
         known = {kind: [x for x in sizes if x is not None] for kind, sizes in kinds.items()}
         return Media(**known, labels=labels)
 
@@ -244,6 +250,20 @@ def _sources(
     listed = _listed(images), _listed_videos(videos), _listed_audio(audio)
     limits.check_count(sum(map(len, listed)))
     return listed
+
+
+def _placed(argument: str, sources: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Sources with their places, such as images[2]."""
+    return [(f"{argument}[{index}]", source) for index, source in enumerate(sources)]
+
+
+def _file_bytes(source: Any) -> int:
+    """Size of a file; 0 for another source, or one that cannot be read."""
+    try:
+        is_path = isinstance(source, str | Path) and not is_address(source)
+        return Path(source).stat().st_size if is_path else 0
+    except (OSError, ValueError):
+        return 0
 
 
 def _label(source: Any, place: str) -> str:

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm.media import MediaLimits
+from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits, image
+from oscar_mm.media import media as media_module
+from oscar_mm.media.limits import PixelCount
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import Modality
 from tests.prompts import clip, noise, tone
@@ -55,6 +58,51 @@ def test_names_are_those_of_files(tmp_path: Path) -> None:
     assert [video.sound is not None for video in media.videos] == [True, False]
     digests = [medium.digest for medium in media]
     assert digests[0] == digests[1] == digests[2] and len(set(digests)) == 5
+
+
+def test_many_files_keep_their_order_and_the_first_bad_one_is_named(tmp_path: Path) -> None:
+    pictures = [tmp_path / f"{index}.png" for index in range(60)]
+    for index, path in enumerate(pictures):
+        Image.fromarray(noise(16, 16 + index, seed=index)).save(path)
+    sounds = [write_sound(tmp_path / f"{i}.wav", tone(0.1 + 0.01 * i)) for i in range(12)]
+    media = read(pictures, audio=sounds)
+    assert labels(media) == [path.name for path in (*pictures, *sounds)]
+    assert [image.width for image in media.images] == [16 + index for index in range(60)]
+    lengths = [len(recording.samples) for recording in media.audio]
+    assert lengths == sorted(set(lengths))
+    for index in (7, 23, 59):
+        pictures[index].write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"7\.png: is not an image"):
+        read(pictures)
+    few = MediaLimits(max_request_pixels=5000)
+    with pytest.raises(InputError, match="more than the limit of 5,000"):
+        read([noise(32, 32)] * 20, limits=few)
+
+
+def test_an_image_that_is_not_loaded_yet_may_be_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(noise(300, 300)).save(path)
+    for _ in range(5):
+        with Image.open(path) as opened:
+            images = read([opened] * 12).images
+        assert all(np.array_equal(one, noise(300, 300)) for one in images)
+
+
+def test_large_pictures_and_files_take_turns(monkeypatch, tmp_path: Path) -> None:
+    turns: list[bool] = []
+    turn = PixelCount.turn
+    monkeypatch.setattr(
+        PixelCount, "turn", lambda self, *, large: turns.append(large) or turn(self, large=large)
+    )
+    path = tmp_path / "a.png"
+    Image.fromarray(noise(30, 30)).save(path)
+    read(path)
+    monkeypatch.setattr(image, "LARGE_PIXELS", 899)
+    read(path)
+    monkeypatch.setattr(media_module, "LARGE_BYTES", path.stat().st_size - 1)
+    read(path)
+    # Of the file, then of its pixels.
+    assert turns == [False, False, False, True, True, True]
 
 
 def test_labels_by_default_and_turns_together() -> None:

@@ -1,0 +1,94 @@
+"""Threads that decode media: order, errors, and how much is under way."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from oscar_mm.errors import InputError
+from oscar_mm.media import thread_pool
+from oscar_mm.media.limits import MediaLimits, PixelCount
+from oscar_mm.media.thread_pool import in_threads, thread_count
+
+
+def test_results_keep_the_order() -> None:
+    def late(item: int) -> int:
+        time.sleep(0.002 * (item % 3 == 0))
+        return item * item
+
+    assert list(in_threads(late, range(50))) == [item * item for item in range(50)]
+    assert list(in_threads(late, [])) == []
+
+
+def test_a_single_item_stays_in_its_thread() -> None:
+    assert list(in_threads(lambda _: threading.get_ident(), [0])) == [threading.get_ident()]
+    assert threading.get_ident() not in in_threads(lambda _: threading.get_ident(), [0, 1])
+
+
+def test_few_results_wait_to_be_taken() -> None:
+    begun: list[int] = []
+    results = in_threads(begun.append, range(1000))
+    next(results)
+    time.sleep(0.01)
+    assert len(begun) <= 2 * thread_count() + 1
+    results.close()
+    time.sleep(0.01)
+    assert len(begun) <= 2 * thread_count() + 1, "nothing begins once nobody asks"
+
+
+def test_the_first_error_in_order_ends_the_rest() -> None:
+    begun: list[int] = []
+
+    def failing(item: int) -> None:
+        begun.append(item)
+        if item in (2, 3):
+            time.sleep(0.01 * (item == 2))
+            raise InputError(f"{item} is bad")
+
+    with pytest.raises(InputError, match="2 is bad"):
+        list(in_threads(failing, range(1000)))
+    assert len(begun) <= 3 + 2 * thread_count()
+
+
+def test_large_media_take_turns() -> None:
+    count = PixelCount(MediaLimits())
+    inside: list[int] = []
+
+    def turn(_: int) -> int:
+        with count.turn(large=True), count.turn(large=True):
+            inside.append(1)
+            time.sleep(0.002)
+            together = len(inside)
+            inside.pop()
+            return together
+
+    assert set(in_threads(turn, range(6))) == {1}
+
+
+def test_a_small_picture_waits_for_no_other() -> None:
+    count = PixelCount(MediaLimits())
+    both = threading.Barrier(2, timeout=10)
+
+    def turn(large: bool) -> None:
+        with count.turn(large=large):
+            both.wait()
+
+    other = threading.Thread(target=turn, args=(True,))
+    other.start()
+    turn(False)
+    other.join()
+
+
+def test_torch_uses_one_core_in_these_threads_alone() -> None:
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        thread_pool._threads.cache_clear()
+        assert set(in_threads(lambda _: torch.get_num_threads(), range(50))) == {1}
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(usual)
