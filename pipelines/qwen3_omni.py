@@ -19,6 +19,7 @@ from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Audio, Video
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
+from oscar_mm.media.pixels import in_bytes, scale_in_model
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.pipelines.qwen3_vl import image_tokens, largest_image, video_arguments
 
@@ -31,7 +32,8 @@ class Qwen3Omni(Family):
     """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
 
     ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
-    checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``.
+    checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``, and to take
+    pixels as bytes (``oscar_mm.media.pixels``).
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
     positions whatever comes with it (the processor would pad recordings to the longest and take
@@ -48,6 +50,7 @@ class Qwen3Omni(Family):
         super().__init__(model.thinker, processor)
         self.outer_model = model
         _teach_logits_to_keep(self.model)
+        scale_in_model(self.model, processor)
         _read_each_as_alone(self.model.get_encoder(modality="audio"))
 
     @classmethod
@@ -87,7 +90,10 @@ class Qwen3Omni(Family):
         """See ``Family.join_media``; sounds are padded to the longest, (sounds, ..., frames)."""
         if name in _BY_FRAME:
             longest = max(part.shape[-1] for part in parts)
-            parts = [pad(part, (0, longest - part.shape[-1])) for part in parts]
+            parts = [
+                part if part.shape[-1] == longest else pad(part, (0, longest - part.shape[-1]))
+                for part in parts
+            ]
         return super().join_media(name, parts)
 
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
@@ -128,21 +134,38 @@ class Qwen3Omni(Family):
         return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
     def _process(self, piece: str, content: Any) -> dict[str, torch.Tensor]:
-        arguments: dict[str, Any] = {}
-        sound = content.sound if isinstance(content, Video) else content
-        sound = sound if isinstance(sound, Audio) else None
-        if sound is not None:
-            arguments |= {"audio": [sound.samples], "sampling_rate": RATE}
-        if isinstance(content, Video):
-            arguments |= video_arguments(self.processor.video_processor, [content])
-            arguments["fps"] = content.fps
-            if sound is not None:
-                arguments |= self._interleaved()
-        elif sound is None:
-            arguments["images"] = [content]
-        inputs = self.processor(text=[piece], return_tensors="pt", **arguments)
+        if isinstance(content, Audio):
+            inputs = self._sound(content)
+            ids = self.tokenize_media(piece, Modality.AUDIO, [audio_tokens(len(content.samples))])
+            return {"input_ids": ids} | inputs
+        reading = in_bytes(self.processor, self.model)
+        if not isinstance(content, Video):
+            inputs = reading.image_processor([content], return_tensors="pt")
+            merged = self.processor.image_processor.merge_size**2
+            counts = (inputs["image_grid_thw"].prod(-1) // merged).tolist()
+            return {"input_ids": self.tokenize_media(piece, Modality.IMAGE, counts), **inputs}
+        arguments = video_arguments(self.processor.video_processor, [content])
+        if content.sound is not None:
+            arguments |= {"audio": [content.sound.samples], "sampling_rate": RATE}
+            arguments |= self._interleaved()
+        inputs = reading(text=[piece], fps=content.fps, return_tensors="pt", **arguments)
         unused = ("attention_mask", "mm_token_type_ids")
         return {name: torch.as_tensor(x) for name, x in inputs.items() if name not in unused}
+
+    def _sound(self, sound: Audio) -> dict[str, torch.Tensor]:
+        """Features of a recording and their mask, as the processor asks for them."""
+        found = self.processor.feature_extractor(
+            [sound.samples],
+            sampling_rate=RATE,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return {
+            "input_features": found["input_features"],
+            "feature_attention_mask": found["attention_mask"],
+        }
 
     def _interleaved(self) -> dict[str, Any]:
         """Arguments of the processor for a recording that belongs to the video."""

@@ -12,6 +12,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Video
 from oscar_mm.media.media import Medium
+from oscar_mm.media.pixels import in_bytes, scale_in_model
 from oscar_mm.modality import Modality, token_modalities
 
 
@@ -62,45 +63,53 @@ _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
 
 class Qwen3VL(Family):
-    """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking."""
+    """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking.
+
+    Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.pixels``.
+    """
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     name = "Qwen3-VL"
     reads = frozenset({Modality.IMAGE, Modality.VIDEO})
 
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        scale_in_model(model, processor)
+
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
         images = [medium.content for medium in media if medium.modality is Modality.IMAGE]
         videos = [medium.content for medium in media if medium.modality is Modality.VIDEO]
-        arguments: dict[str, Any] = {"images": images} if images else {}
+        reading = in_bytes(self.processor, self.model)
         if videos:
-            arguments |= video_arguments(self.processor.video_processor, videos)
-        # The models were trained with a pair of marks around each frame and none around the video;
-        # the processor of transformers 5 writes the frames between the template's two marks.
-        marks = self.processor.vision_start_token, self.processor.vision_end_token
-        video = self.processor.video_token
-        inputs = self.processor(
-            text=[text.replace(video.join(marks), video)],
-            **arguments,
-            **self.text_options(text),
-            return_tensors="pt",
-        )
-        ids = inputs.pop("input_ids")
+            # The models were trained with a pair of marks around each frame and none around the
+            # video; transformers 5 writes the frames between the template's two marks.
+            marks = self.processor.vision_start_token, self.processor.vision_end_token
+            video = self.processor.video_token
+            inputs = reading(
+                text=[text.replace(video.join(marks), video)],
+                images=images or None,
+                **video_arguments(self.processor.video_processor, videos),
+                **self.text_options(text),
+                return_tensors="pt",
+            )
+        else:
+            inputs = reading.image_processor(images, return_tensors="pt") if images else {}
         grids = {name: inputs[name] for name in _GRIDS.values() if name in inputs}
         merged = self.processor.image_processor.merge_size**2
         counts = {
-            modality: (inputs[name].prod(-1) // merged).tolist()
+            modality: (grids[name].prod(-1) // merged).tolist()
             for modality, name in _GRIDS.items()
             if name in grids
         }
-        tensors = {
-            name: value
-            for name, value in inputs.items()
-            if name.startswith("pixel_values") or name in grids
-        }
+        if videos:
+            ids = inputs["input_ids"]
+        else:
+            ids = self.tokenize_media(text, Modality.IMAGE, counts.get(Modality.IMAGE, []))
+        tensors = {name: inputs[name] for name in inputs if name.startswith("pixel_values")}
         return Encoding(
             input_ids=ids,
-            tensors=tensors,
+            tensors=tensors | grids,
             positions=self._positions(ids, grids),
             media_tokens=[counts[medium.modality].pop(0) for medium in media],
         )

@@ -13,6 +13,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, Timings
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.pixels import scaled_inputs
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
@@ -113,7 +114,7 @@ def speak_answer(
             torch.manual_seed(sampling.seed)
         try:
             _, wave = family.outer_model.generate(
-                **prompt.arguments(),
+                **scaled_inputs(family.model, prompt.arguments()),
                 return_audio=True,
                 speaker=speaker,
                 use_audio_in_video=_is_heard(prompt),

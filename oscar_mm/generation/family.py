@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media, Medium
+from oscar_mm.media.thread_pool import begun
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.moe_switch import choose_experts
 
@@ -231,7 +233,7 @@ class Family(ABC):
 
     def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One argument of the model's forward from those of several prompts, media by media."""
-        return torch.cat(list(parts))
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def in_line(self, prompts: Sequence[Prompt]) -> Prompt:
         """Prompts of one row each as one row, one after the other; positions stay their own."""
@@ -273,6 +275,19 @@ class Family(ABC):
         """(1, tokens) ids of rendered text without media; needs no lock."""
         options = self.text_options(text)
         return self.processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
+
+    def tokenize_media(self, text: str, modality: Modality, counts: Sequence[int]) -> torch.Tensor:
+        """``tokenize`` with each placeholder of a modality as often as its medium has tokens.
+
+        A tokenizer takes a special token for what it is, whatever is around it; so none needs to
+        look at thousands in a row.
+        """
+        ids = self.tokenize(text)
+        [token] = (name for name, kind in self.placeholders.items() if kind is modality)
+        places = ids[0] == self.processor.tokenizer.convert_tokens_to_ids(token)
+        times = torch.ones_like(ids[0])
+        times[places] = torch.tensor(counts, dtype=times.dtype)
+        return ids.repeat_interleave(times, dim=1)
 
     @cached_property
     def longest_token(self) -> int:
@@ -376,6 +391,7 @@ class Family(ABC):
     ) -> Prompt:
         """Encode, cut the first ``cut`` tokens (text), put ``pending`` in front, and place it."""
         ordered = self._in_order(text, media)
+        digests = begun(lambda medium: medium.digest, ordered)
         encoded = self.encode(text, ordered)
         before = torch.tensor([pending], dtype=torch.long)
         ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)
@@ -387,6 +403,7 @@ class Family(ABC):
             row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
             positions = torch.cat([row.to(positions.dtype), positions])
         modalities = token_modalities(ids, config=self.model.config)
+        wait(digests)
         return Prompt(
             inputs={"input_ids": ids} | encoded.tensors,
             positions=positions,

@@ -15,6 +15,7 @@ from oscar_mm.generation.prefix_cache import processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video
 from oscar_mm.media.media import Media
+from oscar_mm.media.pixels import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone
@@ -90,7 +91,7 @@ def movie(tmp_path_factory) -> Path:
 
 
 def same_prompt(omni: OscarOmniPipeline, media: Media, inputs: Any) -> None:
-    ours = omni.prepare("What is it?", media, None).inputs
+    ours = scaled_inputs(omni.model, omni.prepare("What is it?", media, None).inputs)
     for key in inputs.keys() - {"attention_mask"}:
         assert torch.allclose(ours[key].float(), torch.as_tensor(inputs[key]).float(), atol=1e-6)
     assert ours.keys() == inputs.keys() - {"attention_mask"}

@@ -12,6 +12,7 @@ from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media
+from oscar_mm.media.pixels import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.prompts import REQUESTS, Reference, Request, clip, noise
 
@@ -31,10 +32,11 @@ def test_prompt_is_that_of_transformers(pipe, qwen3_vl_folder, name: str) -> Non
     reference = Reference(qwen3_vl_folder)
     expected = reference.inputs([REQUESTS[name]])
     ours = prompt(pipe, REQUESTS[name])
+    inputs = scaled_inputs(pipe.model, ours.inputs)
     for key in ("input_ids", "pixel_values", "image_grid_thw", "pixel_values_videos"):
         assert (key in ours.inputs) == (key in expected)
         if key in expected:
-            assert torch.equal(ours.inputs[key], expected[key])
+            assert torch.equal(inputs[key], expected[key])
     assert "attention_mask" not in ours.inputs
     assert torch.equal(ours.modalities.long(), expected["mm_token_type_ids"].long())
     assert ours.tokens == expected["input_ids"].shape[1]
