@@ -12,8 +12,9 @@ from av.error import FFmpegError, InvalidDataError
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.mono import Audio, Mono
+from oscar_mm.media.mono import Audio, Mono, MonoPiece
 from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
+from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
 
 # Formats of recordings that FFmpeg may read. Playlists (hls, concat, dash) are left out: they open
@@ -34,6 +35,12 @@ _EXACT_PCM = ("aiff", "au", "nistsphere", "wav")
 
 _PIECE_S = 10
 """Seconds that are decoded at a time."""
+
+_LONG_PIECES = 4
+"""Pieces from which on a recording is decoded in several threads."""
+
+_SEEKABLE = ("PCM", "FLOAT", "DOUBLE")
+"""Begins of subtypes of WAV and FLAC files in which every sample can be found; FLAC's are PCM."""
 
 _MAX_CHANNELS = 8
 
@@ -163,17 +170,54 @@ def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
     if file is None:
         return _with_av(source, limits, label)
     with file:
-        limits.check_audio(file.frames / file.samplerate, label)
+        seconds = file.frames / file.samplerate
+        limits.check_audio(seconds, label)
+        mono = _in_threads(file, source, limits, label)
+        if mono is not None:
+            return mono.finish(seconds)
         mono = Mono(file.samplerate, file.channels, limits, label)
-        frames = min(_PIECE_S * file.samplerate, max(1, _PIECE_VALUES // file.channels))
-        buffer = np.zeros((frames, file.channels), np.float32)
+        buffer = np.zeros((_piece_frames(file), file.channels), np.float32)
         try:
             # The part of the buffer that was written to is returned.
             while len(piece := file.read(out=buffer)):
                 mono.push(piece)
         except (soundfile.LibsndfileError, RuntimeError) as error:
             raise InputError(f"{label}: the recording is damaged ({error})") from error
-        return mono.finish(file.frames / file.samplerate)
+        return mono.finish(seconds)
+
+
+def _piece_frames(file: Any) -> int:
+    return min(_PIECE_S * file.samplerate, max(1, _PIECE_VALUES // file.channels))
+
+
+def _in_threads(file: Any, source: Path | bytes, limits: MediaLimits, label: str) -> Mono | None:
+    """A long recording, decoded in several threads; None if it is short, or if its pieces are not
+    what they should be: read from its beginning, it tells what is wrong."""
+    import soundfile
+
+    count = _piece_frames(file)
+    exact = file.subtype.startswith(_SEEKABLE) and file.format != "OGG"
+    if not exact or file.frames < _LONG_PIECES * count:
+        return None
+
+    def decoded(start: int) -> MonoPiece:
+        own = sound_file(source, label)
+        if own is None:
+            raise RuntimeError
+        with own:
+            own.seek(start)
+            piece = own.read(min(count, file.frames - start), dtype="float32", always_2d=True)
+        if len(piece) < min(count, file.frames - start):
+            raise RuntimeError
+        return MonoPiece.of(piece, label)
+
+    mono = Mono(file.samplerate, file.channels, limits, label)
+    try:
+        for piece in in_threads(decoded, range(0, file.frames, count)):
+            mono.add(piece)
+    except (soundfile.LibsndfileError, RuntimeError):
+        return None
+    return mono
 
 
 def sound_file(source: Path | bytes, label: str) -> Any | None:

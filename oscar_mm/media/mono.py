@@ -1,7 +1,11 @@
 """Mono: joins pieces of sound at any rate into one checked mono recording at 16 kHz."""
 
+from __future__ import annotations
+
+import math
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +52,41 @@ class Audio:
         return len(self.samples) / RATE
 
 
+class MonoPiece(NamedTuple):
+    """Some samples of a recording, averaged over its channels.
+
+    Attributes:
+        samples: (n,) float32.
+        peak: the largest of all channels.
+        clipped: how many are at full scale.
+    """
+
+    samples: np.ndarray
+    peak: float
+    clipped: int
+
+    @classmethod
+    def of(cls, piece: np.ndarray, label: str) -> MonoPiece:
+        """Average (n, channels) float32 samples.
+
+        Raises:
+            InputError: samples are NaN, infinite or far beyond full scale.
+        """
+        if not len(piece):
+            return cls(piece.mean(axis=1, dtype=np.float32), 0.0, 0)
+        loud = np.abs(piece[:, 0]) if piece.shape[1] == 1 else np.abs(piece).max(axis=1)
+        peak = float(loud.max())
+        if not math.isfinite(peak):
+            raise InputError(f"{label}: holds samples that are NaN or infinite; export it anew")
+        if peak > _LOUDEST:
+            raise InputError(
+                f"{label}: floats must lie in -1..1, and these are far beyond; divide by 32768 or "
+                "pass int16"
+            )
+        mono = piece[:, 0].copy() if piece.shape[1] == 1 else piece.mean(axis=1, dtype=np.float32)
+        return cls(mono, peak, int((loud >= _FULL_SCALE).sum()))
+
+
 class Mono:
     """Collects one recording piece by piece.
 
@@ -78,26 +117,26 @@ class Mono:
         """Add (n, channels) float32 samples.
 
         Raises:
-            InputError: samples are NaN, infinite or far beyond full scale, or the recording is
-                too long by now.
+            InputError: as of ``MonoPiece.of`` and ``add``.
         """
-        if not np.isfinite(piece).all():
-            raise InputError(
-                f"{self._label}: holds samples that are NaN or infinite; export it anew"
-            )
-        if len(piece):
-            loud = np.abs(piece).max(axis=1)
-            self._peak = max(self._peak, float(loud.max()))
-            self._clipped += int((loud >= _FULL_SCALE).sum())
-        if self._peak > _LOUDEST:
-            raise InputError(
-                f"{self._label}: floats must lie in -1..1, and these are far beyond; divide by "
-                "32768 or pass int16"
-            )
-        self._count += len(piece)
+        self.add(MonoPiece.of(piece, self._label))
+
+    def add(self, piece: MonoPiece) -> None:
+        """Add a piece.
+
+        Raises:
+            InputError: the recording is too long by now.
+        """
+        self._peak = max(self._peak, piece.peak)
+        self._clipped += piece.clipped
+        self._count += len(piece.samples)
         self._limits.check_audio(self._count / self._rate, self._label)
-        mono = piece.mean(axis=1, dtype=np.float32)
-        self._parts.append(self._resampler.resample_chunk(mono))
+        self._parts.append(self._resampled(piece.samples))
+
+    def _resampled(self, samples: np.ndarray, *, last: bool = False) -> np.ndarray:
+        if self._rate == RATE:
+            return samples
+        return self._resampler.resample_chunk(samples, last=last)
 
     def finish(self, promised: float, *, estimated: bool = False) -> Audio:
         """End the recording; warn if it is silent or clipped.
@@ -133,5 +172,5 @@ class Mono:
                 f"{self._label}: is clipped ({share:.0%} of its samples are at full scale)",
                 stacklevel=4,
             )
-        self._parts.append(self._resampler.resample_chunk(np.empty(0, np.float32), last=True))
+        self._parts.append(self._resampled(np.empty(0, np.float32), last=True))
         return Audio(np.concatenate(self._parts), self._rate, self._channels)

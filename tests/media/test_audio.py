@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm.errors import InputError
-from oscar_mm.media import Audio, MediaLimits, load_audio, load_video
+from oscar_mm.media import Audio, MediaLimits, load_audio, load_video, thread_pool
+from oscar_mm.media import audio as audio_module
 from oscar_mm.media.truncation import is_joined_ogg
 from tests.prompts import clip, tone
 from tests.recordings import CODECS, write_movie, write_sound
@@ -105,8 +106,9 @@ def test_pieces_join_without_a_seam() -> None:
     assert np.abs(audio.samples - expected)[500:-500].max() < 1e-3
 
 
-def test_files_are_decoded_in_pieces(tmp_path: Path) -> None:
+def test_files_are_decoded_in_pieces(monkeypatch, tmp_path: Path) -> None:
     """Two minutes of 48 kHz stereo are 92 MB as float64; here 8 MB are kept, twice at the end."""
+    monkeypatch.setattr(thread_pool, "thread_count", lambda: 1)
     path = tmp_path / "long.wav"
     piece = np.random.default_rng(0).integers(-9999, 9999, (48_000 * 10, 2)).astype(np.int16)
     soundfile.write(path, np.tile(piece, (12, 1)), 48_000)
@@ -115,7 +117,35 @@ def test_files_are_decoded_in_pieces(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert audio.seconds == pytest.approx(120)
-    assert peak < 2 * audio.samples.nbytes + 3 * 2 * piece.nbytes
+    # Two pieces are under way, in float32 and with what is computed of them.
+    assert peak < 2 * audio.samples.nbytes + 2 * 3 * 2 * piece.nbytes < 46e6
+
+
+@pytest.mark.parametrize(
+    ("suffix", "rate", "channels"), [("wav", 16_000, 1), ("flac", 16_000, 1), ("flac", 44_100, 2)]
+)
+def test_threads_decode_what_one_does(
+    monkeypatch, tmp_path: Path, suffix: str, rate: int, channels: int
+) -> None:
+    noise = np.random.default_rng(0).uniform(-1, 1, (5 * rate + 1234, channels))
+    path = tmp_path / f"long.{suffix}"
+    soundfile.write(path, noise, rate)
+    alone = load_audio(path)
+    used = []
+    monkeypatch.setattr(audio_module, "_PIECE_S", 1)
+    pieces = audio_module.in_threads
+    monkeypatch.setattr(
+        audio_module, "in_threads", lambda call, items: used.append(1) or pieces(call, items)
+    )
+    for source in (path, path.read_bytes()):
+        assert np.array_equal(load_audio(source).samples, alone.samples)
+    assert used == [1, 1]
+    if suffix == "flac":
+        # Its middle is lost, so that it cannot be decoded to its end.
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
+        with pytest.raises(InputError, match=r"damaged|cut off"):
+            load_audio(bytes(data), label="broken.flac")
 
 
 def test_sound_of_a_video(tmp_path: Path) -> None:
