@@ -1,0 +1,311 @@
+"""Time to first token of many pictures and of long recordings, by stage, with full-size models.
+
+python -m benchmarks.first_token [--models qwen3-vl-8b,qwen3-omni-30b-a3b [--add]] [--tiny]
+
+One model with its cases: ``--models qwen3-vl-8b``; with ``--add`` the other's rows stay.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import soundfile
+import torch
+from PIL import Image
+
+import oscar_mm
+from benchmarks.profiling import release
+from benchmarks.random_model import RELEASED, build
+from benchmarks.record import Record, Row, command, device_name, finish, now, parser, show
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.admission.admission import Admission
+from oscar_mm.cache import cache as cache_module
+from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.media import pixels
+from oscar_mm.media.media import MediaReader
+from oscar_mm.media.mono import RATE
+from oscar_mm.media.pixels import ImagesInBytes, VideosInBytes
+from oscar_mm.media.thread_pool import in_threads
+from oscar_mm.modality import Modality
+
+NOTES = [
+    "Shapes of the released config.json, random weights in bfloat16, the default policy. Pictures "
+    "are JPEG files (quality 90), recordings FLAC files at 16 kHz, mono.",
+    "first token: from the call of the pipeline to its first token, the third call of its kind "
+    "being the profiled one. Stages are of that profiled call, which waits for the GPU wherever a "
+    "stage begins or ends; a stage within another one does not count for the outer one.",
+    "headers: sizes of media and whether the request fits. decode: media files to pixels and "
+    "samples. processor: pixels to patches and to numbers, samples to features. tokens: the rest "
+    "of the prompt (template, tokenizer, positions, digests of media). copy: pixels and features "
+    "to the device. towers and language model are the model's own time. pack: keys and values into "
+    "pages. rest: all else, such as embeddings, joins of features and the choice of the token.",
+    "cpu: seconds of all cores together.",
+]
+OWN = ("towers", "language model")
+"""Stages that are the model's own."""
+STAGES = ("headers", "decode", "processor", "tokens", "copy", *OWN, "pack", "rest")
+MOST = 0.05
+"""Largest share of the model's own time that another stage should take."""
+_QUESTION = "What is it?"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Media of one request.
+
+    Attributes:
+        name: for the table.
+        model: a key of RELEASED.
+        count: how many pictures or recordings.
+        size: width and height of a picture in pixels.
+        seconds: length of a recording.
+    """
+
+    name: str
+    model: str
+    count: int
+    size: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+
+    def tiny(self) -> Case:
+        """The same in small, for a CPU."""
+        width, height = self.size
+        small = (width // 8, height // 8)
+        return replace(self, count=min(self.count, 3), size=small, seconds=self.seconds / 600)
+
+
+CASES = (
+    Case("100 pictures of 1,200 x 900", "qwen3-vl-8b", 100, (1200, 900)),
+    Case("100 pictures of 640 x 480", "qwen3-vl-8b", 100, (640, 480)),
+    Case("a recording of 40 minutes", "qwen3-omni-30b-a3b", 1, seconds=2400.0),
+    Case("40 recordings of a minute", "qwen3-omni-30b-a3b", 40, seconds=60.0),
+)
+MODELS = tuple(dict.fromkeys(case.model for case in CASES))
+
+
+class StageClock:
+    """Seconds of each stage of the thread that made it, without the stages within.
+
+    Args:
+        device: that stages wait for.
+
+    Attributes:
+        wall: seconds by stage.
+        cpu: seconds of all cores of this process by stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.wall = dict.fromkeys(STAGES, 0.0)
+        self.cpu = dict.fromkeys(STAGES, 0.0)
+        self._device, self._thread = device, threading.get_ident()
+        self._open: list[str] = []
+        self._last = (0.0, 0.0)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside, time counts for this stage."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._count()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as a stage."""
+
+        @wraps(call)
+        def as_stage(*args: Any, **kwargs: Any) -> Any:
+            with self.stage(name):
+                return call(*args, **kwargs)
+
+        # Fast layers run in a decoder whose forward is its own or this library's.
+        as_stage.__module__ = oscar_mm.__name__ + ".benchmarks"
+        return as_stage
+
+    def _count(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        before, self._last = self._last, (perf_counter(), process_time())
+        if self._open:
+            self.wall[self._open[-1]] += self._last[0] - before[0]
+            self.cpu[self._open[-1]] += self._last[1] - before[1]
+
+
+@contextmanager
+def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
+    """Inside, requests of a pipeline are timed by stage; all else of them is "rest"."""
+    family, model, processor = pipe.family, pipe.model, pipe.processor
+    decoder = model.get_decoder()
+    kinds = family.reads & {Modality.IMAGE, Modality.AUDIO}
+    towers = [model.get_encoder(modality=kind.label) for kind in kinds]
+    readers = [getattr(processor, name, None) for name in ("image_processor", "feature_extractor")]
+    places: list[tuple[Any, str, str]] = [
+        (MediaReader, "outline", "headers"),
+        (Admission, "check_outline", "headers"),
+        (MediaReader, "read", "decode"),
+        *((type(reader), "__call__", "processor") for reader in readers if reader is not None),
+        *((kind, "__call__", "processor") for kind in (ImagesInBytes, VideosInBytes)),
+        (pixels, "scaled_inputs", "processor"),
+        (family, "prompt", "tokens"),
+        (Prompt, "arguments", "copy"),
+        *((tower, "forward", "towers") for tower in towers),
+        (decoder, "forward", "language model"),
+        (model.get_output_embeddings(), "forward", "language model"),
+        (OscarLayer, "append", "pack"),
+        (cache_module, "pack_together", "pack"),
+    ]
+    with ExitStack() as patches, clock.stage("rest"):
+        for owner, name, stage in places:
+            timed = clock.timed(stage, getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, timed))
+        yield
+
+
+def pictures(folder: Path, case: Case) -> list[Path]:
+    """JPEG files with shapes of all sizes and some noise, each different."""
+    width, height = case.size
+
+    def picture(index: int) -> Path:
+        numbers = np.random.default_rng(index)
+        canvas = numbers.normal(0, 8, (height, width, 3))
+        for side in (4, 16, 64):
+            coarse = numbers.integers(0, 256, (side, side, 3), dtype=np.uint8)
+            large = Image.fromarray(coarse).resize(case.size, Image.Resampling.BICUBIC)
+            canvas += (np.asarray(large) - 128.0) / 2
+        path = folder / f"{index}.jpg"
+        Image.fromarray((canvas + 128).clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        return path
+
+    return [*in_threads(picture, range(case.count))]
+
+
+def recordings(folder: Path, case: Case) -> list[Path]:
+    """FLAC files of noise that swells and fades, each different."""
+    count = round(case.seconds * RATE)
+    swell = (0.05 + 0.05 * np.sin(np.arange(count) / RATE)).astype(np.float32)
+
+    def recording(index: int) -> Path:
+        noise = np.random.default_rng(index).standard_normal(count, dtype=np.float32)
+        path = folder / f"{index}.flac"
+        soundfile.write(path, noise * swell, RATE)
+        return path
+
+    return [*in_threads(recording, range(case.count))]
+
+
+def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:
+    """A row of a model for each of its cases."""
+    released = RELEASED[name].tiny() if tiny else RELEASED[name]
+    start = perf_counter()
+    model, processor = build(released, device, torch.bfloat16)
+    kind = OscarOmniPipeline if released.audio else OscarVLPipeline
+    pipe = kind(model, processor=processor)
+    build_s = perf_counter() - start
+    for case in (case for case in CASES if case.model == name):
+        row = {"model": name, "case": case.name, "date": now(), "build_s": build_s}
+        yield row | request(pipe, case.tiny() if tiny else case, device)
+
+
+def request(pipe: Any, case: Case, device: torch.device) -> Row:
+    """Ask about the media three times: to warm up, as a whole, and by stage."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = perf_counter()
+        make = recordings if case.seconds else pictures
+        media = {"audio" if case.seconds else "images": make(Path(folder), case)}
+        made = perf_counter()
+        size = sum(path.stat().st_size for paths in media.values() for path in paths)
+
+        def ask() -> Any:
+            return pipe(prompt=_QUESTION, **media, max_new_tokens=1, temperature=0)
+
+        ask()
+        answer = ask()
+        clock = StageClock(device)
+        with stages(pipe, clock):
+            ask()
+    own = sum(clock.wall[name] for name in OWN)
+    return {
+        "files": case.count,
+        "file_bytes": size,
+        "make_s": made - start,
+        "prompt_tokens": answer.prompt_tokens,
+        "first_token_s": answer.timings.prefill_s,
+        "profiled_s": sum(clock.wall.values()),
+        "wall_s": clock.wall,
+        "cpu_s": clock.cpu,
+        "share": {name: seconds / own for name, seconds in clock.wall.items() if name not in OWN},
+    }
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print seconds by stage, and whether each that is ours is within its bound."""
+    for row in rows:
+        show(
+            f"{row['model']}, {row['case']}: {row['prompt_tokens']:,} tokens, first token after "
+            f"{row['first_token_s']:.2f} s",
+            ("stage", "s", "cpu s", "share of the model's own", f"at most {MOST:.0%}"),
+            (
+                (
+                    *(name, f"{row['wall_s'][name]:.3f}", f"{row['cpu_s'][name]:.2f}"),
+                    *_verdict(row["share"].get(name)),
+                )
+                for name in STAGES
+            ),
+        )
+
+
+def _verdict(share: float | None) -> tuple[str, str]:
+    return ("", "") if share is None else (f"{share:.1%}", "met" if share <= MOST else "NOT met")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and record; 2 for unknown models or without a CUDA device."""
+    options = parser("benchmarks.first_token", __doc__)
+    options.add_argument("--models", default=",".join(MODELS), help="some of them, with commas")
+    options.add_argument("--add", action="store_true", help="keep the file's rows of other models")
+    options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
+    options = options.parse_args(arguments)
+    names = options.models.split(",")
+    if unknown := set(names) - set(MODELS):
+        choices = f"choose from {', '.join(MODELS)}"
+        print(f"no such model: {', '.join(sorted(unknown))}; {choices}", file=sys.stderr)
+        return 2
+    if not (options.tiny or torch.cuda.is_available()):
+        print("benchmarks.first_token needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
+        return 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    line = command("benchmarks.first_token", arguments)
+    record = Record("first_token", line, device_name(device.type), [], NOTES)
+    if options.add and (earlier := record.earlier(options.out)):
+        record.rows += [row for row in earlier.rows if row["model"] not in names]
+    for name in names:
+        start = perf_counter()
+        for row in measure(name, device, tiny=options.tiny):
+            record.rows.append(row)
+            record.write(options.out)
+        release(device)
+        print(f"{name}: {perf_counter() - start:.0f} s", flush=True)
+    report(record.rows)
+    finish(record, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
