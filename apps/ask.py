@@ -97,6 +97,7 @@ def ask(
     for _ in print_pieces(chain([first], pieces)):
         pass
     print(flush=True)
+    terminal.print_hint(pipe, prompt)
     timings = stream.result.timings
     print(terminal.memory_text(stream.result.memory), file=sys.stderr)
     print(

@@ -158,6 +158,7 @@ class _TerminalChat:
                     break
             stream.close()
         print(flush=True)
+        terminal.print_hint(self.pipe, prompt)
         counts = len(self.chat.turns) > before
         if counts:
             self._drop()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.models import BUNDLED, description
 from oscar_mm.sizes import format_bytes
 
@@ -33,6 +34,12 @@ def model_description(model: str, pipe: Pipeline) -> str:
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     reads = ", ".join(["text", *sorted(modality.label for modality in pipe.family.reads)])
     return f"{model}, {pipe.family.name}, {size} parameters; it reads {reads}"
+
+
+def print_hint(pipe: Pipeline, question: str) -> None:
+    """Tell on stderr that a bundled model was never taught a question."""
+    if hint := ModelCard.of(pipe).hint(question):
+        print(hint, file=sys.stderr, flush=True)
 
 
 def headline(kv_bytes: int, bf16_bytes: int) -> str:

@@ -75,6 +75,15 @@ def test_a_terminal_says_what_runs(model, picture, monkeypatch, capsys) -> None:
         assert "parameters" not in capsys.readouterr().err
 
 
+def test_a_bundled_model_says_what_it_was_never_taught(picture, capsys) -> None:
+    for question, said in {"Describe the photo.": True, "What is the code?": False}.items():
+        asked = ["--prompt", question, "--model", "pocket-vl", "--max-new-tokens", "2"]
+        assert run(["ask", picture, *asked, "--device", "cpu"]) == 0
+        captured = capsys.readouterr()
+        assert ("pocket-vl was never taught this question" in captured.err) == said
+        assert "taught" not in captured.out
+
+
 def test_an_answer_is_the_end() -> None:
     """Exit functions run, and the interpreter does not take itself apart."""
     program = (
@@ -283,7 +292,9 @@ def test_an_answer_cannot_command_a_terminal(
             memory=SimpleNamespace(by_kind={}),
         ),
     )
-    pipeline = SimpleNamespace(stream=lambda *_, **__: stream, model=None)
+    model_of = SimpleNamespace(name_or_path="", num_parameters=lambda: 1)
+    family = SimpleNamespace(outer_model=model_of, name="Qwen3-VL", reads=())
+    pipeline = SimpleNamespace(stream=lambda *_, **__: stream, model=None, family=family)
     monkeypatch.setattr(pipelines, "pipeline_for", lambda _: lambda *_, **__: pipeline)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     assert run(request(picture, model)) == 0

@@ -1,4 +1,4 @@
-"""ModelCard: what the page says about the model that answers."""
+"""ModelCard: what the page and the terminal say about the model that answers."""
 
 from __future__ import annotations
 

@@ -125,14 +125,15 @@ def test_bad_options(qwen3_vl_folder, tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_a_bundled_model_by_default(picture, monkeypatch, capsys) -> None:
-    lines = [f"/image {picture}", "What is the code?", "/audio call.wav"]
+    lines = [f"/image {picture}", "What is the code?", "hi", "/audio call.wav"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     assert run(["chat", "--device", "cpu", "--max-new-tokens", "2"]) == 0
     captured = capsys.readouterr()
-    notice, error = captured.err.splitlines()
+    notice, hint, error = captured.err.splitlines()
     assert notice.startswith("oscar-mm: no --model given, so this is pocket-vl, 5M parameters,")
+    assert hint.startswith("pocket-vl was never taught this question")
     assert error == "error: Qwen3-VL reads image, video, no audio; Qwen3-Omni and pocket-omni do"
-    assert captured.out.count("\n") == 1
+    assert captured.out.count("\n") == 2
 
 
 def test_ctrl_c_ends_the_answer(qwen3_vl_folder) -> None:
