@@ -12,8 +12,8 @@ from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.isolation import LocalBlocks
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
-from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.apps.demo.panels import NOT_INSPECTED
+from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, MAX_CHARACTERS, MAX_NEW_TOKENS, WIDTHS
 from oscar_mm.media.source import SUFFIXES
@@ -107,7 +107,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         edit = gr.Button("Edit", elem_id="edit", size="sm", min_width=60)
         fork = gr.Button("Fork", elem_id="fork", size="sm", min_width=60)
         clear = gr.Button("New chat", elem_id="clear", size="sm", min_width=80)
-    _HTML(_limits_of(handlers.sessions.card), elem_id="model-limits")
+    _HTML(_limits_of(handlers.sessions), elem_id="model-limits")
     return {
         "history": history,
         "live": live,
@@ -122,10 +122,15 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
     }
 
 
-def _limits_of(card: ModelCard) -> str:
+def _limits_of(sessions: Sessions) -> str:
+    card, context = sessions.card, sessions.pipe.admission.max_context
     limits = f"{card.name} {card.abilities}."
     if card.is_demo:
         limits += " It knows the questions of its examples and a few more, and no other."
+    limits += (
+        f" A conversation has room for {context:,} tokens, a message for {MAX_CHARACTERS:,} "
+        "characters."
+    )
     return f'<p class="how">{escape(limits)}</p>'
 
 

@@ -147,6 +147,7 @@ class Browser:
     def show(self, *files: Path) -> None:
         """Add files to the message."""
         [box] = self.all("#message input[type=file]")
+        self.run("arguments[0].value = ''", box)  # Or the driver adds to what was chosen before.
         box.send_keys("\n".join(map(str, files)))
         shown = "#message .thumbnail-item"
         self.wait(lambda: len(self.all(shown)) >= len(files), "the files in the message")

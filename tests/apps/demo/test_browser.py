@@ -28,6 +28,14 @@ pytestmark = [
     pytest.mark.skipif(browsers() is None, reason="no chromium and chromedriver here"),
 ]
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>${1+1}"
+OPAQUE = """
+let element = document.querySelector(arguments[0]);
+const there = Boolean(element);
+for (; element; element = element.parentElement) {
+  if (getComputedStyle(element).opacity !== '1') return false;
+}
+return there;
+"""
 TOKENS = 160
 """Of each answer: long enough to watch it grow."""
 
@@ -300,6 +308,40 @@ def test_errors_are_messages_and_the_chat_goes_on(browser, uploads) -> None:
     assert len(browser.all("#history .said:not(.error)")) == 1
 
 
+def test_pictures_of_a_refused_message_are_not_counted(browser, uploads) -> None:
+    browser.show(uploads / "0.png", uploads / "broken.png")
+    browser.say("What is it?")
+    browser.wait(lambda: "broken.png" in browser.text("#history [role=alert]"), "the error")
+    [box] = browser.all("#message textarea")
+    browser.wait(lambda: box.get_property("value") == "What is it?", "the message to come back")
+    for left in (1, 0):
+        browser.run("document.querySelector('#message .delete-button').click()")
+        browser.wait(lambda left=left: len(browser.all("#message .delete-button")) == left, "less")
+    browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
+    captions = [one.text for one in browser.all("#history figcaption")]
+    assert captions[-2:] == ["picture 1", "picture 2"]
+
+
+def test_a_long_text(browser, served) -> None:
+    set_length(browser, 5)
+    context = served.sessions.pipe.admission.max_context
+    assert f"room for {context:,} tokens" in browser.text("#model-limits")
+
+    def ask(words: int) -> None:
+        [box] = browser.all("#message textarea")
+        script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))"
+        browser.run(script, box, "word " * words)
+        browser.say("?")
+
+    ask(4000)
+    browser.wait(lambda: browser.all("#history .said:not(.error)"), "the answer")
+    assert len(browser.text("#history .asked")) > 20_000
+    browser.wait_for_the_end()
+    ask(21_000)
+    browser.wait(lambda: browser.text("#history [role=alert]"), "the refusal")
+    assert "more than the 100,000 allowed" in browser.text("#history [role=alert]")
+
+
 def test_stop_undo_and_a_new_conversation(browser, served) -> None:
     set_length(browser, 1000)
     browser.say("Tell me more.")
@@ -416,7 +458,7 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
         window.wait(lambda: len(window.all("#why figure")) >= 3, "the charts")
         check("inspected")
         window.press("Fork")
-        window.wait(lambda: window.text(".toast-body"), "the message in the corner")
+        window.wait(lambda: window.run(OPAQUE, ".toast-body"), "the message in the corner")
         check("copied")
 
 
