@@ -77,14 +77,14 @@ class Conversations:
 
     def answer_steps(
         self, request: Request
-    ) -> Generator[str | Generation | CompletedAnswer, None, None]:
+    ) -> Generator[Chat | str | Generation | CompletedAnswer, None, None]:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
-            "" after each earlier turn that the model had to read, then the first piece of the
-            answer, then the answer as it is written, from which pieces can be taken, then the
-            pieces that are left and the complete answer. Pieces of the reasoning are
-            ``Reasoning``.
+            the chat that answers, "" after each earlier turn that the model had to read and once
+            the question is read, then the first piece of the answer, then the answer as it is
+            written, from which pieces can be taken, then the pieces that are left and the complete
+            answer. Pieces of the reasoning are ``Reasoning``.
 
         Raises:
             Busy: other answers use the memory that the request needs.
@@ -94,11 +94,13 @@ class Conversations:
         if chat is None:
             chat = self.pipe.chat(request.system.text if request.system else None)
         try:
+            yield chat
             cached = chat.turns[-1].stop if chat.turns else 0
             for question, answer in request.past[turns:]:
                 chat.tell(answer=answer.text, **_chat_arguments(question))
                 yield ""
             stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
+            yield ""
             for count, piece in enumerate(stream.with_reasoning()):
                 yield piece
                 if count == 0 and (writing := chat.answering) is not None:

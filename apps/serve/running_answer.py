@@ -8,26 +8,27 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from anyio.to_thread import run_sync
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from oscar_mm.apps.serve.conversations import CompletedAnswer
+from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
 from oscar_mm.apps.serve.metrics import AnswerTimes
+from oscar_mm.apps.serve.places import Places
 from oscar_mm.apps.serve.protocol import Request
 from oscar_mm.apps.serve.responses import ClientGone, Refusal, as_refusals, busy, chunk
+from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy
 from oscar_mm.generation.answer import Reasoning
 from oscar_mm.generation.generation import Generation
 
-if TYPE_CHECKING:
-    from oscar_mm.apps.serve.service import Service
-
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _TEXT = "\0"
 """Stands for the text in the constant part of an answer's events."""
+_CANCEL_S = 0.05
+"""Seconds after which to cancel again what a thread has begun since."""
 
 
 class RunningAnswer:
@@ -37,31 +38,39 @@ class RunningAnswer:
     between there is none: the answer looks for its pieces after each step.
 
     Args:
-        service: counts the answer, and gets its place back.
+        places: count the answer, and get its place back.
+        conversations: answer.
         request: the request.
         gone: done when the client has left.
         arrival: ``perf_counter()`` when the request came.
     """
 
     def __init__(
-        self, service: Service, request: Request, gone: asyncio.Future[None], arrival: float
+        self,
+        places: Places,
+        conversations: Conversations,
+        request: Request,
+        gone: asyncio.Future[None],
+        arrival: float,
     ) -> None:
-        self.service, self.request = service, request
-        self.gone = gone
+        self.places, self.conversations = places, conversations
+        self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[str | CompletedAnswer] = deque()
         self._changed: asyncio.Future[None] | None = None
         """Done where there are pieces, the thread has ended or the answer is to end."""
-        self._steps = service.conversations.answer_steps(request)
+        self._steps = conversations.answer_steps(request)
+        self._chat: Chat | None = None
+        """What the thread answers in."""
         self._generation: Generation | None = None
         """Set while no thread is needed."""
         self._thread: asyncio.Future[None] | None = None
         self._left = False
         self._end: asyncio.Task[None] | None = None
-        self._times = AnswerTimes(service.metrics, arrival)
-        service.metrics.running.inc()
-        service.answers.add(self)
-        for end in (gone, service.cut):
+        self._times = AnswerTimes(places.metrics, arrival)
+        places.metrics.running.inc()
+        places.watchers.add(self.look)
+        for end in (gone, places.cut):
             end.add_done_callback(self._wake)
 
     @property
@@ -71,26 +80,28 @@ class RunningAnswer:
             raise RuntimeError("the answer is not complete")
         return self._completed
 
-    async def begin(self) -> None:
+    async def begin(self, room_s: float) -> None:
         """Read media, past and prompt; wait for memory that other answers use, and for pieces.
+
+        Args:
+            room_s: seconds in which there must be memory.
 
         Raises:
             Refusal: there is no answer; the message says why.
         """
-        service = self.service
-        deadline = perf_counter() + service.limits.room_s
+        deadline = perf_counter() + room_s
         with as_refusals():
             while True:
                 self._start_thread()
                 try:
                     return await self._wait()
                 except Busy:
-                    self._steps = service.conversations.answer_steps(self.request)
+                    self._steps = self.conversations.answer_steps(self.request)
                     left = deadline - perf_counter()
                     if left <= 0 or self._times.count:
                         raise
-                    if not await run_sync(service.conversations.give_way):
-                        await service.wait_for_memory(self.gone, left)
+                    if not await run_sync(self.conversations.give_way):
+                        await self.places.wait_for_memory(self.gone, left)
 
     async def pieces(self) -> AsyncIterator[str]:
         """Yield text, all that waits in one piece, then set ``completed``.
@@ -113,7 +124,7 @@ class RunningAnswer:
         if self._end is None:
             self._left = True
             self._end = asyncio.ensure_future(self._close())
-            self.service.track_closing(self._end)
+            self.places.close(self._end)
         return self._end
 
     def look(self) -> None:
@@ -135,7 +146,7 @@ class RunningAnswer:
         self._thread.add_done_callback(self._wake)
 
     async def _write_in_thread(self) -> None:
-        self._generation = await run_sync(self._write, limiter=self.service.workers)
+        self._generation = await run_sync(self._write, limiter=self.places.workers)
         self.look()
 
     def _write(self) -> Generation | None:
@@ -149,7 +160,10 @@ class RunningAnswer:
                 break
             if isinstance(step, Generation):
                 return step
-            self._add(step)
+            if isinstance(step, Chat):
+                self._chat = step
+            else:
+                self._add(step)
         return None
 
     def _add(self, piece: str | CompletedAnswer) -> None:
@@ -169,7 +183,7 @@ class RunningAnswer:
             if self._thread is not None and self._thread.done() and self._generation is None:
                 self._thread.result()
                 return
-            if self.service.cut.done():
+            if self.places.cut.done():
                 raise busy("the server is stopping")
             if self.gone.done():
                 raise ClientGone
@@ -181,18 +195,27 @@ class RunningAnswer:
             self._changed.set_result(None)
 
     async def _close(self) -> None:
-        service = self.service
-        service.answers.discard(self)
+        places = self.places
+        places.watchers.discard(self.look)
         try:
             if self._thread is not None:
-                # Its error concerns nobody any more.
-                await asyncio.gather(self._thread, return_exceptions=True)
+                await self._end_thread(self._thread)
             if self._completed is None:
-                await run_sync(self._steps.close, limiter=service.workers)
+                await run_sync(self._steps.close, limiter=places.workers)
         finally:
-            service.cut.remove_done_callback(self._wake)
-            service.metrics.running.dec()
-            service.release()
+            places.cut.remove_done_callback(self._wake)
+            places.metrics.running.dec()
+            places.release()
+
+    async def _end_thread(self, thread: asyncio.Future[None]) -> None:
+        """Wait for a thread, and cancel the answer for whose first piece it waits."""
+        while not thread.done():
+            answering = None if self._chat is None else self._chat.answering
+            if answering is not None:
+                answering.cancel()
+            await asyncio.wait([thread], timeout=_CANCEL_S)
+        # Its error concerns nobody any more.
+        await asyncio.gather(thread, return_exceptions=True)
 
 
 def joined(pieces: deque[str | CompletedAnswer]) -> Iterator[str | CompletedAnswer]:
@@ -241,7 +264,7 @@ async def _events(answer: RunningAnswer, header: dict[str, Any]) -> AsyncIterato
         yield "data: [DONE]\n\n"
     except Refusal as error:
         # The status is sent already: the answer has begun.
-        answer.service.metrics.requests.labels(str(error.status)).inc()
+        answer.places.metrics.requests.labels(str(error.status)).inc()
         yield _event(error.body)
 
 

@@ -1,4 +1,4 @@
-"""Service: reads, queues and answers requests."""
+"""Service: reads and answers requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -20,15 +19,9 @@ from starlette.requests import ClientDisconnect
 
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.places import Places
 from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
-from oscar_mm.apps.serve.responses import (
-    RETRY_S,
-    ClientGone,
-    Refusal,
-    as_refusals,
-    busy,
-    completion,
-)
+from oscar_mm.apps.serve.responses import ClientGone, Refusal, as_refusals, busy, completion
 from oscar_mm.apps.serve.running_answer import EventStream, RunningAnswer
 from oscar_mm.generation.sampling import Sampling
 
@@ -36,8 +29,6 @@ _READERS = 2
 """Threads that parse requests."""
 _BODIES = 8
 """All requests before their answers begin may take as much as this many of the largest size."""
-_MEMORY_POLL_S = 1.0
-"""Seconds after which to look for memory that something else than an answer has freed."""
 _SENDING_S = 0.005
 """Seconds in which the pieces of a step should be sent."""
 _CLOSING_S = 5.0
@@ -72,7 +63,7 @@ class ServerLimits:
 
 
 class Service:
-    """Reads, queues and answers requests.
+    """Reads and answers requests.
 
     Args:
         conversations: answers requests.
@@ -82,8 +73,7 @@ class Service:
 
     Attributes:
         hurry: ends the grace time of answers when it is set.
-        workers: bound on the threads that read requests and complete answers.
-        answers: that are being written.
+        places: of running answers.
     """
 
     def __init__(
@@ -92,23 +82,9 @@ class Service:
         self.conversations, self.metrics = conversations, metrics
         self.limits, self.name = limits, name
         self.hurry = asyncio.Event()
-        self._places = asyncio.Semaphore(limits.running)
-        self._waiting = self._body_bytes = 0
+        self.places = Places(limits.running, limits.waiting, metrics)
+        self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
-        self.workers = CapacityLimiter(limits.running + 1)
-        self._closing: set[asyncio.Task[None]] = set()
-        self.answers: set[RunningAnswer] = set()
-        self._memory_freed: asyncio.Future[None] | None = None
-
-    @cached_property
-    def stopping(self) -> asyncio.Future[None]:
-        """Done when the server takes no more requests."""
-        return asyncio.get_running_loop().create_future()
-
-    @cached_property
-    def cut(self) -> asyncio.Future[None]:
-        """Done when the server cuts running answers short."""
-        return asyncio.get_running_loop().create_future()
 
     @contextmanager
     def steps(self) -> Iterator[None]:
@@ -118,9 +94,10 @@ class Service:
         interpreter the one that sends would wait for the other one at each piece.
         """
         loop, sent = asyncio.get_running_loop(), threading.Event()
+        watchers = self.places.watchers
 
         def after_step() -> None:
-            if not self.answers:
+            if not watchers:
                 return
             sent.clear()
             with suppress(RuntimeError):  # The loop is closed: nobody looks.
@@ -128,8 +105,8 @@ class Service:
                 sent.wait(_SENDING_S)
 
         def look() -> None:
-            for answer in tuple(self.answers):
-                answer.look()
+            for watcher in tuple(watchers):
+                watcher()
             loop.call_soon(sent.set)  # After all tasks that now go on.
 
         with self.conversations.pipe.engine.stepping_thread(after_step):
@@ -156,13 +133,13 @@ class Service:
             request = await self._request(await self._body(http, add))
             gone = asyncio.ensure_future(_disconnect(http))
             try:
-                await self._take_place(gone)
+                await self.places.take(gone)
             except BaseException:
                 gone.cancel()
                 raise
-        answer = RunningAnswer(self, request, gone, arrival)
+        answer = RunningAnswer(self.places, self.conversations, request, gone, arrival)
         try:
-            await answer.begin()
+            await answer.begin(self.limits.room_s)
             if request.stream:
                 # A streaming response itself notices that its client has left.
                 answer.gone = asyncio.get_running_loop().create_future()
@@ -180,38 +157,15 @@ class Service:
 
     async def stop(self) -> None:
         """Take no more requests, and cut running answers short after their grace time."""
-        self.stopping.set_result(None)
+        self.places.stopping.set_result(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
-        self.cut.set_result(None)
+        self.places.cut.set_result(None)
 
     async def close(self) -> None:
         """Close all chats, unless the model does not release them in time."""
-        closing = [*self._closing, asyncio.ensure_future(run_sync(self.conversations.close))]
+        closing = [*self.places.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
         await asyncio.wait(closing, timeout=_CLOSING_S)
-
-    async def wait_for_memory(self, gone: asyncio.Future[None], seconds: float) -> None:
-        """Wait until an answer has ended, for at most ``seconds``.
-
-        Raises:
-            Refusal: the client has left, or the server stops.
-        """
-        if self._memory_freed is None:
-            self._memory_freed = asyncio.get_running_loop().create_future()
-        timeout = min(seconds, _MEMORY_POLL_S)
-        await self._wait_for(self._memory_freed, gone, timeout)
-
-    def track_closing(self, task: asyncio.Task[None]) -> None:
-        """Keep a reference to a task that closes an answer until it is done."""
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    def release(self) -> None:
-        """Free an answer's place, and tell requests that wait for its memory."""
-        self._places.release()
-        if self._memory_freed is not None:
-            self._memory_freed.set_result(None)
-            self._memory_freed = None
 
     @contextmanager
     def _room_for_body(self) -> Iterator[Callable[[int], None]]:
@@ -237,6 +191,7 @@ class Service:
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
         """Read the body, but not to its end if it is too large or too slow."""
         limit, seconds = self.limits.max_request_bytes, self.limits.body_s
+        stopping = self.places.stopping
 
         async def collect() -> bytes:
             parts, size = [], 0
@@ -250,11 +205,11 @@ class Service:
         reading = asyncio.ensure_future(collect())
         try:
             await asyncio.wait(
-                (reading, self.stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                (reading, stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if reading.done():
                 return reading.result()
-            if self.stopping.done():
+            if stopping.done():
                 raise busy("the server is stopping")
             raise Refusal(408, f"the request did not come within {seconds:g} s")
         except ClientDisconnect:
@@ -279,40 +234,6 @@ class Service:
             raise FieldError(f"this server writes at most {most} tokens", request.length_field)
         Sampling(**request.sampling)
         return request
-
-    async def _take_place(self, gone: asyncio.Future[None]) -> None:
-        """Wait in the queue for one of the places of running answers."""
-        if self._places.locked() and self._waiting >= self.limits.waiting:
-            message = "too many requests are waiting: try again"
-            raise Refusal(429, message, "rate_limit_error", retry_after=RETRY_S)
-        self._waiting += 1
-        self.metrics.waiting.inc()
-        place = asyncio.ensure_future(self._places.acquire())
-        try:
-            await self._wait_for(place, gone)
-        except BaseException:
-            if place.done():
-                self._places.release()
-            place.cancel()
-            raise
-        finally:
-            self._waiting -= 1
-            self.metrics.waiting.dec()
-
-    async def _wait_for(
-        self, awaited: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float | None = None
-    ) -> None:
-        """Wait for a future, for at most ``seconds``.
-
-        Raises:
-            Refusal: the client has left, or the server stops.
-        """
-        ends = (awaited, gone, self.stopping)
-        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            raise ClientGone
-        if self.stopping.done():
-            raise busy("the server is stopping")
 
 
 async def _disconnect(http: HttpRequest) -> None:

@@ -105,6 +105,22 @@ def test_who_leaves_the_queue_leaves_his_place(omni) -> None:
         assert ask(client_of(address), user("Why?")).choices
 
 
+def test_who_leaves_before_the_first_piece_leaves_his_place(omni, monkeypatch) -> None:
+    """Also in the queue of the engine, while another answer goes on."""
+    monkeypatch.setattr(omni.engine, "most_rows", 1)
+    with served(omni, max_new_tokens=4000) as address:
+        with asking(address, stream=True, max_tokens=4000) as first:
+            first.getresponse().readline()
+            eventually(lambda: metrics(address, None)["oscar_mm_decoding"] == 1)
+            for stream in (False, True):
+                with asking(address, stream=stream):
+                    eventually(lambda: metrics(address, None)["oscar_mm_prompts_waiting"] == 1)
+                eventually(lambda: metrics(address, None)["oscar_mm_running"] == 1)
+                assert metrics(address, None)["oscar_mm_prompts_waiting"] == 0
+            assert metrics(address, None)["oscar_mm_decoding"] == 1
+        assert ask(client_of(address), user("Why?")).choices
+
+
 def test_a_stream_that_nobody_reads_frees_its_place(omni) -> None:
     with served(omni, running=1, max_new_tokens=2000) as address:
         for _ in range(3):
@@ -450,7 +466,7 @@ def test_streams_take_no_threads(omni) -> None:
         running = [streams.enter_context(one_running(address)) for _ in range(5)]
         for stream in running:
             next(iter(stream))
-        assert app.state.service.workers.borrowed_tokens == 0
+        assert app.state.service.places.workers.borrowed_tokens == 0
         assert metrics(address, None)["oscar_mm_decoding"] == 5
 
 
