@@ -1,6 +1,8 @@
-"""Pictures of the demo for the README, taken in a real browser with the bundled model.
+"""Pictures of the demo, taken in a real browser with the bundled model.
 
 python -m tests.apps.demo.screenshots [FOLDER]
+
+Those of the README; in another FOLDER also the other states of the page, to be looked at.
 """
 
 import io
@@ -31,7 +33,7 @@ COLOURS = 256
 
 
 def take(address: str, target: Path) -> None:
-    """All of them."""
+    """Those of the README."""
     for name, size, height, dark, example, tab in SHOTS:
         with closing(Browser(address, size, dark=dark)) as browser:
             browser.press(example)
@@ -44,6 +46,40 @@ def take(address: str, target: Path) -> None:
             if complaints := browser.complaints():
                 raise SystemExit(f"{name}: the console says {complaints}")
         shrink(target / name)
+
+
+def take_states(address: str, target: Path) -> None:
+    """The page empty, after one picture, after an untaught question, an error and a reload."""
+
+    def picture(name: str) -> None:
+        browser.picture(target / f"state-{name}.png")
+
+    broken = target / "broken.png"
+    broken.write_bytes(b"no picture")
+    with closing(Browser(address)) as browser:
+        picture("empty")
+        browser.press("What is the code in picture 1?")
+        browser.wait(lambda: browser.all("#history .said"), "the answer")
+        browser.wait_for_the_end()
+        picture("one-picture")
+        browser.ask("Describe the photo.")
+        picture("untaught")
+        browser.show(broken)
+        browser.say("What is it?")
+        browser.wait(lambda: browser.text("#history [role=alert]"), "the error")
+        picture("error")
+        browser.reload()
+        browser.wait(lambda: browser.text("#history [role=alert]"), "the conversation")
+        picture("reloaded")
+        for tab in ("Why", "Settings"):
+            browser.press(tab)
+            picture(tab.lower())
+    with closing(Browser(address)) as browser:
+        browser.press("Recordings")
+        browser.wait(lambda: browser.all("#history .said"), "the first answer")
+        browser.wait_for_the_end()
+        picture("recordings")
+    broken.unlink()
 
 
 def compare(browser: Browser) -> None:
@@ -69,8 +105,10 @@ def main() -> None:
     settings = SessionSettings(KVPolicy.preset("compact"), "compact")
     with serve_page(pipe, settings, port=free_port()) as served:
         take(served.address, target)
-    for name, *_ in SHOTS:
-        print(target / name, f"{(target / name).stat().st_size:,} bytes")
+        if target != TARGET:
+            take_states(served.address, target)
+    for path in sorted(target.glob("*.png")):
+        print(path, f"{path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
