@@ -51,10 +51,13 @@ def headline(kv_bytes: int, bf16_bytes: int) -> str:
 
 
 def memory_text(report: MemoryReport) -> str:
-    """A report for the terminal: what is saved, then the table."""
-    if not any(report.by_kind.get(kind) for kind in ("codes", "scales")):
+    """A report for the terminal: what is saved, or why nothing is, then the table."""
+    if any(report.by_kind.get(kind) for kind in ("codes", "scales")):
+        return f"{headline(report.kv_bytes, report.bf16_bytes)}\n{report}"
+    more = report.kv_bytes - report.bf16_bytes
+    if more <= 0:
         return str(report)
-    return f"{headline(report.kv_bytes, report.bf16_bytes)}\n{report}"
+    return f"No token is packed; tables and free slots take {format_bytes(more)}.\n{report}"
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:

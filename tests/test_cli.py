@@ -289,7 +289,7 @@ def test_an_answer_cannot_command_a_terminal(
         with_reasoning=lambda: iter(["a\x1b[2J", "b\tc"]),
         result=SimpleNamespace(
             timings=SimpleNamespace(prefill_s=1.0, decode_s=1.0, tokens_per_s=1.0),
-            memory=SimpleNamespace(by_kind={}),
+            memory=SimpleNamespace(by_kind={}, kv_bytes=0, bf16_bytes=0),
         ),
     )
     model_of = SimpleNamespace(name_or_path="", num_parameters=lambda: 1)

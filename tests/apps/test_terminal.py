@@ -2,14 +2,17 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from oscar_mm import OscarCache
 from oscar_mm.apps.terminal import (
     completions,
     headline,
+    memory_text,
     no_echo,
     paths_of,
     prefill_bar,
@@ -72,6 +75,19 @@ def test_what_is_saved_comes_first() -> None:
     )
     short = headline(1000, 990)
     assert short.startswith("1.00 KB held, 990 B in 16 bit") and "x smaller" not in short
+
+
+def test_what_takes_more_than_16_bit_is_told_why() -> None:
+    cache = OscarCache("standard")
+    states = torch.randn(1, 2, 20, 64)
+    cache.expect(torch.zeros(1, 20, dtype=torch.long))
+    cache.update(states, states, 0)
+    report = cache.memory()
+    assert report.ratio < 1
+    first, *table = memory_text(report).splitlines()
+    assert first.startswith("No token is packed; tables and free slots take ")
+    assert "\n".join(table) == str(report)
+    assert memory_text(replace(report, bf16_bytes=report.kv_bytes)).startswith("KV cache")
 
 
 @pytest.fixture
