@@ -162,10 +162,10 @@ def like_vllm() -> Iterator[str]:
 def test_the_same_load_against_another_server(
     like_vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--against", like_vllm, "--device", "cpu", "--seconds", "0.6", "--processes", "2"]
+    arguments = ["--against", like_vllm, "--device", "cpu", "--seconds", "0.6"]
     arguments += ["--new-tokens", "4", "--out", str(tmp_path)]
-    assert load.main([*arguments, "--clients", "1,2"]) == 0
-    assert load.main([*arguments, "--rate", "20", "--add"]) == 0
+    assert load.main([*arguments, "--clients", "1,2", "--processes", "2"]) == 0
+    assert load.main([*arguments, "--rate", "20", "--processes", "1", "--add"]) == 0
     [path] = tmp_path.iterdir()
     rows = Record.load(path).rows
     assert [row["run"] for row in rows] == ["1 client", "2 clients", "20 requests/s"]
@@ -181,7 +181,7 @@ def test_the_same_load_against_another_server(
 @pytest.mark.slow
 def test_a_server_of_its_own_with_a_random_model(tmp_path: Path) -> None:
     arguments = ["--model", "qwen3-vl-8b", "--tiny", "--device", "cpu", "--clients", "2"]
-    arguments += ["--seconds", "1.5", "--new-tokens", "8", "--prompts", "text,pictures"]
+    arguments += ["--seconds", "1", "--new-tokens", "8", "--prompts", "text,pictures"]
     serve = ["--serve-options", "--policy compact --running 2", "--out", str(tmp_path)]
     assert load.main([*arguments, *serve]) == 0
     [path] = tmp_path.iterdir()

@@ -444,7 +444,7 @@ def test_recorded_steps_of_answers_that_come_and_go(
     requests = [
         {
             "prompt": draw.choice(SHORT) * draw.randint(1, 12),
-            "max_new_tokens": draw.choice((1, 2, 5, 20, 60)),
+            "max_new_tokens": draw.choice((1, 2, 5, 12, 30)),
             "images": noise(60, 90, index) if index % 3 == 0 else None,
         }
         for index in range(24)
@@ -962,7 +962,7 @@ def test_many_that_wait_are_read_before_a_few_go_on(
 def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
-    large = made(pipe, SHORT[1], max_new_tokens=500)
+    large = made(pipe, SHORT[1], max_new_tokens=150)
     pipe.budget.limit = int(1.05 * needed(pipe, large))
     small = [made(pipe, SHORT[0], max_new_tokens=30) for _ in range(30)]
     pipe.engine.submit(small[0])
@@ -974,7 +974,7 @@ def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
     assert sum(answer.ended for answer in small) <= 10
     run(pipe, small)
     assert not any(answer.error for answer in small)
-    too_large = made(pipe, SHORT[1], max_new_tokens=500)
+    too_large = made(pipe, SHORT[1], max_new_tokens=150)
     with pytest.raises(Busy):
         pipe.budget.limit //= 2
         together(pipe, [too_large])
@@ -1148,8 +1148,8 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
 
 def test_a_thread_of_steps_takes_over_what_runs(plain) -> None:
     """Also from a thread that makes steps, and gives it back."""
-    expected = alone(plain, SHORT[:1], max_new_tokens=400)[0]
-    answer, other = made(plain, SHORT[0], max_new_tokens=400), made(plain, SHORT[1])
+    expected = alone(plain, SHORT[:1], max_new_tokens=150)[0]
+    answer, other = made(plain, SHORT[0], max_new_tokens=150), made(plain, SHORT[1])
     pieces = iter(answer)
     first = next(pieces)
     with ThreadPoolExecutor(1) as pool:

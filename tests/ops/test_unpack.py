@@ -108,9 +108,9 @@ def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) 
     assert report.registers <= 64, "so that a multiprocessor holds all its threads"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"])
 @pytest.mark.parametrize(("name", "bits"), [("compact", (2, 2)), ("stream", (3, 2))])
-def test_compiles(name: str, bits: tuple[int, int], arch: str) -> None:
+def test_compiles_for_other_architectures(name: str, bits: tuple[int, int], arch: str) -> None:
     compiled(arch, POLICIES[name], bits, 128)
 
 
