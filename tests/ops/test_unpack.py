@@ -34,6 +34,10 @@ EVERY = [
     for bits in (STREAM_BITS if policy.key_axis == "token" else CHANNEL_BITS)
     for head_dim, rotate in product((64, 128), (True, False))
 ]
+COMPILED = [
+    one for one in EVERY if not one[0].startswith("stream") or one[1] in ((2, 4), (3, 2), (4, 3))
+]
+"""Keys and values have code of their own, so each width of each is enough; a GPU compiles all."""
 CPU = torch.device("cpu")
 
 
@@ -114,7 +118,7 @@ def test_compiles_for_other_architectures(name: str, bits: tuple[int, int], arch
     compiled(arch, POLICIES[name], bits, 128)
 
 
-@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
+@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), COMPILED)
 def test_specializations(name: str, bits: tuple[int, int], head_dim: int, rotate: bool) -> None:
     compiled("sm_90a", replace(POLICIES[name], rotate=rotate), bits, head_dim)
 
