@@ -166,6 +166,8 @@ class Engine:
                             answer.fail(error)
                     self.drop_ended()
                     self._threads.wake()
+                # Somebody may wait for an answer that was cancelled before a step.
+                self._threads.wake()
                 # Another such thread may have cleared it.
                 self._work.wait(_IDLE_S)
 

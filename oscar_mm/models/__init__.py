@@ -9,7 +9,7 @@ from pathlib import Path
 BUNDLED = {
     "pocket-vl": "reads printed codes, short receipts and coloured shapes",
     "pocket-llava": "reads printed codes and short receipts",
-    "pocket-omni": "hears spoken digits and a few words, and reads codes and short receipts",
+    "pocket-omni": "hears spoken digits and a few words, reads codes, short receipts and shapes",
 }
 """Name of each model, and what it can do; Qwen3-VL, LLaVA-v1.6 and Qwen3-Omni in this order."""
 

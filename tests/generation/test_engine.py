@@ -914,6 +914,30 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     assert 0.9 <= (spent["steps"] - step_seconds) / spent["layers"] <= 1.25
 
 
+def test_who_waits_for_an_answer_that_is_cancelled_before_anybody_looks(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    answer, run_until, looks = made(pipe, SHORT[0]), pipe.engine.run_until, threading.Event()
+    waits = threading.Thread(target=run_until, args=[lambda: answer.ended])
+
+    def run_later(done: Callable[[], bool]) -> None:
+        looks.wait()
+        run_until(done)
+
+    monkeypatch.setattr(pipe.engine, "run_until", run_later)
+    with pipe.engine.stepping_thread(lambda: None):
+        pipe.engine.submit(answer)
+        waits.start()
+        while not pipe.engine._threads._followers:
+            time.sleep(0.001)
+        answer.cancel()
+        looks.set()
+        waits.join(10)
+        assert not waits.is_alive()
+    assert empty(pipe)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_many_that_wait_are_read_before_a_few_go_on(
     at_once: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
