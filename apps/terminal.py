@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.apps.demo.model_card import ModelCard
+from oscar_mm.apps.model_card import ModelCard
 from oscar_mm.models import BUNDLED, description
 from oscar_mm.sizes import format_bytes
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oscar_mm.apps.demo.conversation_folder import ConversationFolder
-from oscar_mm.apps.demo.model_card import ModelCard
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.transcript import PreviewStore
 from oscar_mm.apps.demo.visitor_input import SessionSettings
+from oscar_mm.apps.model_card import ModelCard
 from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes

@@ -9,7 +9,7 @@ from examples.train_pocket.language import QUESTIONS
 from examples.train_pocket.words import COLOURS, SHAPES
 from oscar_mm.apps.demo.examples import EXAMPLES
 from oscar_mm.apps.demo.examples import QUESTIONS as OFFERED
-from oscar_mm.apps.demo.model_card import ModelCard
+from oscar_mm.apps.model_card import ModelCard
 from oscar_mm.modality import Modality
 from oscar_mm.models import BUNDLED, bundled
 
