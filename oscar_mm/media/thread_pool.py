@@ -51,6 +51,16 @@ def _pool() -> ThreadPoolExecutor:
         return _threads()
 
 
+def _begin_anew() -> None:
+    global _beginning
+    _beginning = threading.Lock()
+    _threads.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)  # A forked process has no threads.
+
+
 def in_threads(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Results of ``call`` for each item, in the order of the items; threads work ahead.
 

@@ -1,5 +1,7 @@
 """Threads that decode media: order, errors, and how much is under way."""
 
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,22 @@ def test_results_keep_the_order() -> None:
 
     assert list(in_threads(late, range(50))) == [item * item for item in range(50)]
     assert list(in_threads(late, [])) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    list(in_threads(str, range(9)))
+    child = os.fork()
+    if not child:
+        done = list(in_threads(str, range(9))) == [str(item) for item in range(9)]
+        os._exit(0 if done else 1)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert ended[1] == 0
 
 
 def test_a_single_item_stays_in_its_thread() -> None:
