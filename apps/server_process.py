@@ -1,14 +1,27 @@
-"""The process of a server: the sockets on which it listens, and the signal that ends it."""
+"""The process of a server: where it listens, the signal that ends it, and one that another owns."""
 
 import errno
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from oscar_mm.errors import InputError
+
+_MODULE = "oscar_mm.apps.server_process"
+_POLL_S = 0.2
+_END_S = 15.0
+"""Seconds that a server has to end in, before it is killed."""
+_LOG_BYTES = 1 << 16
+_LOG_LINES = 10
+_ERROR = re.compile(r"\w(Error|Exception): ")
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -100,3 +113,79 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class OwnedServer:
+    """A server in a process of its own, which ends with this process, however this one ends.
+
+    Between the two is a keeper: it ends the server and all its processes as soon as this process
+    closes their pipe, which it also does when it is killed.
+
+    Args:
+        name: what messages call the server.
+        command: program and arguments.
+        environment: all variables of the server.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name, self._log = name, tempfile.TemporaryFile()  # noqa: SIM115 closed in close
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *command],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this process.
+        )
+
+    def wait_until(self, answers: Callable[[], bool], seconds: float) -> None:
+        """Wait until the server answers, and end it if it does not.
+
+        Raises:
+            InputError: it has ended, or does not answer in time; the message has what its log says.
+        """
+        deadline = time.monotonic() + seconds
+        while not answers():
+            if self._keeper.poll() is not None:
+                raise InputError(f"{self._name} ended before it answered{self.close()}")
+            if time.monotonic() > deadline:
+                raise InputError(f"{self._name} does not answer in {seconds:.0f} s{self.close()}")
+            time.sleep(_POLL_S)
+
+    def close(self) -> str:
+        """End the server; return its log's errors, else its last lines, for a message in a line."""
+        if self._log.closed:
+            return ""
+        if self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+        self._keeper.wait()
+        with self._log as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+        lines = list(dict.fromkeys(" ".join(line.split()) for line in lines if line.strip()))
+        errors = [line for line in lines if _ERROR.search(line)]
+        text = " | ".join((errors or lines)[-_LOG_LINES:])
+        return text and f"; its log: {text}"
+
+
+def _keep(command: Sequence[str]) -> None:
+    """Run a command until it or stdin ends; then end this process group, which has no others."""
+    if os.fork():
+        # Ray kills the children of a worker that ends, but not their children.
+        os.wait()
+        return
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def end_with_stdin() -> None:
+        sys.stdin.buffer.read()
+        server.terminate()
+        time.sleep(_END_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_stdin, daemon=True).start()
+    server.wait()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _keep(sys.argv[1:])

@@ -106,8 +106,8 @@ def check_installed() -> None:
         raise InputError("--engine vllm needs the package vllm: pip install '.[vllm]' in a clone")
 
 
-def become_vllm(arguments: Sequence[str], api_key: str | None) -> NoReturn:
-    """Replace this process by vLLM's server, so that signals and the exit code are vLLM's.
+def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return the command of vLLM's server, and all its variables.
 
     Args:
         arguments: see ``vllm_arguments``.
@@ -115,6 +115,16 @@ def become_vllm(arguments: Sequence[str], api_key: str | None) -> NoReturn:
             of a machine see arguments.
     """
     environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
+    return [sys.executable, "-m", _MODULE, *arguments], environment
+
+
+def become_vllm(arguments: Sequence[str], api_key: str | None) -> NoReturn:
+    """Replace this process by vLLM's server, so that signals and the exit code are vLLM's.
+
+    Args:
+        arguments, api_key: see ``vllm_command``.
+    """
+    command, environment = vllm_command(arguments, api_key)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", _MODULE, *arguments], environment)
+    os.execve(command[0], command, environment)

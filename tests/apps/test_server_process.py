@@ -1,10 +1,12 @@
 """Where a server listens, claimed before its model loads."""
 
+import os
 import socket
+import sys
 
 import pytest
 
-from oscar_mm.apps.server_process import bind, listen, url
+from oscar_mm.apps.server_process import OwnedServer, bind, listen, url
 from oscar_mm.errors import InputError
 
 
@@ -34,3 +36,14 @@ def test_a_name_with_an_address_that_this_machine_has_not(monkeypatch) -> None:
 def test_url() -> None:
     assert url("::1", 80) == url("[::1]", 80) == "http://[::1]:80"
     assert url("localhost", 80) == "http://localhost:80"
+
+
+def test_an_owned_server_that_does_not_answer() -> None:
+    """Its log is in the message: the errors in it, or else the last lines."""
+    for said, told in (("'a', 'b  c'", "a | b c"), ("'a', 'OSError: b', 'c'", "OSError: b")):
+        program = f"import time; print({said}, sep='\\n', flush=True); time.sleep(600)"
+        server = OwnedServer("It", [sys.executable, "-c", program], os.environ)
+        with pytest.raises(InputError) as refused:
+            server.wait_until(lambda: False, 2.0)
+        assert str(refused.value) == f"It does not answer in 2 s; its log: {told}"
+        assert server.close() == "", "it has been closed"
