@@ -63,6 +63,7 @@ class ChatClient:
             headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            mounts={"all://127.0.0.1": None},  # No proxy leads to this machine.
         )
 
     async def __aenter__(self) -> Self:

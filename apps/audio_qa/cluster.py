@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from uuid import uuid4
 
+from oscar_mm.apps.audio_qa.chat_client import ServerLost
 from oscar_mm.apps.audio_qa.engine import WorkerSettings
+from oscar_mm.apps.audio_qa.plan import Plan
 from oscar_mm.apps.audio_qa.results import AnswerFile, Work, error_result
 from oscar_mm.apps.audio_qa.rows import Row, by_recording
-from oscar_mm.apps.audio_qa.server_worker import ServerSettings
+from oscar_mm.apps.audio_qa.vllm_settings import VllmSettings
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 
@@ -45,13 +48,16 @@ class Attempts:
 class ClusterWorker:
     """An actor that starts its worker once, then answers groups of rows.
 
+    It ends with a server of its own that is lost; Ray starts another.
+
     Args:
-        plan: what to load or which server to ask, and how to answer.
+        plan: what to load, start or ask, and how to answer.
         begin: counts how often a group, named by the id of its first row, was begun.
     """
 
-    def __init__(self, plan: WorkerSettings | ServerSettings, begin: Callable[[str], int]) -> None:
+    def __init__(self, plan: Plan, begin: Callable[[str], int]) -> None:
         self._worker, self._name, self._begin = plan.start(), uuid4().hex, begin
+        self._owns_server = isinstance(plan, VllmSettings)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         """Answer groups of rows in JSON; yield results with what the worker has done so far."""
@@ -63,18 +69,23 @@ class ClusterWorker:
                 )
             else:
                 results = self._worker.run([rows])
-            for result in results:
-                about = {
-                    "fingerprint": self._worker.fingerprint,
-                    "report": self._worker.report,
-                    "kv_bytes": self._worker.kv_bytes,
-                    "worker": self._name,
-                }
-                yield {"result": [json.dumps(result)], "about": [json.dumps(about)]}
+            try:
+                for result in results:
+                    about = {
+                        "fingerprint": self._worker.fingerprint,
+                        "report": self._worker.report,
+                        "kv_bytes": self._worker.kv_bytes,
+                        "worker": self._name,
+                    }
+                    yield {"result": [json.dumps(result)], "about": [json.dumps(about)]}
+            except ServerLost:
+                if self._owns_server:
+                    os._exit(1)
+                raise
 
 
 def run_on_cluster(
-    plan: WorkerSettings | ServerSettings,
+    plan: Plan,
     rows: list[Row],
     answers: AnswerFile,
     address: str,
@@ -87,7 +98,7 @@ def run_on_cluster(
     Another worker begins the group of a dead one anew.
 
     Args:
-        plan: what each worker loads or asks, and how it answers.
+        plan: what each worker loads, starts or asks, and how it answers.
         rows: rows to answer.
         answers: file that this process writes.
         address: address of the cluster, or "local" to start one on this machine for this job.
@@ -104,7 +115,11 @@ def run_on_cluster(
         return _run(ray, plan, rows, answers, workers, cpus_per_worker)
     except ray.exceptions.RayError as error:
         # The message of the worker comes last.
-        raise RuntimeError(f"Ray: {str(error).strip().splitlines()[-1]}") from error
+        message = str(error).strip().splitlines()[-1]
+        _, refused, told = message.rpartition(f"{InputError.__name__}: ")
+        if refused:
+            raise InputError(f"Ray: {told}") from error
+        raise RuntimeError(f"Ray: {message}") from error
     finally:
         if ours:
             ray.shutdown()
@@ -148,7 +163,7 @@ def _check_reachable(address: str) -> None:
 
 def _run(
     ray: Any,
-    plan: WorkerSettings | ServerSettings,
+    plan: Plan,
     rows: list[Row],
     answers: AnswerFile,
     workers: int | None,
@@ -156,6 +171,7 @@ def _run(
 ) -> Work:
     groups = by_recording(rows)
     count, resources = _share_cluster(ray.cluster_resources(), plan, workers, cpus_per_worker)
+    plan, at_once = _share_requests(plan, math.ceil(len(groups) / count))
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     attempts = ray.remote(num_cpus=0, max_restarts=-1)(Attempts).remote()
@@ -170,7 +186,12 @@ def _run(
         ClusterWorker,
         fn_constructor_args=(plan, begin),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(count, len(groups))),
+        compute=ray.data.ActorPoolStrategy(
+            size=min(count, len(groups)),
+            max_tasks_in_flight_per_actor=at_once + 1,
+            max_concurrent_calls_per_actor=at_once,
+            enable_true_multi_threading=at_once > 1,
+        ),
         **resources,
     )
     start, reports = time.perf_counter(), {}
@@ -200,7 +221,7 @@ def _run(
 
 def _share_cluster(
     cluster: dict[str, float],
-    plan: WorkerSettings | ServerSettings,
+    plan: Plan,
     workers: int | None,
     cpus: int,
 ) -> tuple[int, dict[str, Any]]:
@@ -215,6 +236,21 @@ def _share_cluster(
         has = f"{gpus} GPUs" if gpus else f"{cluster.get('CPU', 0):.0f} CPUs"
         raise InputError(f"--workers {wanted}: the cluster has {has}, enough for {most}")
     return wanted, {"num_gpus": 1} if gpus else {"num_cpus": cpus}
+
+
+def _share_requests(plan: Plan, groups: int) -> tuple[Plan, int]:
+    """Return a plan for each of the groups that a worker answers at once, and their number.
+
+    Ray gives a worker group by group, so that many groups at once keep a server busy.
+
+    Args:
+        plan: what a worker does.
+        groups: groups for each worker.
+    """
+    if isinstance(plan, WorkerSettings):
+        return plan, 1
+    at_once = min(plan.concurrency, groups)
+    return replace(plan, concurrency=plan.concurrency // at_once), at_once
 
 
 def _row_of_fields(fields: dict[str, Any]) -> Row:

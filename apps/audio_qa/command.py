@@ -24,6 +24,13 @@ def audio_qa_command(
     ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="JSONL of the answers.")],
     model: options.Model = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="oscar, or vllm: start vLLM's server, with pages of this package, for the job.",
+        ),
+    ] = "oscar",
     policy: options.Policy = DEFAULT,
     question: Annotated[
         str | None,
@@ -72,7 +79,7 @@ def audio_qa_command(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(metavar="N", help="Most requests to the server at once.")
+        int, typer.Option(metavar="N", help="Most requests to a server at once.")
     ] = 32,
     api_key_file: Annotated[
         Path | None,
@@ -112,6 +119,7 @@ def audio_qa_command(
             questions,
             out,
             model,
+            engine=engine,
             policy=policy,
             question=question,
             system=system,

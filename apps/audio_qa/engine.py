@@ -43,6 +43,7 @@ class AnswerSettings:
 
     Attributes:
         policy: how keys and values are stored; None where a server decides.
+        engine: "vllm" where workers start vLLM's servers; None for our own engine, or a server.
         system: system prompt.
         max_new_tokens: longest free answer.
         list_choices: write the choices under the question, with letters, and score the letters;
@@ -62,6 +63,7 @@ class AnswerSettings:
     use_audio_in_video: bool = False
     video_fps: float = 2.0
     dtype: str | None = None
+    engine: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
@@ -319,6 +321,9 @@ class Worker:
         self._engine = Engine(self._pipe, settings, plan.batch_size)
         self._loaded = time.process_time()
         self.fingerprint = settings.fingerprint(self._pipe.fingerprint)
+
+    def close(self) -> None:
+        """Do nothing; the model ends with its process."""
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Answer groups of rows about the same media; yield results as they are ready."""

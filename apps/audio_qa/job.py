@@ -6,13 +6,17 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
+from oscar_mm.apps.audio_qa.plan import Plan
 from oscar_mm.apps.audio_qa.results import RUN, AnswerFile, Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
 from oscar_mm.apps.audio_qa.server_worker import ServerSettings
+from oscar_mm.apps.audio_qa.vllm_settings import VllmSettings
+from oscar_mm.apps.serve.vllm_server import check_installed
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
@@ -30,6 +34,7 @@ def audio_qa(
     out: str | Path,
     model: str | Path | None = None,
     *,
+    engine: str = "oscar",
     policy: str | KVPolicy = DEFAULT,
     question: str | None = None,
     system: str | None = None,
@@ -70,6 +75,10 @@ def audio_qa(
             ``out``.run.json identifies the run, and ``out``.summary.json sums it up.
         model: name of a bundled model, folder or hub id; with ``server`` the server's name of the
             model, or None for its only one.
+        engine: "oscar", or "vllm": each worker starts vLLM's server for itself, with pages of this
+            package, and asks it as it asks ``server``; so ``policy`` must be a preset's name, and
+            ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` concern only
+            "oscar".
         policy: how keys and values are stored.
         question: question of rows that have none, and of all media of a folder.
         system: system prompt.
@@ -95,8 +104,9 @@ def audio_qa(
         concurrency: most requests to the server at once, of each worker.
         api_key: key of the server.
         ray: address of a Ray cluster, "local" for one on this machine; None for no Ray.
-        workers: workers of Ray, each of which loads the model or asks the server; by default one
-            per GPU, or without GPUs and with ``server`` as many as the CPUs allow.
+        workers: workers of Ray, each of which loads the model, starts vLLM's server or asks the
+            server; by default one per GPU, or without GPUs and with ``server`` as many as the CPUs
+            allow.
         cpus_per_worker: CPUs of a worker.
 
     Returns:
@@ -104,7 +114,7 @@ def audio_qa(
 
     Raises:
         InputError: a file or argument cannot be used, ``out`` belongs to another run, the disk is
-            full, or the server does not answer any more; answers so far stay.
+            full, vLLM is missing, or the server does not answer any more; answers so far stay.
     """
     rows = read_rows(questions, question=question, group_by=group_by)
     _check_overwrites(questions if isinstance(questions, str | Path) else None, rows, out, samples)
@@ -112,6 +122,10 @@ def audio_qa(
         raise InputError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
     if kv_budget is not None:
         kv_budget = parse_bytes("kv_budget", kv_budget)
+    if engine not in ("oscar", "vllm"):
+        raise InputError(f"engine={engine!r}: must be oscar or vllm")
+    if server is not None and engine != "oscar":
+        raise InputError(f"server with engine {engine}: the server's engine answers")
     settings = AnswerSettings(
         policy=KVPolicy.of(policy) if server is None else None,
         system=system,
@@ -120,29 +134,39 @@ def audio_qa(
         use_audio_in_video=use_audio_in_video,
         video_fps=video_fps,
         dtype=dtype,
+        engine=None if engine == "oscar" else engine,
     )
     limits = limits or MediaLimits()
-    plan: WorkerSettings | ServerSettings
-    if server is None:
-        if model is None:
-            raise InputError("model: must be a bundled model's name, a folder or a hub id")
-        plan = WorkerSettings(
-            str(model), settings, batch_size, kv_budget, device, allow_remote, limits
-        )
-    else:
-        local = {
+    plan: Plan
+    name = None if model is None else str(model)
+    local = {
+        "batch_size": (batch_size, 32),
+        "use_audio_in_video": (use_audio_in_video, False),
+        "video_fps": (video_fps, 2.0),
+        "device": (device, None),
+    }
+    fingerprint = settings.fingerprint()
+    if server is not None:
+        local |= {
             "policy": (policy, DEFAULT),
-            "batch_size": (batch_size, 32),
             "kv_budget": (kv_budget, None),
-            "use_audio_in_video": (use_audio_in_video, False),
-            "video_fps": (video_fps, 2.0),
-            "device": (device, None),
             "dtype": (dtype, None),
         }
-        _check_for_server(rows, local, list_choices)
-        name = None if model is None else str(model)
+        _check_for_server("server", rows, local, list_choices)
         plan = ServerSettings(server, settings, name, concurrency, api_key, allow_remote, limits)
-    answers = AnswerFile(out, settings.fingerprint(), overwrite=overwrite)
+    elif name is None:
+        raise InputError("model: must be a bundled model's name, a folder or a hub id")
+    elif engine == "oscar":
+        plan = WorkerSettings(name, settings, batch_size, kv_budget, device, allow_remote, limits)
+    else:
+        _check_for_server("engine vllm", rows, local, list_choices)
+        if not isinstance(policy, str):
+            raise InputError("engine vllm: policy must be a preset's name")
+        plan = VllmSettings(name, policy, settings, concurrency, kv_budget, allow_remote, limits)
+        fingerprint = settings.fingerprint(name)
+        if ray is None:
+            check_installed()
+    answers = AnswerFile(out, fingerprint, overwrite=overwrite)
     try:
         answers.resume(rows, retry_failed=retry_failed)
         left = [row for row in rows if row.id not in answers.done]
@@ -166,36 +190,37 @@ def audio_qa(
     return summary
 
 
-def _run_here(plan: WorkerSettings | ServerSettings, rows: list[Row], answers: AnswerFile) -> Work:
+def _run_here(plan: Plan, rows: list[Row], answers: AnswerFile) -> Work:
     """Answer rows in this process."""
-    worker = plan.start()
-    answers.confirm(worker.fingerprint)
-    start = time.perf_counter()
-    with rows_bar(len(rows)) as shown:
-        for count, result in enumerate(worker.run(by_recording(rows)), 1):
-            answers.write(result)
-            audio = worker.report["audio_seconds"]
-            shown.update(count, audio, time.perf_counter() - start, worker.kv_bytes)
-    return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
+    with closing(plan.start()) as worker:
+        answers.confirm(worker.fingerprint)
+        start = time.perf_counter()
+        with rows_bar(len(rows)) as shown:
+            for count, result in enumerate(worker.run(by_recording(rows)), 1):
+                answers.write(result)
+                audio = worker.report["audio_seconds"]
+                shown.update(count, audio, time.perf_counter() - start, worker.kv_bytes)
+        return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
 
 
 def _check_for_server(
-    rows: Iterable[Row], local: Mapping[str, tuple[Any, Any]], list_choices: bool
+    asked: str, rows: Iterable[Row], local: Mapping[str, tuple[Any, Any]], list_choices: bool
 ) -> None:
     """Refuse options that concern only a model of this process, and choices that nothing scores.
 
     Args:
+        asked: what messages call the server.
         rows: the questions.
         local: value and default of each such option.
         list_choices: whether choices are listed in the prompt.
     """
     given = [name for name, (value, default) in local.items() if value != default]
     if given:
-        raise InputError(f"server: {', '.join(given)}: only a model of this process takes it")
+        raise InputError(f"{asked}: {', '.join(given)}: only a model of this process takes it")
     count = sum(bool(row.choices) for row in rows)
     if count and not list_choices:
         raise InputError(
-            f"server: {count} rows have choices, which a server does not score; with list_choices "
+            f"{asked}: {count} rows have choices, which a server does not score; with list_choices "
             "(--list-choices) its reply names a letter"
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 import time
 import wave
 from collections import deque
@@ -24,6 +25,7 @@ from oscar_mm.apps.audio_qa.chat_client import ChatClient, ServerLost
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, resident_peak
 from oscar_mm.apps.audio_qa.results import Result, error_line, error_result, reply_result
 from oscar_mm.apps.audio_qa.rows import Row, is_correct
+from oscar_mm.apps.server_process import OwnedServer
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import opened_image
@@ -43,7 +45,7 @@ class ServerSettings:
 
     Attributes:
         url: the server's address, with or without the path "/v1".
-        settings: how to answer; ``policy`` is None.
+        settings: how to answer; ``policy`` is None where a server decides.
         model: name of the model at the server; None for its only one.
         concurrency: most requests at once.
         api_key: key of the server, or None.
@@ -96,8 +98,11 @@ class ServerSettings:
 class ServerWorker:
     """Asks a server about rows, as ``Worker`` asks its model.
 
+    Several threads may run groups at once; each sends as many requests as the plan says.
+
     Args:
         plan: which server to ask, and how.
+        owned: that server, where it is this worker's own.
 
     Attributes:
         model: the server's name of the model.
@@ -111,13 +116,14 @@ class ServerWorker:
 
     kv_bytes = 0
 
-    def __init__(self, plan: ServerSettings) -> None:
-        self.plan = plan
+    def __init__(self, plan: ServerSettings, owned: OwnedServer | None = None) -> None:
+        self.plan, self._owned = plan, owned
         with start_blocking_portal() as portal:
             self.model = portal.call(self._find_model)
         self.fingerprint = plan.settings.fingerprint(self.model)
         self._media = MediaReader(plan.limits, plan.allow_remote)
         self._begun, self.audio_seconds = time.process_time(), 0.0
+        self._counting = threading.Lock()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Ask about groups of rows about the same media; yield results as they are ready.
@@ -134,7 +140,19 @@ class ServerWorker:
             while (result := ready.get()) is not None:
                 before, since = since, time.perf_counter()
                 yield result | {"seconds": round(since - before, 4)}
-            asked.result()
+            try:
+                asked.result()
+            except ServerLost as error:
+                raise ServerLost(f"{error}{self.close()}") from None
+
+    def heard(self, seconds: float) -> None:
+        """Count recordings that were sent."""
+        with self._counting:
+            self.audio_seconds += seconds
+
+    def close(self) -> str:
+        """End the worker's own server; return what its log says for a message."""
+        return "" if self._owned is None else self._owned.close()
 
     @property
     def report(self) -> dict[str, Any]:
@@ -251,7 +269,7 @@ class _Requests:
             self._freed.clear()
             await self._freed.wait()
         self._bytes += len(shown.parts)
-        self._worker.audio_seconds += shown.seconds
+        self._worker.heard(shown.seconds)
         shown.open_rows = len(rows)
         for row in rows:
             await self._slots.acquire()

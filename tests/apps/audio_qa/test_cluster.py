@@ -13,6 +13,7 @@ import pytest
 from oscar_mm import InputError
 from oscar_mm.apps.audio_qa import audio_qa, cluster
 from oscar_mm.apps.audio_qa.rows import by_recording, read_rows
+from oscar_mm.apps.audio_qa.server_worker import ServerSettings
 from tests.apps.audio_qa.conftest import assert_same, questions, read_lines, write_lines
 
 OPTIONS = {"max_new_tokens": 5, "batch_size": 4, "device": "cpu"}
@@ -106,6 +107,16 @@ def test_shares_of_a_cluster(plan) -> None:
     ):
         with pytest.raises(InputError, match=expected):
             shares({"CPU": 6.0}, workers, cpus)
+
+
+def test_shares_of_requests(plan) -> None:
+    """Many groups at once, or many requests of a group, never more than the plan says."""
+    asking = ServerSettings("http://127.0.0.1:1", plan.settings, concurrency=8)
+    for groups, expected in ((1, (1, 8)), (3, (3, 2)), (8, (8, 1)), (100, (8, 1))):
+        shared, at_once = cluster._share_requests(asking, groups)
+        assert isinstance(shared, ServerSettings)
+        assert (at_once, shared.concurrency) == expected
+    assert cluster._share_requests(plan, 100) == (plan, 1)
 
 
 def test_no_such_cluster(plan, recordings: Path, tmp_path: Path) -> None:
