@@ -103,8 +103,7 @@ class AnswerGroup:
         live = self.live
         try:
             step()
-            view = self.view
-            if view is not None and view.take_bad() and not any(answer.error for answer in live):
+            if self.view is not None and self.view.take_bad() and not self._tells_whose(live):
                 raise FloatingPointError(NOT_STORABLE)
         except BaseException as error:
             self.failed = True
@@ -112,6 +111,16 @@ class AnswerGroup:
                 answer.fail(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _tells_whose(self, live: list[Generation]) -> bool:
+        """Whether keys or values that cannot be stored may be those of an answer that has ended.
+
+        A step that was launched early may have read what its answer ends with, or what makes its
+        next logits NaN.
+        """
+        if not any(answer.ended for answer in live) and self.batch.is_ahead:
+            self.batch.step(ahead=False)
+        return any(answer.ended for answer in live)
 
     def drop_ended(self) -> list[Generation]:
         """Let go of answers that have ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -20,7 +20,7 @@ from oscar_mm.media.headers import audio_outline, image_size, video_outline
 from oscar_mm.media.image import Fit
 from oscar_mm.media.limits import LARGE_BYTES, PixelCount
 from oscar_mm.media.mono import RATE, Audio
-from oscar_mm.media.source import describe, is_address
+from oscar_mm.media.source import describe, is_address, is_fetched
 from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.video import Video
 from oscar_mm.modality import Modality
@@ -182,9 +182,9 @@ class MediaReader:
 
         def picture(named: tuple[str, Any]) -> Image.Image:
             place, source = named
-            # A PIL image may wait to be loaded, and may be in the list twice.
-            is_pil = isinstance(source, Image.Image)
-            with count.turn(large=is_pil or _file_bytes(source) > LARGE_BYTES):
+            # A PIL image may wait to be loaded, and may be in the list twice; an array is copied.
+            decoded = isinstance(source, Image.Image | np.ndarray)
+            with count.turn(large=decoded or _file_bytes(source) > LARGE_BYTES):
                 label = describe(source, place)
                 return load_image(source, label=label, fit=self.fit, count=count, **remote)
 
@@ -201,10 +201,10 @@ class MediaReader:
 
         shown = _placed("images", pictures), _placed("videos", clips), _placed("audio", recordings)
         return Media(
-            images=[*in_threads(picture, shown[0])],
+            images=[*_reading(shown[0])(picture, shown[0])],
             # FFmpeg uses several threads for each.
             videos=[*map(clip, shown[1])],
-            audio=[*in_threads(recording, shown[2])],
+            audio=[*_reading(shown[2])(recording, shown[2])],
             labels=[_label(source, place) for kind in shown for place, source in kind],
         )
 
@@ -255,6 +255,12 @@ def _sources(
 def _placed(argument: str, sources: Sequence[Any]) -> list[tuple[str, Any]]:
     """Sources with their places, such as images[2]."""
     return [(f"{argument}[{index}]", source) for index, source in enumerate(sources)]
+
+
+def _reading(named: Sequence[tuple[str, Any]]) -> Callable[..., Iterable[Any]]:
+    """How to read sources: in threads, but one by one where some are fetched, as no thread that
+    others need may wait for an address."""
+    return map if any(is_fetched(source) for _, source in named) else in_threads
 
 
 def _file_bytes(source: Any) -> int:

@@ -39,9 +39,9 @@ class PixelScale(NamedTuple):
         by_torch = getattr(processor, "backend", None) == "torchvision"
         if not (by_torch and processor.do_rescale and processor.do_normalize):
             return None
-        return cls(
-            processor.rescale_factor, tuple(processor.image_mean), tuple(processor.image_std)
-        )
+        mean, std = processor.image_mean, processor.image_std
+        by_channel = isinstance(mean, Sequence) and isinstance(std, Sequence)
+        return cls(processor.rescale_factor, tuple(mean), tuple(std)) if by_channel else None
 
     def scaled(self, processor: Any, patches: torch.Tensor) -> torch.Tensor:
         """Patches as a processor would have made them, on the device where they are.

@@ -69,6 +69,11 @@ def is_address(source: object) -> TypeGuard[str]:
     return _is_data_uri(source) or bool(scheme and scheme[1].lower() in ("http", "https"))
 
 
+def is_fetched(source: object) -> bool:
+    """Whether a source is an http(s) address."""
+    return is_address(source) and not _is_data_uri(source)
+
+
 def _is_data_uri(source: str) -> bool:
     return source[:5].lower() == "data:"
 

@@ -938,6 +938,37 @@ def test_who_waits_for_an_answer_that_is_cancelled_before_anybody_looks(
     assert empty(pipe)
 
 
+@pytest.mark.parametrize("record", [None, Repeat()], ids=["eager", "recorded"])
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends with it"])
+def test_nan_of_a_token_that_was_chosen_is_its_answers(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, record: Repeat | None
+) -> None:
+    """Also where a step that was launched early has read it already."""
+    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record))
+    pipe = loaded(qwen3_vl_folder, "standard")
+    expected = alone(pipe, SHORT, max_new_tokens=40)
+    others = {token for tokens in expected[1:] for token in tokens}
+    place, bad = next(
+        (place, token)
+        for place, token in enumerate(expected[0])
+        if place > 4 and token not in {*others, *expected[0][:place]}
+    )
+    with torch.no_grad():
+        pipe.model.get_input_embeddings().weight[bad] = torch.nan
+    answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
+    if ends:
+        answers[0].end_tokens = frozenset({bad})
+    for answer in answers:
+        pipe.engine.submit(answer)
+    run(pipe, answers)
+    if ends:
+        assert answers[0].complete().token_ids == expected[0][:place]
+    else:
+        with pytest.raises(FloatingPointError):
+            answers[0].complete()
+    assert [answer.complete().token_ids for answer in answers[1:]] == expected[1:]
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_many_that_wait_are_read_before_a_few_go_on(
     at_once: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch

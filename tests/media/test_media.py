@@ -1,5 +1,7 @@
 """Media of a turn: what a user may write, and how it is named."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,35 @@ def test_labels_by_default_and_turns_together() -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
         labels(Media(images=first.images, labels=["a", "b"]))
     assert np.asarray(both.images[1]).sum() == 0
+
+
+def test_an_address_is_fetched_in_no_thread_that_others_need(monkeypatch) -> None:
+    places = list[int]()
+
+    def reads(source, **_) -> Image.Image:
+        places.append(threading.get_ident())
+        return Image.new("RGB", (8, 8))
+
+    monkeypatch.setattr(media_module, "load_image", reads)
+    picture = np.zeros((8, 8, 3), np.uint8)
+    for sources in (["http://127.0.0.1/a.png"] * 3, [picture, "HTTPS://127.0.0.1/a.png"]):
+        MediaReader(MediaLimits(), allow_remote=True).read(images=sources)
+    assert set(places) == {threading.get_ident()}
+    places.clear()
+    MediaReader(MediaLimits()).read(images=["data:image/png;base64,AA=="] * 3)
+    assert threading.get_ident() not in places
+
+
+def test_arrays_take_turns(monkeypatch) -> None:
+    inside, most = [0], [0]
+
+    def reads(source, **_) -> Image.Image:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return Image.new("RGB", (8, 8))
+
+    monkeypatch.setattr(media_module, "load_image", reads)
+    MediaReader(MediaLimits()).read(images=[np.zeros((8, 8, 3), np.uint8)] * 6)
+    assert most == [1]

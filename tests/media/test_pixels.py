@@ -93,3 +93,9 @@ def test_a_gpu_scales_as_a_cpu() -> None:
     found, expected = scale.scaled(processor, patches.cuda()), scale.scaled(processor, patches)
     assert found.is_cuda
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_mean_for_all_channels_is_left_to_the_processor(processor) -> None:
+    assert PixelScale.of(processor.image_processor) is not None
+    processor.image_processor.image_mean = 0.5
+    assert PixelScale.of(processor.image_processor) is None
