@@ -182,9 +182,7 @@ class MediaReader:
 
         def picture(named: tuple[str, Any]) -> Image.Image:
             place, source = named
-            # A PIL image may wait to be loaded, and may be in the list twice; an array is copied.
-            decoded = isinstance(source, Image.Image | np.ndarray)
-            with count.turn(large=decoded or _file_bytes(source) > LARGE_BYTES):
+            with count.turn(large=_file_bytes(source) > LARGE_BYTES):
                 label = describe(source, place)
                 return load_image(source, label=label, fit=self.fit, count=count, **remote)
 
@@ -259,8 +257,12 @@ def _placed(argument: str, sources: Sequence[Any]) -> list[tuple[str, Any]]:
 
 def _reading(named: Sequence[tuple[str, Any]]) -> Callable[..., Iterable[Any]]:
     """How to read sources: in threads, but one by one where some are fetched, as no thread that
-    others need may wait for an address."""
-    return map if any(is_fetched(source) for _, source in named) else in_threads
+    others need may wait for an address, or are decoded already: a PIL image may wait to be loaded
+    and may be there twice, and copies of large arrays would be in memory together."""
+    alone = any(
+        is_fetched(source) or isinstance(source, Image.Image | np.ndarray) for _, source in named
+    )
+    return map if alone else in_threads
 
 
 def _file_bytes(source: Any) -> int:
