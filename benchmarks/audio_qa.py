@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from benchmarks.random_model import RELEASED, build
-from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.record import Record, command, device_name, device_of, finish, parser, show
 from examples.train_pocket.speech import NUMBERS, RATE, VOICES, speak
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine
@@ -385,7 +385,9 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--tiny", action="store_true", help="--full-size in small, on a CPU")
     options = options.parse_args(arguments)
     if options.full_size:
-        device = torch.device("cpu" if options.tiny else "cuda")
+        device = torch.device("cpu") if options.tiny else device_of("audio_qa", tiny=False)
+        if device is None:
+            return 2
         with tempfile.TemporaryDirectory() as folder:
             rows = measure_full_size(Path(folder), device, tiny=options.tiny)
         _full_size_table(rows)

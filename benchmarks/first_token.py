@@ -27,7 +27,18 @@ from PIL import Image
 import oscar_mm
 from benchmarks.profiling import release
 from benchmarks.random_model import RELEASED, build
-from benchmarks.record import Record, Row, command, device_name, finish, now, parser, show
+from benchmarks.record import (
+    Record,
+    Row,
+    command,
+    device_name,
+    device_of,
+    finish,
+    models_of,
+    now,
+    parser,
+    show,
+)
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.admission.admission import Admission
 from oscar_mm.cache import cache as cache_module
@@ -282,15 +293,10 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")
     options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
     options = options.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := set(names) - set(MODELS):
-        choices = f"choose from {', '.join(MODELS)}"
-        print(f"no such model: {', '.join(sorted(unknown))}; {choices}", file=sys.stderr)
+    names = models_of(options.models, MODELS)
+    device = None if names is None else device_of("first_token", tiny=options.tiny)
+    if names is None or device is None:
         return 2
-    if not (options.tiny or torch.cuda.is_available()):
-        print("benchmarks.first_token needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
-        return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     line = command("benchmarks.first_token", arguments)
     record = Record("first_token", line, device_name(device.type), [], NOTES)
     if options.add and (earlier := record.earlier(options.out)):

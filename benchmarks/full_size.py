@@ -16,7 +16,18 @@ import torch
 from benchmarks.conversation import TINY, Bench, Sizes
 from benchmarks.profiling import release
 from benchmarks.random_model import RELEASED
-from benchmarks.record import Record, WarningLog, command, device_name, finish, now, parser, show
+from benchmarks.record import (
+    Record,
+    WarningLog,
+    command,
+    device_name,
+    device_of,
+    finish,
+    models_of,
+    now,
+    parser,
+    show,
+)
 
 NOTES = [
     "Shapes, RoPE and layer counts of the released config.json, random weights in bfloat16, a "
@@ -164,15 +175,10 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")
     options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
     options = options.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := set(names) - RELEASED.keys():
-        choices = f"choose from {', '.join(RELEASED)}"
-        print(f"no such model: {', '.join(sorted(unknown))}; {choices}", file=sys.stderr)
+    names = models_of(options.models, RELEASED)
+    device = None if names is None else device_of("full_size", tiny=options.tiny)
+    if names is None or device is None:
         return 2
-    if not (options.tiny or torch.cuda.is_available()):
-        print("benchmarks.full_size needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
-        return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     line = command("benchmarks.full_size", arguments)
     warnings, failures, seconds = WarningLog().messages, {}, {}
     extra = {"warnings": warnings, "failures": failures, "seconds": seconds}

@@ -9,7 +9,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -147,6 +147,27 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     return options
+
+
+def models_of(text: str, known: Collection[str]) -> list[str] | None:
+    """The models that an option names with commas; None, with a line on stderr, if some are
+    unknown."""
+    names = text.split(",")
+    if unknown := set(names) - set(known):
+        choices = f"choose from {', '.join(known)}"
+        print(f"no such model: {', '.join(sorted(unknown))}; {choices}", file=sys.stderr)
+        return None
+    return names
+
+
+def device_of(benchmark: str, *, tiny: bool) -> torch.device | None:
+    """Where full-size models run: a GPU, tiny ones anywhere; None, with a line on stderr, without
+    one."""
+    on_gpu = torch.cuda.is_available()
+    if not (tiny or on_gpu):
+        print(f"benchmarks.{benchmark} needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
+        return None
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

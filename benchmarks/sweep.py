@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +16,17 @@ import torch
 from benchmarks.cache_variants import VARIANTS, CacheVariant, Decoder, FilledCache, Oscar
 from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
 from benchmarks.random_model import RELEASED
-from benchmarks.record import Record, Row, WarningLog, command, device_name, finish, now, parser
+from benchmarks.record import (
+    Record,
+    Row,
+    WarningLog,
+    command,
+    device_name,
+    device_of,
+    finish,
+    now,
+    parser,
+)
 from oscar_mm.generation.sampling import Choices, NextTokens
 from oscar_mm.ranks import Ranks
 
@@ -239,12 +248,10 @@ def sweep(
     Returns:
         0; 1 if a model or a cell failed (to run out of memory is no failure); 2 without a GPU.
     """
-    on_gpu = torch.cuda.is_available()
-    if not (options.tiny or on_gpu):
-        print(f"benchmarks.{benchmark} needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
+    device = device_of(benchmark, tiny=options.tiny)
+    if device is None:
         return 2
-    device = torch.device("cuda" if on_gpu else "cpu")
-    bandwidth = copy_bandwidth() if on_gpu else _PRETENDED_BANDWIDTH
+    bandwidth = copy_bandwidth() if device.type == "cuda" else _PRETENDED_BANDWIDTH
     warnings, failures, seconds = WarningLog(), {}, {}
     line = command(f"benchmarks.{benchmark}", arguments)
     extra = {"warnings": warnings.messages, "failures": failures, "seconds": seconds}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from oscar_mm.apps.audio_qa.engine import AnswerSettings
+from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
 from oscar_mm.apps.audio_qa.server_worker import ServerSettings, ServerWorker
 from oscar_mm.apps.serve.vllm_server import check_installed, vllm_arguments, vllm_command
 from oscar_mm.apps.server_process import OwnedServer, bind, url
@@ -104,3 +104,7 @@ def _answers(client: httpx.Client, endpoint: str) -> bool:
         return client.get(f"{endpoint}/models").is_success
     except httpx.TransportError:
         return False
+
+
+Plan = WorkerSettings | ServerSettings | VllmSettings
+"""What each worker of a run loads, asks or starts."""

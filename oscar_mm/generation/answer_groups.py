@@ -271,11 +271,14 @@ class AnswerGroups:
                 before, layer_end = layer_end, launched.pop(0)
                 layer_end.wait()
                 layer_seconds = math.inf if before is None else layer_end.since(before)
-            if layer_end is None or (waited := self._seconds_to(layer_end)) < self._step_seconds:
+            if layer_end is None:
+                return
+            waited, step_seconds = self._seconds_to(layer_end), self._step_seconds
+            if waited < step_seconds:
                 return
             others = self._waiting() + prompts - 1
             share = min(max(_READING * others / max(len(self.live), 1), 1.0), _MOST_READING)
-            if waited < self._step_seconds * share:
+            if waited < step_seconds * share:
                 return
             if launched and is_short:
                 waited += len(launched) * layer_seconds
@@ -284,8 +287,7 @@ class AnswerGroups:
                 waited = self._seconds_to(launched[-1])
             launched.clear()
             layer_end = None
-            steps = waited / share / self._step_seconds if self._step_seconds else 1.0
-            left = max(1, round(steps))
+            left = max(1, round(waited / share / step_seconds)) if step_seconds else 1
             with cache.paused():
                 while self.live and left:
                     self.step()

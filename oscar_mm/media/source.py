@@ -63,15 +63,13 @@ def describe(source: object, argument: str) -> str:
 
 def is_address(source: object) -> TypeGuard[str]:
     """Whether a source is a ``data:`` URI or an http(s) address, which ``read_bytes`` reads."""
-    if not isinstance(source, str):
-        return False
-    scheme = _SCHEME.match(source)
-    return _is_data_uri(source) or bool(scheme and scheme[1].lower() in ("http", "https"))
+    return isinstance(source, str) and (_is_data_uri(source) or is_fetched(source))
 
 
 def is_fetched(source: object) -> bool:
     """Whether a source is an http(s) address."""
-    return is_address(source) and not _is_data_uri(source)
+    scheme = _SCHEME.match(source) if isinstance(source, str) else None
+    return scheme is not None and scheme[1].lower() in ("http", "https")
 
 
 def _is_data_uri(source: str) -> bool:

@@ -51,3 +51,11 @@ def test_full_size_in_small(tmp_path: Path) -> None:
     ]
     assert {row["rows"] for row in rows} == {6}
     assert {row["audio_seconds_read"] for row in rows} == {2 * 2, 6 * 2}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_full_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audio_qa.main(["--full-size"]) == 2
+    assert (
+        "benchmarks.audio_qa needs a CUDA device; --tiny runs anywhere" in capsys.readouterr().err
+    )
