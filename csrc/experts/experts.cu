@@ -14,6 +14,7 @@
 
 #include "common/overlap.cuh"
 #include "common/product.cuh"
+#include "experts/logits.cuh"
 
 constexpr int SIDES = DOWN ? CHOSEN : 2;
 constexpr int KEYS = (EXPERTS + 3) / 4 * 4;  // of a row
@@ -28,19 +29,6 @@ struct Params {
   int total, width;         // outputs of a row and expert; width: a multiple of 256
   float epsilon;
 };
-
-// An integer for each logit of a row: the larger the logit the larger, of equal ones the first's.
-// NaN is above or below all numbers, so that there are always CHOSEN largest.
-__device__ __forceinline__ uint32_t key_of(unsigned short bits, int expert) {
-  const uint32_t ordered = bits & 0x8000 ? ~bits & 0xffff : bits | 0x8000;
-  return ordered << 16 | (0xffff - expert);
-}
-
-__device__ __forceinline__ float logit_of(uint32_t key) {
-  const uint32_t ordered = key >> 16;
-  const unsigned short bits = ordered & 0x8000 ? ordered & 0x7fff : ~ordered & 0xffff;
-  return static_cast<float>(*reinterpret_cast<const ELEMENT*>(&bits));
-}
 
 // The experts of all rows, the largest logit's first; by all threads.
 __device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[ROWS][KEYS],

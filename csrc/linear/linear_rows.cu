@@ -14,13 +14,19 @@
 // With a gate a sweep's rows of W alternate, eight of the gate's and eight of the other's: 16 rows
 // make eight outputs. Rounding is that of the separate operations, as in linear.cu.
 //
-// Compiled with: COLUMNS (8, 16, 24, 32), GATED and ELEMENT (matrices.cuh),
+// GROUPED: groups of rows, each times its own expert's matrices, which lie behind each other. A
+// thread block takes a run of sweeps, those of one group after those of another. The first launch
+// (GATED) waits for the groups, and lets the second one begin only then, so that this one can read
+// them at once and ask for weights before the first has ended.
+//
+// Compiled with: COLUMNS (8, 16, 24, 32), GATED and ELEMENT (matrices.cuh), GROUPED,
 // CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (rows of W at most), SPAN (elements, a
 // multiple of 32), USE_TMA (1: without bulk copies cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
+#include "experts/groups.cuh"
 #include "linear/matrices.cuh"
 
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * 32, CONSUMING = CONSUMERS * 32;
@@ -33,11 +39,14 @@ static_assert(SWEEP % TILE == 0 && SWEEP / TILE <= CONSUMERS, "a consumer has a 
 static_assert(SPAN % 32 == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragments");
 
 struct Params {
-  const ELEMENT* x;  // (rows, width), width a multiple of 32
-  Matrices matrices;
-  int rows;          // at most COLUMNS
-  int step;          // outputs of a sweep, at most SWEEP / SIDES
-  int depth;         // stages, at most MOST_DEPTH
+  const ELEMENT* x;    // (rows, width), width a multiple of 32
+  Matrices matrices;   // GROUPED: of the first expert; the output is (places, total)
+  const Group* groups; // GROUPED
+  const int* count;    // of groups
+  const int* rows_of;  // (places), rows of x; null: a place's row is that of its own number
+  int rows;            // at most COLUMNS; not GROUPED
+  int step;            // outputs of a sweep, at most SWEEP / SIDES
+  int depth;           // stages, at most MOST_DEPTH
 };
 
 // Rows of W in a stage, of the tiles of `outputs`.
@@ -50,6 +59,51 @@ __device__ __forceinline__ int stage_rows(int outputs) {
 __device__ __forceinline__ int stage_row(int output) {
   return GATED ? output / 8 * 16 + output % 8 : output;
 }
+
+// A thread block's way through its sweeps.
+struct Sweeps {
+  const Params& params;
+  int at, last;  // outputs; GROUPED: sweeps of a group, then of the next
+  int sweeps;    // GROUPED: of a group
+  Group group;
+
+  __device__ __forceinline__ explicit Sweeps(const Params& params) : params(params) {
+    const int64_t block = blockIdx.x, blocks = gridDim.x;
+    int64_t total = params.matrices.total;
+    if (GROUPED) {
+      sweeps = (params.matrices.total + params.step - 1) / params.step;
+      // Not through L1: the second launch may run before the first has ended.
+      total = static_cast<int64_t>(__ldcg(params.count)) * sweeps;
+    }
+    at = block * total / blocks;
+    last = (block + 1) * total / blocks;
+    group = {0, 0, params.rows, 0};
+    find_group();
+  }
+
+  __device__ __forceinline__ bool more() const { return at < last; }
+
+  __device__ __forceinline__ int output() const { return GROUPED ? at % sweeps * params.step : at; }
+
+  __device__ __forceinline__ int outputs() const {
+    return min(params.step, GROUPED ? params.matrices.total - output() : last - at);
+  }
+
+  __device__ __forceinline__ void next() {
+    at += GROUPED ? 1 : params.step;
+    if (GROUPED && at % sweeps == 0) find_group();
+  }
+
+  __device__ __forceinline__ void find_group() {
+    if (!GROUPED || !more()) return;
+    const int4 found = __ldcg(reinterpret_cast<const int4*>(params.groups + at / sweeps));
+    group = {found.x, found.y, found.z, found.w};
+  }
+
+  __device__ __forceinline__ int64_t expert() const {
+    return GROUPED ? static_cast<int64_t>(group.expert) * SIDES * params.matrices.total : 0;
+  }
+};
 
 // Stages in shared memory. `full` completes when a stage is there, `empty` when all have read it.
 struct Ring {
@@ -89,37 +143,42 @@ __device__ __forceinline__ void wait_for_consumers() {
 // A producer's way through the stages of its thread block.
 struct Producer {
   const Params& params;
-  const int last, row;  // row: this lane's of a stage, of W and of x
-  int output, start = 0;
-  const ELEMENT* weights;  // this lane's row of W in the sweep; null: none
-  const ELEMENT* x;
+  const int row;  // this lane's of a stage, of W and of x
+  Sweeps sweep;
+  int start = 0;
+  const ELEMENT *weights, *x;  // this lane's rows in the sweep; null: none
 
-  __device__ __forceinline__ Producer(const Params& params, int first, int last)
+  __device__ __forceinline__ explicit Producer(const Params& params)
       : params(params),
-        last(last),
         row(threadIdx.x % 32 * PRODUCERS + threadIdx.x / 32 - CONSUMERS),
-        output(first) {
-    x = row < params.rows ? params.x + static_cast<int64_t>(row) * width() : nullptr;
-    find_weights();
+        sweep(params) {
+    find_rows();
   }
 
-  __device__ __forceinline__ void find_weights() {
+  __device__ __forceinline__ void find_rows() {
+    const Matrices& matrices = params.matrices;
     const int within = GATED ? row / 16 * 8 + row % 8 : row, side = GATED ? row / 8 % 2 : 0;
-    weights = nullptr;
-    if (within < min(params.step, last - output))
-      weights = WeightRow(params.matrices, output + within, side).weights(params.matrices);
+    weights = x = nullptr;
+    if (!more()) return;
+    if (within < sweep.outputs())
+      weights = WeightRow(matrices, sweep.output() + within, side).weights(matrices) +
+                sweep.expert() * width();
+    if (row >= sweep.group.rows) return;
+    const int place = sweep.group.first + row;
+    const int from = GROUPED && params.rows_of != nullptr ? __ldcg(params.rows_of + place) : place;
+    x = params.x + static_cast<int64_t>(from) * width();
   }
 
   __device__ __forceinline__ int width() const { return params.matrices.width; }
 
-  __device__ __forceinline__ bool more() const { return output < last; }
+  __device__ __forceinline__ bool more() const { return sweep.more(); }
 
   __device__ __forceinline__ void next() {
     start += SPAN;
     if (start < width()) return;
     start = 0;
-    output += params.step;
-    find_weights();
+    sweep.next();
+    find_rows();
   }
 
   __device__ __forceinline__ uint32_t bytes() const { return min(SPAN, width() - start) * 2; }
@@ -133,8 +192,8 @@ struct Producer {
   }
 
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
-    const int outputs = min(params.step, last - output);
-    copy_begin(&ring.full[ring.slot], bytes() * (outputs * SIDES + params.rows), row);
+    const int rows = sweep.outputs() * SIDES + sweep.group.rows;
+    copy_begin(&ring.full[ring.slot], bytes() * rows, row);
     copy_rows(ring.stage(), weights, &ring.full[ring.slot]);
   }
 
@@ -144,8 +203,8 @@ struct Producer {
   }
 };
 
-__device__ __forceinline__ void produce(const Params& params, Ring ring, int first, int last) {
-  Producer ahead(params, first, last), behind = ahead;
+__device__ __forceinline__ void produce(const Params& params, Ring ring) {
+  Producer ahead(params), behind = ahead;
   Ring requested = ring;
   int stages = 0;
 #pragma unroll 1
@@ -167,33 +226,35 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring, int fir
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
 // Add products of 32 elements of a tile's rows of W and all rows of x.
-__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x) {
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows) {
   uint4 b[COLUMNS / 8];
 #pragma unroll
-  for (int j = 0; j < COLUMNS / 8; ++j) b[j] = load_fragments(x + j * 8 * STRIDE);
+  for (int j = 0; j < COLUMNS / 8; ++j)
+    if (!GROUPED || j * 8 < rows) b[j] = load_fragments(x + j * 8 * STRIDE);
 #pragma unroll
   for (int i = 0; i < TILE / 16; ++i) {
     const uint4 a = load_fragments(weights + i * 16 * STRIDE);
     const uint4 c = load_fragments(weights + i * 16 * STRIDE + 32);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j)
-      mma(sums[i][j], a.x, a.y, a.z, a.w, b[j].x, b[j].y, ELEMENT());
+      if (!GROUPED || j * 8 < rows)
+        mma(sums[i][j], a.x, a.y, a.z, a.w, b[j].x, b[j].y, ELEMENT());
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j)
-      mma(sums[i][j], c.x, c.y, c.z, c.w, b[j].z, b[j].w, ELEMENT());
+      if (!GROUPED || j * 8 < rows)
+        mma(sums[i][j], c.x, c.y, c.z, c.w, b[j].z, b[j].w, ELEMENT());
   }
 }
 
 // partials: (CONSUMERS, COLUMNS, RECORD), a tile's sums over a part of the width.
-__device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials, int first,
-                                        int last) {
+__device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Matrices& matrices = params.matrices;
   let_next_begin();
   wait_for_previous();
 #pragma unroll 1
-  for (int output = first; output < last; output += params.step) {
-    const int outputs = min(params.step, last - output);
+  for (Sweeps sweep(params); sweep.more(); sweep.next()) {
+    const int output = sweep.output(), outputs = sweep.outputs(), rows = sweep.group.rows;
     const int tiles = stage_rows(outputs) / TILE, parts = CONSUMERS / tiles;
     const int tile = warp % tiles, part = warp / tiles;
 
@@ -202,7 +263,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int item = thread + i * CONSUMING, column = item / outputs;
-      if (column >= params.rows) continue;
+      if (GROUPED || column >= rows) continue;
       const int at = output + item % outputs;
       bias[i] = WeightRow(matrices, at, 0).bias(matrices);
       if (matrices.residual != nullptr)
@@ -222,7 +283,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
       if (part < parts)
 #pragma unroll 2
         for (int k = part * 32; k < elements; k += parts * 32)
-          multiply(sums, weights + k * 2, x + k * 2);
+          multiply(sums, weights + k * 2, x + k * 2, rows);
       __syncwarp();
       if (lane == 0) arrive(&ring.empty[ring.slot]);
       ring.next();
@@ -241,7 +302,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int item = thread + i * CONSUMING, column = item / outputs, which = item % outputs;
-      if (column >= params.rows) continue;
+      if (column >= rows) continue;
       const int row = stage_row(which);
       const float* sum = partials + (row / TILE * COLUMNS + column) * RECORD + row % TILE;
       float products[SIDES] = {};
@@ -249,8 +310,8 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
       for (int other = 0; other < parts; ++other, sum += tiles * COLUMNS * RECORD)
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) products[side] += sum[side * 8];
-      finish(matrices, static_cast<int64_t>(column) * matrices.total + output + which, products,
-             bias[i], residual[i]);
+      const int64_t place = sweep.group.first + column;
+      finish(matrices, place * matrices.total + output + which, products, bias[i], residual[i]);
     }
     wait_for_consumers();
   }
@@ -270,10 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* partials = reinterpret_cast<float*>(memory);
   uint8_t* stages = memory + CONSUMERS * COLUMNS * RECORD * sizeof(float);
   const Ring ring{stages, full, empty, stage_rows(params.step), params.depth};
-  const int64_t block = blockIdx.x, blocks = gridDim.x, total = params.matrices.total;
-  const int first = block * total / blocks, last = (block + 1) * total / blocks;
+  if (GROUPED && GATED) wait_for_previous();
   if (thread < CONSUMING)
-    consume(params, ring, partials, first, last);
+    consume(params, ring, partials);
   else
-    produce(params, ring, first, last);
+    produce(params, ring);
 }

@@ -1,15 +1,17 @@
-"""mixture: a mixture of experts for a few rows, each by the experts that its router chooses.
+"""mixture: a mixture of experts for some rows, each by the experts that its router chooses.
 
     residual + sum over the chosen k of share_k * (silu(n Wg_k^T) * (n Wu_k^T)) Wd_k^T,  n = norm(x)
 
-The host side of csrc/experts/experts.cu, which reads the chosen experts' weights where they are:
-elsewhere they are copied next to each other first, or rows are sorted by expert.
+The kernels read the chosen experts' weights where they are, each once. For a few rows
+csrc/experts/experts.cu does all in two launches, row by row. For more, csrc/experts/route.cu puts
+the rows of each expert next to each other, csrc/linear/linear_rows.cu multiplies them by the
+expert's matrices, and csrc/experts/combine.cu adds up what a row's experts have found.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,8 +21,18 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.linear import linear
-from oscar_mm.fast_decode.linear_kernels import AT_ONCE, MOST_ROWS, PIECE, WARPS, depth_for
-from oscar_mm.fast_decode.linear_torch import Norm, in_rows
+from oscar_mm.fast_decode.linear_kernels import (
+    AT_ONCE,
+    MOST_ROWS,
+    PIECE,
+    WARPS,
+    Matrices,
+    RowsParams,
+    RowsSpecialization,
+    Tiling,
+    depth_for,
+)
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
     ELEMENTS,
@@ -38,6 +50,9 @@ from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 _MOST_CHOSEN, _MOST_EXPERTS = 32, 512
+MOST_GROUPED = 512
+"""Rows that are grouped by expert at most."""
+_ROUTE_THREADS, _COMBINE_THREADS = 1024, 256
 _EARLY = 1
 """Pieces of the second kernel that do not wait for the first."""
 _checker = ArgumentChecker("mixture")
@@ -183,29 +198,190 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
         device: torch.device,
     ) -> float:
         """Largest relative error of a row that chooses clearly, without the residual stream."""
-        made, dtype = specialization, specialization.dtype
-        generator = torch.Generator(device).manual_seed(0)
-        # In the dtype at once: this runs beside a model, and float32 copies would count.
-        random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-        x, norm = random(1, made.width).repeat(made.rows, 1), Norm(random(made.width), 1e-5)
-        # Logits far apart, so that rounding does not change which are the largest.
-        direction = norm(x)[:1].float()
-        steps = torch.randperm(made.experts, generator=generator, device=device).float()
-        experts = Experts(
-            (steps[:, None] * direction / direction.square().sum() / 2).to(dtype),
-            random(made.experts, 2 * made.between, made.width).div_(made.width**0.5),
-            random(made.experts, made.width, made.between),
-            *(made.chosen, made.normalized),
+        made = specialization
+        arguments = _clear_choices([0] * made.rows, made, made.width, made.between, device)
+        return _error(kernel, arguments)
+
+
+class GroupedParams(ctypes.Structure):
+    """``Params`` of csrc/experts/route.cu, field for field."""
+
+    _fields_ = (
+        *pointers("logits", "shares", "places", "rows_of", "groups", "count"),
+        *ints("rows"),
+    )
+
+
+class CombineParams(ctypes.Structure):
+    """``Params`` of csrc/experts/combine.cu, field for field."""
+
+    _fields_ = (*pointers("found", "shares", "places", "residual", "output"), *ints("width"))
+
+
+@dataclass(frozen=True)
+class GroupedSpecialization:
+    """What the kernels for more rows are compiled for."""
+
+    columns: int
+    """Most rows of a group."""
+    experts: int
+    chosen: int
+    normalized: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, rows: int, experts: Experts, dtype: torch.dtype) -> GroupedSpecialization:
+        """For so many rows of x. Groups of 16 leave more room for weights on their way, and are
+        seldom too small while an expert has six rows on average."""
+        count = len(experts.router)
+        columns = 8 if rows <= 8 else 16 if rows * experts.chosen <= 6 * count else 32
+        return cls(columns, count, experts.chosen, experts.normalized, dtype)
+
+    def macros(self) -> dict[str, str | int]:
+        """Macros that route.cu and combine.cu are compiled with."""
+        return {
+            "CHOSEN": self.chosen,
+            "EXPERTS": self.experts,
+            "NORMALIZE": int(self.normalized),
+            "COLUMNS": self.columns,
+            "ELEMENT": ELEMENTS[self.dtype],
+        }
+
+    def products(self, gated: bool) -> RowsSpecialization:
+        """Of linear_rows.cu, for the experts' first matrices or the second."""
+        return RowsSpecialization(self.columns, gated, self.dtype, grouped=True)
+
+
+class GroupedKernels(
+    OperationKernel[GroupedSpecialization], operation="grouped_mixture", bound=0.02
+):
+    """The kernels of a mixture for up to ``MOST_GROUPED`` rows."""
+
+    tilings = Tiling(), Tiling(span=384)
+    """Of the experts' first matrices and of the second."""
+
+    def __init__(self, specialization: GroupedSpecialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        if not uses_tma(device):
+            raise KernelError(f"{device} has no bulk copies")
+        macros, self._blocks = specialization.macros(), multiprocessors(device)
+        self._route = self._load("experts/route.cu", macros)
+        self._combine = self._load("experts/combine.cu", macros)
+        self._products: list[tuple[Kernel, int, int, int]] = []
+        for gated, tiling in zip((True, False), self.tilings, strict=True):
+            made = specialization.products(gated)
+            kernel = self._load("linear/linear_rows.cu", tiling.macros(made))
+            step = tiling.sweep // (2 if gated else 1)
+            _, depth, shared = tiling.launch(made, step, kernel.shared_limit)
+            if depth < 2:
+                raise KernelError(f"{device} has too little shared memory")
+            self._products.append((kernel, step, depth, shared))
+
+    def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
+        """Launch."""
+        x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
+        stream, rows = current_stream(x.device), len(x)
+        normed = Norm(weight, epsilon).at_once(x)
+        logits = linear(normed, [router])
+        shares = x.new_empty(rows, chosen, dtype=torch.float32)
+        places, rows_of = x.new_empty(2, rows * chosen, dtype=torch.int32)
+        most_groups = len(router) + rows * chosen // self.specialization.columns
+        groups = x.new_empty(most_groups + 1, 4, dtype=torch.int32)
+        count = groups[-1]
+        self._route.launch(
+            *((1, 1, 1), (_ROUTE_THREADS, 1, 1), 4 * rows * chosen),
+            GroupedParams(*addresses(logits, shares, places, rows_of, groups, count), rows),
+            *(stream, True),
         )
-        arguments = MixtureArguments(x, *norm, *experts)
-        return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)
+        between = x.new_empty(rows * chosen, down.shape[2])
+        found = x.new_empty(rows * chosen, down.shape[1])
+        gate, up = gate_and_up[0].chunk(2)
+        parts = (
+            (LinearArguments.of(normed, [gate, up], gated=True), between, rows_of),
+            (LinearArguments.of(between, [down[0]]), found, None),
+        )
+        for (kernel, step, depth, shared), (product, result, from_rows) in zip(
+            self._products, parts, strict=True
+        ):
+            matrices = Matrices.of(product, result)
+            params = RowsParams(
+                *addresses(product.x),
+                matrices,
+                *addresses(groups, count, from_rows),
+                *(0, step, depth),
+            )
+            threads = (self.tilings[0].consumers + self.tilings[0].producers) * 32
+            kernel.launch((self._blocks, 1, 1), (threads, 1, 1), shared, params, stream, True)
+        output = arguments.result()
+        self._combine.launch(
+            *((rows, 1, 1), (_COMBINE_THREADS, 1, 1), 0),
+            CombineParams(*addresses(found, shares, places, x, output), x.shape[1]),
+            *(stream, True),
+        )
+        return output
+
+    @staticmethod
+    def disagreement(
+        specialization: GroupedSpecialization,
+        kernel: Callable[[Any], torch.Tensor],
+        device: torch.device,
+    ) -> float:
+        """Largest relative error of a row that chooses clearly, without the residual stream; some
+        experts have more rows than a group."""
+        kinds = [1, 2, 3, *[0] * (specialization.columns + 2)]
+        return _error(kernel, _clear_choices(kinds, specialization, 544, 64, device))
 
 
-def expert_kernels(x: torch.Tensor, experts: Experts) -> ExpertKernels | None:
-    """The kernels for (rows, width) x; None where there are none, or for more than a few rows."""
+def _clear_choices(
+    kinds: Sequence[int],
+    made: Specialization | GroupedSpecialization,
+    width: int,
+    between: int,
+    device: torch.device,
+) -> MixtureArguments:
+    """A mixture of random experts whose router's logits are far apart, so that rounding does not
+    change which are the largest.
+
+    Args:
+        kinds: of each row; those of a kind are the same.
+        made: how many experts there are, how many rows choose, and the dtype.
+        width: of a row.
+        between: width between an expert's matrices.
+    """
+    dtype = made.dtype
+    generator = torch.Generator(device).manual_seed(0)
+    # In the dtype at once: this runs beside a model, and float32 copies would count.
+    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    norm, count = Norm(random(width), 1e-5), max(kinds) + 1
+    # Kinds have elements in places of their own.
+    own = torch.arange(width, device=device) * count // width
+    rows = random(count, width) * (own == torch.arange(count, device=device)[:, None])
+    directions = norm(rows).float()
+    directions /= directions.square().sum(1, keepdim=True)
+    steps = torch.stack(
+        [torch.randperm(made.experts, generator=generator, device=device) for _ in range(count)]
+    )
+    return MixtureArguments(
+        rows[torch.tensor(kinds, device=device)],
+        *norm,
+        (steps.T.float() / 2 @ directions).to(dtype),
+        random(made.experts, 2 * between, width).div_(width**0.5),
+        random(made.experts, width, between),
+        *(made.chosen, made.normalized),
+    )
+
+
+def _error(kernel: Callable[[Any], torch.Tensor], arguments: MixtureArguments) -> float:
+    """Largest relative error of a row, without the residual stream."""
+    x = arguments.x
+    return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)
+
+
+def expert_kernels(x: torch.Tensor, experts: Experts) -> ExpertKernels | GroupedKernels | None:
+    """The kernels for (rows, width) x; None where there are none, or for a prompt."""
     rows, width = x.shape
     count, both, _ = experts.gate_and_up.shape
-    if not x.is_cuda or rows > MOST_ROWS or x.dtype not in ELEMENTS:
+    if not x.is_cuda or not 0 < rows <= MOST_GROUPED or x.dtype not in ELEMENTS:
         return None
     if width % AT_ONCE or both // 2 % AT_ONCE:
         return None
@@ -213,12 +389,14 @@ def expert_kernels(x: torch.Tensor, experts: Experts) -> ExpertKernels | None:
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
+    if rows > MOST_ROWS:
+        return GroupedKernels.of(GroupedSpecialization.of(rows, experts, x.dtype), x.device)
     shape = (rows, count, experts.chosen, experts.normalized, width, both // 2, x.dtype)
     return ExpertKernels.of(Specialization(*shape), x.device)
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
-    """A layer's mixture of experts with its norm and the residual stream, for a few rows.
+    """A layer's mixture of experts with its norm and the residual stream, for some rows.
 
     This is the operation, called directly, without its checks.
 

@@ -158,7 +158,12 @@ _FLOAT = 4
 class RowsParams(ctypes.Structure):
     """``Params`` of csrc/linear/linear_rows.cu, field for field."""
 
-    _fields_ = (*pointers("x"), ("matrices", Matrices), *ints("rows", "step", "depth"))
+    _fields_ = (
+        *pointers("x"),
+        ("matrices", Matrices),
+        *pointers("groups", "count", "rows_of"),
+        *ints("rows", "step", "depth"),
+    )
 
 
 class NormParams(ctypes.Structure):
@@ -179,6 +184,8 @@ class RowsSpecialization:
     """Rows of x, rounded up to whole fragments."""
     gated: bool
     dtype: torch.dtype
+    grouped: bool = False
+    """Groups of rows, each with matrices of its own; ``columns`` is of a group."""
 
     @classmethod
     def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
@@ -215,6 +222,7 @@ class Tiling:
         return {
             "COLUMNS": specialization.columns,
             "GATED": int(specialization.gated),
+            "GROUPED": int(specialization.grouped),
             "ELEMENT": ELEMENTS[specialization.dtype],
             "CONSUMERS": self.consumers,
             "PRODUCERS": self.producers,
@@ -276,7 +284,7 @@ class LinearRowsKernel(
             x = self._normalized(x, arguments.norm, arguments.epsilon, stream)
         step, depth, shared_bytes = self._cut(output.shape[1])
         matrices = Matrices.of(arguments, output)
-        params = RowsParams(*addresses(x), matrices, len(x), step, depth)
+        params = RowsParams(*addresses(x), matrices, None, None, None, len(x), step, depth)
         block = (self.tiling.consumers + self.tiling.producers) * 32
         self._kernel.launch(
             (self._blocks, 1, 1), (block, 1, 1), shared_bytes, params, stream, dependent=True

@@ -11,16 +11,23 @@ import torch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.fast_decode.decoder import _experts, _norm
 from oscar_mm.fast_decode.experts import (
+    MOST_GROUPED,
+    CombineParams,
     ExpertKernels,
     Experts,
+    GroupedKernels,
+    GroupedParams,
+    GroupedSpecialization,
     MixtureArguments,
     Params,
     Specialization,
     expert_kernels,
     experts_by_torch,
 )
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_kernels import RowsParams
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
 
 QWEN3_OMNI = Specialization(1, 128, 8, True, 2048, 768, torch.bfloat16)
 OTHERS = (
@@ -59,6 +66,52 @@ def test_compiles(arch: str, down: bool) -> None:
             assert specialization.shared_bytes(macros) <= limit
         report = compile_text("experts/experts.cu", text, arch, macros).reports["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> tuple[int, ...]:
+    text = (csrc_folder() / source).read_text() + text
+    report: Report = next(iter(compile_text(source, text, arch, macros).reports.values()))
+    return report.spill_stores, report.spill_loads, report.stack
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("columns", [8, 32])
+def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
+    """And the host's picture of them is right."""
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    made = GroupedSpecialization(columns, 128, 8, True, torch.bfloat16)
+    size = "static_assert(sizeof(Params) == {});\n"
+    text = size.format(ctypes.sizeof(RowsParams))
+    for gated, tiling in zip((True, False), GroupedKernels.tilings, strict=True):
+        product = made.products(gated)
+        macros = tiling.macros(product)
+        assert _spills("linear/linear_rows.cu", arch, text, macros) == (0, 0, 0)
+        step = tiling.sweep // (2 if gated else 1)
+        if arch != "sm_120":
+            assert tiling.launch(product, step, 227 << 10).depth >= 2
+    for name, params in (("route", GroupedParams), ("combine", CombineParams)):
+        text = size.format(ctypes.sizeof(params))
+        for other in (made, GroupedSpecialization(columns, 512, 32, False, torch.float16)):
+            assert _spills(f"experts/{name}.cu", arch, text, other.macros()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 8), (9, 16), (96, 16), (97, 32), (512, 32)])
+def test_rows_of_a_group(rows: int, columns: int) -> None:
+    experts = Experts(*(torch.zeros(128, 1),) * 3, 8, True)
+    assert GroupedSpecialization.of(rows, experts, torch.bfloat16).columns == columns
+
+
+@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
+def test_one_wrong_row_of_many_shows(value: float | None) -> None:
+    def kernels(arguments: MixtureArguments) -> torch.Tensor:
+        output = experts_by_torch(arguments)
+        if value is not None:
+            output[2] = arguments.x[2] + value
+        return output
+
+    made = GroupedSpecialization(8, 12, 2, True, torch.float32)
+    worst = GroupedKernels.disagreement(made, kernels, torch.device("cpu"))
+    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 
 @pytest.mark.parametrize("value", [None, 0.0, torch.nan])
@@ -129,3 +182,82 @@ def test_equal_logits_and_nan() -> None:
     broken[0, 3] = torch.nan
     result = expert_kernels(broken, experts)(MixtureArguments(broken, *norm, *experts))
     assert result[0].isnan().all() and torch.equal(result[1], found[1])
+
+
+def random_on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def in_float64(arguments: MixtureArguments) -> torch.Tensor:
+    """What the experts add to the residual stream, by the router's logits as they are in 16 bit."""
+    x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
+    normed = Norm(weight, epsilon).at_once(x)
+    logits = linear(normed, [router]).double()
+    shares, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    shares, order = shares[:, :count], order[:, :count]
+    if normalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    found = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(len(router)):
+        row, place = (order == expert).nonzero(as_tuple=True)
+        gate, up = (normed[row].double() @ gate_and_up[expert].double().T).chunk(2, -1)
+        part = torch.nn.functional.silu(gate) * up @ down[expert].double().T
+        found.index_add_(0, row, part * shares[row, place, None])
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [5, 8, 9, 16, 33, 64, 130, 257, MOST_GROUPED])
+@pytest.mark.parametrize("skewed", [False, True])
+@torch.inference_mode()
+def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool) -> None:
+    """Also where most rows choose the same experts, so that these have several groups each."""
+    experts, chosen, width, between = 60, 4, 1280, 512
+    router = random_on_gpu(experts, width, dtype=dtype) / width**0.5
+    x = random_on_gpu(rows, width, dtype=dtype)
+    if skewed:
+        x = (x / 8 + random_on_gpu(1, width, dtype=dtype)).contiguous()
+    arguments = MixtureArguments(
+        *(x, random_on_gpu(width, dtype=dtype), 1e-5, router),
+        random_on_gpu(experts, 2 * between, width, dtype=dtype) / width**0.5,
+        random_on_gpu(experts, width, between, dtype=dtype) / between**0.5,
+        *(chosen, not skewed),
+    )
+    kernels = expert_kernels(x, Experts(*arguments[3:]))
+    assert isinstance(kernels, GroupedKernels)
+    # What is not written is NaN.
+    torch.full((256 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
+    found = kernels(arguments).double() - x.double()
+    expected = in_float64(arguments)
+    errors = (found - expected).norm(dim=1) / (expected.norm(dim=1) + x.double().norm(dim=1))
+    assert errors.max() < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (512, 32), (4, 2)])
+def test_kernels_of_many_rows(columns: int, experts: int, chosen: int) -> None:
+    made = GroupedSpecialization(columns, experts, chosen, True, torch.bfloat16)
+    verdict = GroupedKernels.checked.check(made, torch.device("cuda", 0))
+    assert verdict.disagreement < 0.01
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_nan_of_many_rows_stays_in_its_row() -> None:
+    x, width, between = random_on_gpu(40, 512), 512, 256
+    experts = Experts(
+        *(random_on_gpu(16, width), random_on_gpu(16, 2 * between, width) / 16),
+        *(random_on_gpu(16, width, between) / 16, 4, True),
+    )
+    norm = Norm(random_on_gpu(width), 1e-5)
+    kernels = expert_kernels(x, experts)
+    assert isinstance(kernels, GroupedKernels)
+    found = kernels(MixtureArguments(x, *norm, *experts))
+    broken = x.clone()
+    broken[7, 3] = torch.nan
+    result = kernels(MixtureArguments(broken, *norm, *experts))
+    others = torch.arange(40) != 7
+    assert result[7].isnan().all() and torch.equal(result[others], found[others])
