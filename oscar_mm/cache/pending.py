@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from oscar_mm.cache.in_line import Run, attend_in_line, runs_of
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.rows import TokenPlaces
 from oscar_mm.cache.step import Attention, Step
@@ -62,8 +63,9 @@ def attend_stored(
     chunk = _Chunk(layer, step, queries, keys, values, scaling)
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     most = MAX_QUERY_TOKENS if step.real is None else 1
-    by_rows = step.lengths is not None or keys.shape[2] > most
-    return chunk.by_rows() if by_rows else chunk.decoded()
+    if step.lengths is not None:
+        return chunk.in_line() if has_flash(queries) else chunk.by_rows()
+    return chunk.by_rows() if keys.shape[2] > most else chunk.decoded()
 
 
 class _Plan(NamedTuple):
@@ -130,6 +132,21 @@ class _Chunk:
         layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns)
         return self.step.once(layers_alike, make)
 
+    def in_line(self) -> torch.Tensor:
+        """Attend to rows that follow each other, many of them in a launch."""
+        step, device = self.step, self.layer.device
+        output = torch.empty_like(self.queries)
+        for run in step.once(("runs", device), lambda: list(runs_of(step, device))):
+            queries, keys, values = (
+                x[:, :, run.tokens] for x in (self.queries, self.keys, self.values)
+            )
+            if isinstance(run, Run):
+                found = attend_in_line(self.layer, run, queries, keys, values, self.scaling)
+            else:
+                found = self._merged(run.row, queries, keys, values)
+            output[:, :, run.tokens] = found
+        return output
+
     def by_rows(self) -> torch.Tensor:
         """Attend a row at a time, as the rows' pasts are of unequal length."""
         output = torch.zeros_like(self.queries)
@@ -137,15 +154,20 @@ class _Chunk:
             queries, keys, values = (
                 x[place : place + 1, :, tokens] for x in (self.queries, self.keys, self.values)
             )
-            if self.step.lengths is not None and not self.step.past[row].stored:
-                output[place][:, tokens] = _causal(queries, keys, values, self.scaling)[0]
-                continue
-            merged = MergedAttention(queries, self.scaling)
-            merged.add(keys, values, causal=True)
-            for keys, values in self._past(row):
-                merged.add(keys[None], values[None])
-            output[place][:, tokens] = merged.output()[0]
+            output[place][:, tokens] = self._merged(row, queries, keys, values)[0]
         return output
+
+    def _merged(
+        self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to a row's past, a part at a time, and to its new tokens."""
+        if self.step.lengths is not None and not self.step.past[row].stored:
+            return _causal(queries, keys, values, self.scaling)
+        merged = MergedAttention(queries, self.scaling)
+        merged.add(keys, values, causal=True)
+        for keys, values in self._past(row):
+            merged.add(keys[None], values[None])
+        return merged.output()
 
     def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
         """Each row that has new tokens, its place in the batch, and its tokens without padding."""

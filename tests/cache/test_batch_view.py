@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError, OscarCache
+from oscar_mm.cache import in_line, pending
 from oscar_mm.cache.batch_view import BatchView, balanced_alike
 from oscar_mm.cache.store import PageStore
 from tests.checkpoints import build_decoder
@@ -55,6 +56,70 @@ def caches_of(model, store: PageStore, lengths=LENGTHS) -> list[OscarCache]:
     return caches
 
 
+def flash_by_sdpa(queries, keys, values, run: in_line.Run, scaling: float) -> torch.Tensor:
+    """What flash attention gives for rows that follow each other, by their ends."""
+    found = []
+    ends = zip(*(x.tolist() for x in (run.query_ends, run.key_ends)), strict=True)
+    first, stop = next(ends), None
+    for stop in ends:
+        query = queries[first[0] : stop[0]].transpose(0, 1)
+        key, value = (x[first[1] : stop[1]].transpose(0, 1) for x in (keys, values))
+        seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool)
+        seen = seen.tril(key.shape[1] - query.shape[1])
+        found.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *(query[None], key[None], value[None], seen), scale=scaling, enable_gqa=True
+            )[0].transpose(0, 1)
+        )
+        first = stop
+    return torch.cat(found)
+
+
+@pytest.fixture(params=["row by row", "in one launch", "in two", "with a long row"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How attention goes over rows in line; in launches as on a GPU."""
+    if request.param == "row by row":
+        return
+    monkeypatch.setattr(in_line, "flash_in_line", flash_by_sdpa)
+    by_rows = pending._Chunk.by_rows
+    monkeypatch.setattr(
+        pending._Chunk,
+        "by_rows",
+        lambda chunk: chunk.in_line() if chunk.step.lengths is not None else by_rows(chunk),
+    )
+    most = {"in one launch": 600, "in two": 310, "with a long row": 200}[request.param]
+    monkeypatch.setattr(in_line, "_MOST_KEYS", most)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row as alone, up to rounding; what is free is NaN."""
+    made = build_decoder("qwen3").to("cuda", torch.bfloat16)
+    made.set_attn_implementation("oscar")
+    store = PageStore(policy)
+    torch.full((1 << 28,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    lengths, counts = (300, 40, 0, 137, 1, 0, 700), (5, 30, 70, 1, 129, 1, 40)
+    caches = [OscarCache(store.policy, store=store) for _ in lengths]
+    with torch.device("cuda"):
+        for cache, length in zip(caches, lengths, strict=True):
+            if length:
+                read(made, cache, ids(length, length).cuda())
+        new = [ids(count, 1000 + row).cuda() for row, count in enumerate(counts)]
+        alone = [cache.fork() for cache in caches]
+        expected = torch.stack(
+            [read(made, cache, tokens) for cache, tokens in zip(alone, new, strict=True)]
+        )
+        for most in (16384, 400, 100):
+            monkeypatch.setattr(in_line, "_MOST_KEYS", most)
+            view, rows = BatchView(store, alike=True), [cache.fork() for cache in caches]
+            view.seat(rows)
+            found = read_in_line(made, view, new, lengths)
+            error = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
+            assert error.max() < 0.05
+
+
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
     store = PageStore(policy)
