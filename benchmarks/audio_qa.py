@@ -35,6 +35,7 @@ from examples.train_pocket.speech import NUMBERS, RATE, VOICES, speak
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine
 from oscar_mm.apps.audio_qa.rows import by_recording, read_rows
+from oscar_mm.apps.server_process import freeze_loaded
 
 RECORDINGS, CLIPS, QUESTIONS = 20, 20, 10
 BATCH = 8
@@ -285,6 +286,7 @@ def measure_full_size(folder: Path, device: torch.device, *, tiny: bool) -> list
     released = RELEASED[FULL_SIZE].tiny() if tiny else RELEASED[FULL_SIZE]
     model, processor = build(released, device, torch.float32 if tiny else torch.bfloat16)
     pipe = OscarOmniPipeline(model, processor=processor)
+    freeze_loaded()  # As a worker does.
     recordings, questions, length = (2, 3, 2) if tiny else (RECORDINGS, QUESTIONS, FULL_SECONDS)
     noise = np.random.default_rng(0)
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from oscar_mm.apps.audio_qa.results import (
     error_result,
 )
 from oscar_mm.apps.audio_qa.rows import Row, is_correct
+from oscar_mm.apps.server_process import freeze_loaded
 from oscar_mm.errors import InputError
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.sampling import Sampling
@@ -319,11 +321,13 @@ class Worker:
             spill=False,
         )
         self._engine = Engine(self._pipe, settings, plan.batch_size)
+        freeze_loaded()
         self._loaded = time.process_time()
         self.fingerprint = settings.fingerprint(self._pipe.fingerprint)
 
     def close(self) -> None:
-        """Do nothing; the model ends with its process."""
+        """Let objects be collected again; the model ends with its process."""
+        gc.unfreeze()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Answer groups of rows about the same media; yield results as they are ready."""

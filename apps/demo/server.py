@@ -17,7 +17,7 @@ import torch
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.visitor_input import LIMITS, MAX_CHAT_BYTES, SessionSettings
-from oscar_mm.apps.server_process import bind, sigterm_as_ctrl_c
+from oscar_mm.apps.server_process import bind, freeze_loaded, sigterm_as_ctrl_c
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -69,6 +69,7 @@ def serve(
         settings = SessionSettings(KVPolicy.preset(policy), policy, compare=compare)
         try:
             _warm_up(pipe)
+            freeze_loaded()
             with serve_page(pipe, settings, port=port, host=host, keep=keep) as running:
                 print(f"oscar-mm: {running.address} (Ctrl-C ends it)", file=sys.stderr)
                 wait_for_ctrl_c()

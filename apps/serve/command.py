@@ -12,7 +12,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.apps.options import KEY_VARIABLE, api_key
-from oscar_mm.apps.server_process import bind, listen, sigterm_as_ctrl_c, url
+from oscar_mm.apps.server_process import bind, freeze_loaded, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
@@ -152,6 +152,7 @@ def serve(
     server = Server(create_app(pipe, model, limits, host))
     try:
         warm_up(pipe.engine, running)
+        freeze_loaded()
         listen(sockets)
         print(f"{model} at {url(host, port)}/v1", file=sys.stderr)
         # uvicorn raises the signal again after it has stopped.
