@@ -405,14 +405,15 @@ def replay(
 
 def tensors_on(device: torch.device, calls: Sequence[Call]) -> list[torch.Tensor]:
     """Inputs and positions of the calls on a kind of device."""
-    tensors = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
+    values = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
 def join_calls(family: Any, calls: Sequence[Call]) -> Call:
     """All calls as one that reads the conversation afresh, with the logits of the last call."""
     prompts = [call.prompt for call in calls]
-    inputs: dict[str, torch.Tensor] = {}
+    inputs: dict[str, Any] = {}
     for name in {name: None for prompt in prompts for name in prompt.inputs}:
         parts = [prompt.inputs[name] for prompt in prompts if name in prompt.inputs]
         ids = name == "input_ids"

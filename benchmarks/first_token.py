@@ -44,7 +44,7 @@ from oscar_mm.admission.admission import Admission
 from oscar_mm.cache import cache as cache_module
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.media import pixels
+from oscar_mm.media import pixels, samples
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.mono import RATE
 from oscar_mm.media.pixels import ImagesInBytes, VideosInBytes
@@ -174,6 +174,7 @@ def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
         *((type(reader), "__call__", "processor") for reader in readers if reader is not None),
         *((kind, "__call__", "processor") for kind in (ImagesInBytes, VideosInBytes)),
         (pixels, "scaled_inputs", "processor"),
+        (samples, "with_features", "processor"),
         (family, "prompt", "tokens"),
         (Prompt, "arguments", "copy"),
         *((tower, "forward", "towers") for tower in towers),

@@ -20,6 +20,13 @@ from oscar_mm.media import Audio, Video
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
 from oscar_mm.media.pixels import in_bytes, scale_in_model
+from oscar_mm.media.samples import (
+    SAMPLES,
+    UnmadeFeatures,
+    as_samples,
+    make_features_in_model,
+    may_wait,
+)
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.pipelines.qwen3_vl import image_tokens, largest_image, video_arguments
 
@@ -33,7 +40,7 @@ class Qwen3Omni(Family):
 
     ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
     checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``, and to take
-    pixels as bytes (``oscar_mm.media.pixels``).
+    pixels as bytes (``oscar_mm.media.pixels``) and samples (``oscar_mm.media.samples``).
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
     positions whatever comes with it (the processor would pad recordings to the longest and take
@@ -51,6 +58,7 @@ class Qwen3Omni(Family):
         self.outer_model = model
         _teach_logits_to_keep(self.model)
         scale_in_model(self.model, processor)
+        make_features_in_model(self.model, processor.feature_extractor)
         _read_each_as_alone(self.model.get_encoder(modality="audio"))
 
     @classmethod
@@ -61,18 +69,22 @@ class Qwen3Omni(Family):
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
-        left = list(media)
+        left, reading = list(media), in_bytes(self.processor, self.model)
+        sounds = [one for one in map(_sound, media) if one is not None]
+        waits = may_wait(self.model, self.processor.feature_extractor, sounds)
+        if waits:
+            reading.feature_extractor = UnmadeFeatures(self.processor.feature_extractor)
         ids, positions, counts = [], [], []
-        gathered: dict[str, list[torch.Tensor]] = {}
+        gathered: dict[str, list[Any]] = {}
         place = torch.zeros(())
         for piece, is_medium in self._pieces(text):
             if is_medium:
-                inputs = self._process(piece, left.pop(0).content)
+                inputs = self._process(reading, piece, left.pop(0).content)
                 part = inputs.pop("input_ids")
                 spatial = self._positions(part, inputs)
                 counts.append(int(token_modalities(part, config=self.model.config).count_nonzero()))
-                for name, tensor in inputs.items():
-                    gathered.setdefault(name, []).append(tensor)
+                for name, value in (as_samples(inputs) if waits else inputs).items():
+                    gathered.setdefault(name, []).append(value)
             else:
                 part = self.tokenize(piece)
                 spatial = torch.arange(part.shape[1]).expand(3, 1, -1).float()
@@ -86,8 +98,10 @@ class Qwen3Omni(Family):
             media_tokens=counts,
         )
 
-    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``Family.join_media``; sounds are padded to the longest, (sounds, ..., frames)."""
+    def join_media(self, name: str, parts: Sequence[Any]) -> Any:
+        """See ``Family.join_media``; features are padded to the longest, (sounds, ..., frames)."""
+        if name == SAMPLES:
+            return [samples for part in parts for samples in part]
         if name in _BY_FRAME:
             longest = max(part.shape[-1] for part in parts)
             parts = [
@@ -104,7 +118,7 @@ class Qwen3Omni(Family):
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
             return image_tokens(self.processor.image_processor, medium.content)
-        sound = medium.content if medium.modality is Modality.AUDIO else medium.content.sound
+        sound = _sound(medium)
         return 0 if sound is None else audio_tokens(len(sound.samples))
 
     @cached_property
@@ -133,12 +147,12 @@ class Qwen3Omni(Family):
         pieces = re.split(f"({'|'.join(blocks)})", text)
         return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
-    def _process(self, piece: str, content: Any) -> dict[str, torch.Tensor]:
+    def _process(self, reading: Any, piece: str, content: Any) -> dict[str, torch.Tensor]:
+        """Ids and further arguments of one medium by a processor that reads it."""
         if isinstance(content, Audio):
-            inputs = self._sound(content)
+            inputs = _heard(reading.feature_extractor, content)
             ids = self.tokenize_media(piece, Modality.AUDIO, [audio_tokens(len(content.samples))])
             return {"input_ids": ids} | inputs
-        reading = in_bytes(self.processor, self.model)
         if not isinstance(content, Video):
             inputs = reading.image_processor([content], return_tensors="pt")
             merged = self.processor.image_processor.merge_size**2
@@ -151,21 +165,6 @@ class Qwen3Omni(Family):
         inputs = reading(text=[piece], fps=content.fps, return_tensors="pt", **arguments)
         unused = ("attention_mask", "mm_token_type_ids")
         return {name: torch.as_tensor(x) for name, x in inputs.items() if name not in unused}
-
-    def _sound(self, sound: Audio) -> dict[str, torch.Tensor]:
-        """Features of a recording and their mask, as the processor asks for them."""
-        found = self.processor.feature_extractor(
-            [sound.samples],
-            sampling_rate=RATE,
-            padding=True,
-            truncation=False,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        return {
-            "input_features": found["input_features"],
-            "feature_attention_mask": found["attention_mask"],
-        }
 
     def _interleaved(self) -> dict[str, Any]:
         """Arguments of the processor for a recording that belongs to the video."""
@@ -186,6 +185,29 @@ class Qwen3Omni(Family):
             second_per_grids=inputs.get("video_second_per_grid"),
         )
         return positions.float()
+
+
+def _sound(medium: Medium) -> Audio | None:
+    """What is heard of a medium."""
+    if medium.modality is Modality.VIDEO:
+        return medium.content.sound
+    return medium.content if medium.modality is Modality.AUDIO else None
+
+
+def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
+    """Features of a recording and their mask, as the processor asks for them."""
+    found = extractor(
+        [sound.samples],
+        sampling_rate=RATE,
+        padding=True,
+        truncation=False,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    return {
+        "input_features": found["input_features"],
+        "feature_attention_mask": found["attention_mask"],
+    }
 
 
 def audio_tokens(samples: int) -> int:

@@ -14,6 +14,7 @@ from oscar_mm.generation.answer import Answer, Timings
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.pixels import scaled_inputs
+from oscar_mm.media.samples import with_features
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
@@ -114,7 +115,7 @@ def speak_answer(
             torch.manual_seed(sampling.seed)
         try:
             _, wave = family.outer_model.generate(
-                **scaled_inputs(family.model, prompt.arguments()),
+                **with_features(family.model, scaled_inputs(family.model, prompt.arguments())),
                 return_audio=True,
                 speaker=speaker,
                 use_audio_in_video=_is_heard(prompt),

@@ -53,13 +53,14 @@ class Encoding:
 
     Attributes:
         input_ids: (1, tokens).
-        tensors: further arguments of the model's forward: pixel values, grids, features, ...
+        tensors: further arguments of the model's forward: pixel values, grids, features or a list
+            of samples, ...
         positions: (1, tokens), or (3, 1, tokens) of time, height and width, from 0.
         media_tokens: for each medium, in the order of the text, its tokens other than text.
     """
 
     input_ids: torch.Tensor
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]
     positions: torch.Tensor
     media_tokens: list[int]
 
@@ -231,22 +232,22 @@ class Family(ABC):
         lead = self.tokenize(_ANSWER).shape[1]
         return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
 
-    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join_media(self, name: str, parts: Sequence[Any]) -> Any:
         """One argument of the model's forward from those of several prompts, media by media."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def in_line(self, prompts: Sequence[Prompt]) -> Prompt:
         """Prompts of one row each as one row, one after the other; positions stay their own."""
-        tensors: dict[str, list[torch.Tensor]] = {}
+        gathered: dict[str, list[Any]] = {}
         media: list[MediumSpan] = []
         tokens = 0
         for prompt in prompts:
-            for name, tensor in prompt.inputs.items():
-                tensors.setdefault(name, []).append(tensor)
+            for name, value in prompt.inputs.items():
+                gathered.setdefault(name, []).append(value)
             media += [span.shifted(tokens) for span in prompt.media]
             tokens += prompt.tokens
-        ids = torch.cat(tensors.pop("input_ids"), dim=1)
-        inputs = {name: self.join_media(name, parts) for name, parts in tensors.items()}
+        ids = torch.cat(gathered.pop("input_ids"), dim=1)
+        inputs = {name: self.join_media(name, parts) for name, parts in gathered.items()}
         return Prompt(
             inputs={"input_ids": ids} | inputs,
             positions=torch.cat([prompt.positions for prompt in prompts], dim=-1),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from oscar_mm.media.samples import SAMPLES
 from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
 
 
@@ -18,8 +19,9 @@ class Prompt:
 
     Attributes:
         inputs: arguments of the model's forward: input_ids (batch, tokens), pixel values, grids,
-            attention_mask if there is padding (on the left), ...; no positions. Pixels and
-            features may wait on the CPU until they are read, see ``arguments``.
+            attention_mask if there is padding (on the left), ...; no positions. Tensors, but
+            samples of recordings are a list of them. Pixels, samples and features may wait on the
+            CPU until they are read, see ``arguments``.
         positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt, on the
             device where the model reads; of a family on the CPU, see ``to``.
         next_position: (batch,) RoPE position of the first new token.
@@ -27,7 +29,7 @@ class Prompt:
         media: the images, videos and recordings of a single row, in its order.
     """
 
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     positions: torch.Tensor
     next_position: torch.Tensor
     modalities: torch.Tensor
@@ -38,10 +40,13 @@ class Prompt:
         """Tokens of a row, padding included."""
         return self.modalities.shape[1]
 
-    def arguments(self) -> dict[str, torch.Tensor]:
-        """``inputs``, all on the device where the model reads."""
+    def arguments(self) -> dict[str, Any]:
+        """``inputs``, on the device where the model reads; samples stay where they are."""
         device = self.positions.device
-        return {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        return {
+            name: value if name == SAMPLES else value.to(device)
+            for name, value in self.inputs.items()
+        }
 
     def to(self, device: torch.device) -> Prompt:
         """The prompt with ids and positions on the device where the model reads."""
@@ -208,6 +213,7 @@ _PER_MEDIUM = {
     "video_second_per_grid": Modality.VIDEO,
     "input_features": Modality.AUDIO,
     "feature_attention_mask": Modality.AUDIO,
+    SAMPLES: Modality.AUDIO,
 }
 """Arguments of the model's forward with one row for each medium, or sound of a video."""
 _PER_PATCH = {
@@ -219,8 +225,8 @@ each medium."""
 
 
 def _taken(
-    inputs: dict[str, torch.Tensor], before: dict[Modality, int], counts: dict[Modality, int]
-) -> dict[str, torch.Tensor]:
+    inputs: dict[str, Any], before: dict[Modality, int], counts: dict[Modality, int]
+) -> dict[str, Any]:
     """Inputs with ``counts`` media of each kind after the first ``before`` ones."""
     taken = {}
     for name, tensor in inputs.items():
