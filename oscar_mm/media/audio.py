@@ -12,7 +12,7 @@ from av.error import FFmpegError, InvalidDataError
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.mono import Audio, Mono, MonoPiece
+from oscar_mm.media.mono import RATE, Audio, Mono, MonoPiece
 from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
 from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
@@ -180,7 +180,7 @@ def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
         try:
             # The part of the buffer that was written to is returned.
             while len(piece := file.read(out=buffer)):
-                mono.push(piece)
+                mono.push(piece.copy())
         except (soundfile.LibsndfileError, RuntimeError) as error:
             raise InputError(f"{label}: the recording is damaged ({error})") from error
         return mono.finish(seconds)
@@ -200,18 +200,25 @@ def _in_threads(file: Any, source: Path | bytes, limits: MediaLimits, label: str
     if not exact or file.frames < _LONG_PIECES * count:
         return None
 
+    whole = np.empty(file.frames, np.float32) if file.samplerate == RATE else None
+
     def decoded(start: int) -> MonoPiece:
+        stop = min(start + count, file.frames)
+        part = None if whole is None else whole[start:stop]
         own = sound_file(source, label)
         if own is None:
             raise RuntimeError
         with own:
             own.seek(start)
-            piece = own.read(min(count, file.frames - start), dtype="float32", always_2d=True)
-        if len(piece) < min(count, file.frames - start):
+            if part is not None and file.channels == 1:
+                piece = own.read(out=part[:, None])
+            else:
+                piece = own.read(stop - start, dtype="float32", always_2d=True)
+        if len(piece) < stop - start:
             raise RuntimeError
-        return MonoPiece.of(piece, label)
+        return MonoPiece.of(piece, label, part)
 
-    mono = Mono(file.samplerate, file.channels, limits, label)
+    mono = Mono(file.samplerate, file.channels, limits, label, whole)
     try:
         for piece in in_threads(decoded, range(0, file.frames, count)):
             mono.add(piece)

@@ -66,16 +66,20 @@ class MonoPiece(NamedTuple):
     clipped: int
 
     @classmethod
-    def of(cls, piece: np.ndarray, label: str) -> MonoPiece:
-        """Average (n, channels) float32 samples.
+    def of(cls, piece: np.ndarray, label: str, out: np.ndarray | None = None) -> MonoPiece:
+        """Average (n, channels) float32 samples; those of a single channel stay where they are.
+
+        Args:
+            piece: the samples.
+            label: name of the recording in messages.
+            out: (n,) float32 for the means of several channels.
 
         Raises:
             InputError: samples are NaN, infinite or far beyond full scale.
         """
         if not len(piece):
             return cls(piece.mean(axis=1, dtype=np.float32), 0.0, 0)
-        loud = np.abs(piece[:, 0]) if piece.shape[1] == 1 else np.abs(piece).max(axis=1)
-        peak = float(loud.max())
+        peak = float(np.maximum(piece.max(), -piece.min()))
         if not math.isfinite(peak):
             raise InputError(f"{label}: holds samples that are NaN or infinite; export it anew")
         if peak > _LOUDEST:
@@ -83,7 +87,11 @@ class MonoPiece(NamedTuple):
                 f"{label}: floats must lie in -1..1, and these are far beyond; divide by 32768 or "
                 "pass int16"
             )
-        mono = piece[:, 0].copy() if piece.shape[1] == 1 else piece.mean(axis=1, dtype=np.float32)
+        several = piece.shape[1] > 1
+        mono = piece.mean(axis=1, dtype=np.float32, out=out) if several else piece[:, 0]
+        if peak < _FULL_SCALE:
+            return cls(mono, peak, 0)
+        loud = np.abs(piece).max(axis=1) if several else np.abs(mono)
         return cls(mono, peak, int((loud >= _FULL_SCALE).sum()))
 
 
@@ -95,12 +103,21 @@ class Mono:
         channels: channels of the pieces.
         limits: ``max_audio_seconds`` is checked with every piece.
         label: name of the recording in messages.
+        whole: (n,) float32 of which the pieces are parts that follow each other, if they are at 16
+            kHz; None if they are to be joined.
 
     Raises:
         InputError: the rate is impossible.
     """
 
-    def __init__(self, rate: int, channels: int, limits: MediaLimits, label: str) -> None:
+    def __init__(
+        self,
+        rate: int,
+        channels: int,
+        limits: MediaLimits,
+        label: str,
+        whole: np.ndarray | None = None,
+    ) -> None:
         import soxr
 
         if not 1000 <= rate <= 1_000_000:
@@ -108,13 +125,13 @@ class Mono:
                 f"{label}: {rate} samples per second is not a usable rate; use 8000 to 192000"
             )
         self._limits, self._label = limits, label
-        self._rate, self._channels = rate, channels
+        self._rate, self._channels, self._whole = rate, channels, whole
         self._resampler = soxr.ResampleStream(rate, RATE, 1, dtype="float32")
         self._parts: list[np.ndarray] = []
         self._count, self._peak, self._clipped = 0, 0.0, 0
 
     def push(self, piece: np.ndarray) -> None:
-        """Add (n, channels) float32 samples.
+        """Add (n, channels) float32 samples, which nobody writes to later.
 
         Raises:
             InputError: as of ``MonoPiece.of`` and ``add``.
@@ -131,7 +148,8 @@ class Mono:
         self._clipped += piece.clipped
         self._count += len(piece.samples)
         self._limits.check_audio(self._count / self._rate, self._label)
-        self._parts.append(self._resampled(piece.samples))
+        if self._whole is None:
+            self._parts.append(self._resampled(piece.samples))
 
     def _resampled(self, samples: np.ndarray, *, last: bool = False) -> np.ndarray:
         if self._rate == RATE:
@@ -172,5 +190,10 @@ class Mono:
                 f"{self._label}: is clipped ({share:.0%} of its samples are at full scale)",
                 stacklevel=4,
             )
+        return Audio(self._samples(), self._rate, self._channels)
+
+    def _samples(self) -> np.ndarray:
+        if self._whole is not None:
+            return self._whole
         self._parts.append(self._resampled(np.empty(0, np.float32), last=True))
-        return Audio(np.concatenate(self._parts), self._rate, self._channels)
+        return np.concatenate(self._parts)
