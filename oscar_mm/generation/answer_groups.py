@@ -242,11 +242,7 @@ class AnswerGroups:
 
     @contextmanager
     def steps_between_layers(self, cache: OscarCache, prompts: int) -> Iterator[None]:
-        """Inside, whenever a layer of the decoder is done and answers have waited for as long as
-        their last step took, they make steps for as long as they have waited.
-
-        Where for four answers more than one further request waits, reading gets as many times as
-        much of the time: a step of few rows takes nearly as long as one of many.
+        """Inside, the answers take turns with the layers of prompts, see ``LayerTurns``.
 
         Args:
             cache: that prompts are read into.
@@ -255,47 +251,9 @@ class AnswerGroups:
         if not self.live or Ranks.of(self.family.model).count > 1:
             yield
             return
-        device = self.family.device
-        launched: list[Moment] = []  # The ends of layers that the host has not waited for.
-        layer_end: Moment | None = None
-        layer_seconds = math.inf
-
-        def between(*_: object) -> None:
-            nonlocal layer_end, layer_seconds
-            if self.stepping:
-                return
-            launched.append(Moment(device))
-            is_short = layer_seconds < _SHORT_S
-            in_flight = (2 if is_short else 1) if launched[-1].comes_later else 0
-            while len(launched) > in_flight:
-                before, layer_end = layer_end, launched.pop(0)
-                layer_end.wait()
-                layer_seconds = math.inf if before is None else layer_end.since(before)
-            if layer_end is None:
-                return
-            waited, step_seconds = self._seconds_to(layer_end), self._step_seconds
-            if waited < step_seconds:
-                return
-            others = self._waiting() + prompts - 1
-            share = min(max(_READING * others / max(len(self.live), 1), 1.0), _MOST_READING)
-            if waited < step_seconds * share:
-                return
-            if launched and is_short:
-                waited += len(launched) * layer_seconds
-            elif launched:
-                launched[-1].wait()
-                waited = self._seconds_to(launched[-1])
-            launched.clear()
-            layer_end = None
-            left = max(1, round(waited / share / step_seconds)) if step_seconds else 1
-            with cache.paused():
-                while self.live and left:
-                    self.step()
-                    self._wake()
-                    left -= 1
-
+        turns = LayerTurns(self, cache, prompts)
         layers = self.family.model.get_decoder().layers
-        hooks = [layer.register_forward_hook(between) for layer in layers]
+        hooks = [layer.register_forward_hook(turns.layer_ends) for layer in layers]
         try:
             yield
         finally:
@@ -321,3 +279,67 @@ class AnswerGroups:
     def _batch(self, answer: Generation, cache: OscarCache) -> DecodeBatch:
         positions = answer.prompt.positions
         return DecodeBatch(self.family.model, cache, positions.shape[:-2], positions.device)
+
+
+class LayerTurns:
+    """Turns of the layers of prompts and the steps of answers, while a model reads prompts.
+
+    Whenever a layer of the decoder is done and answers have waited for as long as their last step
+    took, they make steps for as long as they have waited. Where for four answers more than one
+    further request waits, reading gets as many times as much of the time: a step of few rows takes
+    nearly as long as one of many.
+
+    Args:
+        groups: the answers.
+        cache: that prompts are read into.
+        prompts: how many are read.
+    """
+
+    def __init__(self, groups: AnswerGroups, cache: OscarCache, prompts: int) -> None:
+        self._groups, self._cache, self._prompts = groups, cache, prompts
+        self._launched: list[Moment] = []
+        """The ends of layers that the host has not waited for."""
+        self._layer_end: Moment | None = None
+        """Of the latest layer that it has waited for since the last steps."""
+        self._layer_seconds = math.inf
+
+    def layer_ends(self, *_: object) -> None:
+        """Called where the host has launched a layer of the decoder."""
+        if self._groups.stepping:
+            return
+        is_short = self._layer_seconds < _SHORT_S
+        self._wait_for_layers(2 if is_short else 1)
+        if self._layer_end is None:
+            return
+        waited, step_seconds = self._groups._seconds_to(self._layer_end), self._groups._step_seconds
+        if waited < step_seconds or waited < step_seconds * (share := self._share):
+            return
+        if self._launched and is_short:
+            waited += len(self._launched) * self._layer_seconds
+        elif self._launched:
+            self._launched[-1].wait()
+            waited = self._groups._seconds_to(self._launched[-1])
+        self._launched.clear()
+        self._layer_end = None
+        left = max(1, round(waited / share / step_seconds)) if step_seconds else 1
+        with self._cache.paused():
+            while self._groups.live and left:
+                self._groups.step()
+                self._groups._wake()
+                left -= 1
+
+    def _wait_for_layers(self, in_flight: int) -> None:
+        """Wait for layers that were launched, but for the last ones where they come later."""
+        self._launched.append(Moment(self._groups.family.device))
+        if not self._launched[-1].comes_later:
+            in_flight = 0
+        while len(self._launched) > in_flight:
+            before, self._layer_end = self._layer_end, self._launched.pop(0)
+            self._layer_end.wait()
+            self._layer_seconds = math.inf if before is None else self._layer_end.since(before)
+
+    @property
+    def _share(self) -> float:
+        """How many times as long prompts are read as answers make steps."""
+        others = self._groups._waiting() + self._prompts - 1
+        return min(max(_READING * others / max(len(self._groups.live), 1), 1.0), _MOST_READING)
