@@ -83,24 +83,23 @@ class AnswerGroup:
 
     def finish_early(self) -> None:
         """Before rows change, take the tokens of a step that was launched early: else it was for
-        nothing."""
-        live = self.live
-        changes = bool(self._joining) or self._size(live) != len(self._seats)
-        if live and changes and self.batch.is_ahead:
-            self._run(lambda: self.batch.step(ahead=False))
+        nothing. An error of it is not that of answers that join."""
+        seated = [answer for answer in self._seats if answer is not None and not answer.ended]
+        changes = bool(self._joining) or self._size(self.live) != len(self._seats)
+        if seated and changes and self.batch.is_ahead:
+            self._run(lambda: self.batch.step(ahead=False), seated)
 
     def step(self) -> None:
-        """One more token of each answer; ``drop_ended`` comes before."""
-        if self.live:
-            self._run(self._step)
+        """One more token of each answer, unless a step has failed; ``drop_ended`` comes before."""
+        if not self.failed and (live := self.live):
+            self._run(self._step, live)
 
     def _step(self) -> None:
         self._seat(self.live)
         self.batch.step()
 
-    def _run(self, step: Callable[[], None]) -> None:
-        """Make a step; its error is that of all answers."""
-        live = self.live
+    def _run(self, step: Callable[[], None], live: list[Generation]) -> None:
+        """Make a step for some answers; its error is that of all of them."""
         try:
             step()
             if self.view is not None and self.view.take_bad() and not self._tells_whose(live):
@@ -175,6 +174,8 @@ class AnswerGroups:
         self.stepping = self.freed = False
         self._shared: AnswerGroup | None = None
         self._alone: list[AnswerGroup] = []
+        self._alike = False
+        """Of the latest answer that joined."""
         self._last_step: tuple[Moment, Moment] | None = None
         """Its begin and end."""
 
@@ -194,6 +195,7 @@ class AnswerGroups:
             answer: that goes on.
             alike: whether the caches of all answers are balanced alike.
         """
+        self._alike = alike
         if self._shared is not None and self._shared.failed:
             self.forget_batch()
         if self.joins(answer):
@@ -232,12 +234,15 @@ class AnswerGroups:
             answer.settle()
 
     def drop_ended(self) -> list[Generation]:
-        """Let go of answers that have ended."""
+        """Let go of answers that have ended; what was to join a batch that failed joins another."""
         ended = [answer for group in self._groups for answer in group.drop_ended()]
         self.freed |= bool(ended)
-        self._alone = [group for group in self._alone if group.live]
+        joining = [answer for group in self._groups if group.failed for answer in group.live]
+        self._alone = [group for group in self._alone if group.live and not group.failed]
         if self._shared is not None and self._shared.failed:
             self._shared = None
+        for answer in joining:
+            self.join(answer, alike=self._alike)
         return ended
 
     @contextmanager

@@ -856,6 +856,37 @@ def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
     assert len(launched) > 20 and len(launched) - len(taken) <= 1
 
 
+def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_who_joins(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard")
+    expected = alone(pipe, max_new_tokens=40)
+    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=Repeat()))
+    answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
+    for answer in answers[:2]:
+        pipe.engine.submit(answer)
+    groups = pipe.engine._groups
+    pipe.engine.run_until(lambda: bool(groups._shared and groups._shared.batch.is_ahead))
+    right, failed = DecodeSteps.__call__, []
+
+    def call(steps: DecodeSteps, *args: Any) -> torch.Tensor:
+        if steps.is_ahead and not failed:
+            failed.append(len(answers[2].tokens))
+            raise RuntimeError("broken")
+        return right(steps, *args)
+
+    monkeypatch.setattr(DecodeSteps, "__call__", call)
+    for answer in answers[2:]:
+        pipe.engine.submit(answer)
+    run(pipe, answers)
+    assert failed == [1], "they had their first token, and waited to join"
+    for answer in answers[:2]:
+        with pytest.raises(RuntimeError, match="broken"):
+            answer.complete()
+    assert [answer.complete().token_ids for answer in answers[2:]] == expected[2:]
+    assert empty(pipe)
+
+
 class SimulatedMoment:
     """Of a device that takes a time for each layer of a prompt and for each step, and which the
     host never waits for."""
