@@ -30,6 +30,10 @@ class Busy(InputError):
     """Other requests occupy the memory that a request needs; it fits once they end."""
 
 
+class Cancelled(Exception):
+    """An answer was cancelled before its first word."""
+
+
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:
     """The end of a message about an unknown name: "; did you mean X?", or "" if none is close.
 

@@ -25,7 +25,7 @@ from oscar_mm.chat.turn import (
     with_answer,
     without_reasoning,
 )
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
@@ -68,6 +68,7 @@ class Chat:
             pipe, conversation or Conversation.empty(self._new_cache())
         )
         self._running: weakref.ref[Generator] | None = None
+        self._cancelled = False
         # Taken before the pipeline's lock where both are needed, see ``_alone``.
         self._calls = threading.RLock()
 
@@ -158,7 +159,8 @@ class Chat:
             question = without_reasoning(opened, family.think_tokens)
             cache = now.cache.fork()
             try:
-                pipe.engine.reader.read(with_answer(question, ids).to(family.device), cache)
+                read = with_answer(question, ids).to(family.device)
+                pipe.engine.reader.read(read, cache, lambda: self._cancelled)
             except BaseException:
                 cache.close()
                 raise
@@ -191,7 +193,10 @@ class Chat:
 
     @property
     def answering(self) -> Generation | None:
-        """The answer that is being written just now; its pieces may be taken as they come."""
+        """The answer that is being written just now; its pieces may be taken as they come.
+
+        Who cancels it ends the stream; before the first word that raises ``Cancelled`` there.
+        """
         return self._spillable.answering
 
     def forget(self, index: int) -> None:
@@ -266,6 +271,16 @@ class Chat:
             with self._alone() as now:
                 content = chat_content(path, now, self.system, self.pipe.family.fingerprint)
             write_checked(path, *content)
+
+    def cancel(self) -> None:
+        """End the turn that is being read or written, and each later one: nobody waits for the chat
+        any more. From any thread; ``close`` it after.
+
+        A turn without a word raises ``Cancelled`` in the thread that waits for it.
+        """
+        self._cancelled = True
+        if (answering := self.answering) is not None:
+            answering.cancel()
 
     def close(self) -> None:
         """Give up all pages; the chat answers no more. A second call does nothing."""
@@ -390,13 +405,18 @@ class Chat:
             )
             # Within the lock: from here on the chat stays where it is.
             self._spillable.answering = generation
+        if self._cancelled:
+            generation.cancel()
         with ExitStack() as locked:
             try:
                 yield from generation
                 # Once for all that follows: each time waits for a step of the others.
                 locked.enter_context(self.pipe.lock)
+                if generation.cancelled and not generation.written.text:
+                    raise Cancelled("the answer was cancelled before its first word")
                 answer = generation.answer()
-                self._spillable.conversation = after(answer.finish_reason)
+                reason = "interrupted" if generation.cancelled else answer.finish_reason
+                self._spillable.conversation = after(reason)
             except GeneratorExit:
                 # This may be the garbage collector, in any thread: nothing here touches the store.
                 if keep_part and generation.written.text:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,10 +13,14 @@ import torch
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
+from oscar_mm.errors import Cancelled
 from oscar_mm.fast_decode.decoder import sees_all
+from oscar_mm.generation.chunked_modules import layers_of_towers
 from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.modality import Modality
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.ranks import Ranks
 
@@ -246,19 +251,33 @@ class AnswerGroups:
         return ended
 
     @contextmanager
-    def steps_between_layers(self, cache: OscarCache, prompts: int) -> Iterator[None]:
+    def steps_between_layers(
+        self,
+        cache: OscarCache,
+        prompts: Sequence[Prompt],
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[None]:
         """Inside, the answers take turns with the layers of prompts, see ``LayerTurns``.
 
         Args:
             cache: that prompts are read into.
-            prompts: how many are read.
+            prompts: what is read.
+            cancelled: whether nobody waits for the prompts any more; reading ends then, unless the
+                model is divided among ranks, which would have to agree on the layer.
+
+        Raises:
+            Cancelled: nobody waits; the cache can only be reset or closed.
         """
-        if not self.live or Ranks.of(self.family.model).count > 1:
+        model = self.family.model
+        if not (self.live or cancelled) or Ranks.of(model).count > 1:
             yield
             return
-        turns = LayerTurns(self, cache, prompts)
-        layers = self.family.model.get_decoder().layers
+        turns = LayerTurns(self, cache, len(prompts), cancelled)
+        layers = model.get_decoder().layers
         hooks = [layer.register_forward_hook(turns.layer_ends) for layer in layers]
+        if cancelled and any(bool((x.modalities > Modality.TEXT).any()) for x in prompts):
+            towers = layers_of_towers(model)
+            hooks += [layer.register_forward_hook(turns.stop_if_cancelled) for layer in towers]
         try:
             yield
         finally:
@@ -287,7 +306,7 @@ class AnswerGroups:
 
 
 class LayerTurns:
-    """Turns of the layers of prompts and the steps of answers, while a model reads prompts.
+    """Turns of the layers of prompts and the steps of answers, while a thread reads prompts.
 
     Whenever a layer of the decoder is done and answers have waited for as long as their last step
     took, they make steps for as long as they have waited. Where for four answers more than one
@@ -298,10 +317,18 @@ class LayerTurns:
         groups: the answers.
         cache: that prompts are read into.
         prompts: how many are read.
+        cancelled: whether nobody waits for them any more.
     """
 
-    def __init__(self, groups: AnswerGroups, cache: OscarCache, prompts: int) -> None:
+    def __init__(
+        self,
+        groups: AnswerGroups,
+        cache: OscarCache,
+        prompts: int,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
         self._groups, self._cache, self._prompts = groups, cache, prompts
+        self._cancelled, self._thread = cancelled, threading.get_ident()
         self._launched: list[Moment] = []
         """The ends of layers that the host has not waited for."""
         self._layer_end: Moment | None = None
@@ -309,12 +336,13 @@ class LayerTurns:
         self._layer_seconds = math.inf
 
     def layer_ends(self, *_: object) -> None:
-        """Called where the host has launched a layer of the decoder."""
-        if self._groups.stepping:
+        """Called where the host has launched a layer of the decoder; raises ``Cancelled``."""
+        if self._groups.stepping or threading.get_ident() != self._thread:
             return
         is_short = self._layer_seconds < _SHORT_S
         self._wait_for_layers(2 if is_short else 1)
-        if self._layer_end is None:
+        self.stop_if_cancelled()
+        if self._layer_end is None or not self._groups.live:
             return
         waited, step_seconds = self._groups._seconds_to(self._layer_end), self._groups._step_seconds
         if waited < step_seconds or waited < step_seconds * (share := self._share):
@@ -332,6 +360,15 @@ class LayerTurns:
                 self._groups.step()
                 self._groups._wake()
                 left -= 1
+
+    def stop_if_cancelled(self, *_: object) -> None:
+        """Called where the host has launched a layer of a tower, and of the decoder.
+
+        Raises:
+            Cancelled: nobody waits for the prompts any more.
+        """
+        if threading.get_ident() == self._thread and self._cancelled and self._cancelled():
+            raise Cancelled("nobody waits for the answer any more")
 
     def _wait_for_layers(self, in_flight: int) -> None:
         """Wait for layers that were launched, but for the last ones where they come later."""

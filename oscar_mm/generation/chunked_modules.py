@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import nn
 
 MOST_TOKENS = 1 << 13
 """Most tokens that an MLP or a norm of the decoder sees, and whose media are read, at a time."""
@@ -48,6 +49,15 @@ def in_pieces(model: Any, tokens: int) -> Iterator[None]:
         _reader.reset(token)
         for hook in hooks:
             hook.remove()
+
+
+def layers_of_towers(model: Any) -> Iterator[nn.Module]:
+    """The layers of the towers that read a model's media."""
+    decoder = model.get_decoder()
+    for modality in ("image", "audio"):
+        parts = [*model.get_encoder(modality=modality).modules()]
+        if decoder not in parts:  # Else it is the model itself, which has no such tower.
+            yield from (x for part in parts if isinstance(part, nn.ModuleList) for x in part)
 
 
 def _norms(decoder: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.slot_growth import Growth
 from oscar_mm.cache.store import PageStore
-from oscar_mm.errors import Busy
+from oscar_mm.errors import Busy, Cancelled
 from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
@@ -62,8 +62,9 @@ class Engine:
 
     A step reads the last token of every running answer in one forward pass; answers join and leave
     between two steps. While a prompt is read, steps come between its layers, so that both have
-    half of the time, or reading more of it where more requests wait than run. Whoever waits for a
-    piece of an answer makes the next step, for all, but where ``stepping_thread`` makes it.
+    half of the time, or reading more of it where more requests wait than run; reading ends there
+    once nobody waits for the prompt. Whoever waits for a piece of an answer makes the next step,
+    for all, but where ``stepping_thread`` makes it.
 
     First come, first served: a request without room in the budget waits as long as others run, and
     is overtaken by a few smaller ones at most.
@@ -431,16 +432,24 @@ class Engine:
 
     def _read_beginnings(self, answers: list[Generation]) -> list[tuple[Generation, torch.Tensor]]:
         """Read prompts, together or, if that fails, one by one: those of them that can be read,
-        with (1, vocabulary) logits."""
+        with (1, vocabulary) logits; none once all answers have ended."""
         several = len(answers) > 1
         pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in answers]
         try:
             prompts, caches = [x.unread for x in answers], [x.cache for x in answers]
-            found = self.reader.read_together(prompts, caches)
+            found = self.reader.read_together(
+                prompts, caches, cancelled=lambda: all(answer.ended for answer in answers)
+            )
             for past in pasts:
                 if past is not None:
                     past.close()
             return list(zip(answers, found, strict=True))
+        except Cancelled:
+            for answer, past in zip(answers, pasts, strict=True):
+                answer.cache.reset()
+                if past is not None:
+                    past.close()
+            return []
         except Exception as error:
             if not several:
                 answers[0].fail(error)

@@ -65,6 +65,7 @@ class Generation(DecodeRow):
 
     Attributes:
         cache: the cache that is written, as above.
+        cancelled: whether ``cancel`` ended the answer.
         prompt_tokens: for the answer.
         written: the tokens and the text so far.
     """
@@ -95,6 +96,7 @@ class Generation(DecodeRow):
         """What of the prompt the cache does not hold."""
         self.room: object | None = None
         """Reserved for the answer while this is referenced."""
+        self.cancelled = False
         self._pieces: deque[str] = deque()
         self._keeps_cache = keeps_cache
         self._memory: MemoryReport | None = None
@@ -167,8 +169,10 @@ class Generation(DecodeRow):
             del error
 
     def cancel(self) -> None:
-        """End the answer where it is; does nothing where it has ended. From any thread, also by the
-        garbage collector."""
+        """End the answer where it is, in the middle of its prompt too; does nothing where it has
+        ended. From any thread, also by the garbage collector."""
+        if not self.ended:
+            self.cancelled = True
         self.ended = True
         self.engine.drop_ended()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -75,21 +75,26 @@ class PromptReader:
         return nullcontext() if self._layers is None else self._layers.reading(cache)
 
     @torch.inference_mode()
-    def read(self, prompt: Prompt, cache: OscarCache) -> torch.Tensor:
+    def read(
+        self, prompt: Prompt, cache: OscarCache, cancelled: Callable[[], bool] | None = None
+    ) -> torch.Tensor:
         """Read a prompt into a cache.
 
         Args:
             prompt: of a single row.
             cache: holds the past, such as earlier turns; incomplete after an error.
+            cancelled: whether nobody waits for the prompt any more, asked after each layer.
 
         Returns:
             (1, vocabulary) logits of the last token.
 
         Raises:
+            Cancelled: nobody waits.
             FloatingPointError: the prompt's keys or values cannot be stored.
         """
         cache.sigmas = self._sigmas
-        with self._groups.steps_between_layers(cache, 1), self._reading(cache):
+        turns = self._groups.steps_between_layers(cache, [prompt], cancelled)
+        with turns, self._reading(cache):
             logits = read_prompt(self.family.model, prompt, cache, self._chunk)
         cache.check_complete()
         return logits
@@ -101,6 +106,7 @@ class PromptReader:
         caches: Sequence[OscarCache],
         *,
         every_token: bool = False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[torch.Tensor]:
         """Read prompts into their caches, short ones in one pass; as ``read`` otherwise.
 
@@ -108,6 +114,7 @@ class PromptReader:
             prompts: of a single row each.
             caches: of each prompt; no two are the same.
             every_token: give the logits after each token, of short prompts.
+            cancelled: whether nobody waits for any of the prompts any more.
 
         Returns:
             for each prompt (1, vocabulary), or (tokens, vocabulary), logits.
@@ -116,13 +123,14 @@ class PromptReader:
         for some in self._packs(prompts, caches):
             own = prompts[some]
             if len(own) == 1 and not every_token:
-                logits.append(self.read(own[0], caches[some][0]))
+                logits.append(self.read(own[0], caches[some][0], cancelled))
                 continue
             view = BatchView(self._store, alike=True)
             view.sigmas = self._sigmas
             view.seat(caches[some])
             lengths = [prompt.tokens for prompt in own]
-            with self._groups.steps_between_layers(view, len(own)), self._reading(view):
+            turns = self._groups.steps_between_layers(view, own, cancelled)
+            with turns, self._reading(view):
                 found = read_in_line(
                     *(self.family.model, self.family.in_line(own), lengths, view),
                     every_token=every_token,
