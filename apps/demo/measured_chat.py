@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.errors import Cancelled
 from oscar_mm.generation.answer import Reasoning, Timings
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ class MeasuredChat:
         stream = self.chat.stream(question, **files, **options)
         text, updated, self.reasoning = "", 0.0, ""
         try:
+            if stop.is_set():
+                return
             for piece in stream.with_reasoning():
                 if isinstance(piece, Reasoning):
                     self.reasoning += piece
@@ -180,6 +183,8 @@ class MeasuredChat:
                     yield text
             else:
                 self.timings = stream.result.timings
+        except Cancelled:
+            pass  # The chat is as before.
         finally:
             stream.close()
             if len(self.chat.turns) > turns:

@@ -239,8 +239,11 @@ class Session:
         return self._stop.is_set() or self.conversation.finish_reason == "interrupted"
 
     def stop(self) -> None:
-        """End the answer that the model writes; its text so far counts."""
+        """End the answer that the model writes, or its prompt; the text so far counts."""
         self._stop.set()
+        for chat in self._chats:
+            if (answering := chat.chat.answering) is not None:
+                answering.cancel()
 
     def begin(self, settings: SessionSettings | None = None) -> None:
         """Begin a new conversation."""
@@ -342,7 +345,7 @@ class Session:
     def close(self) -> None:
         """Free the conversation now, or when the answer or the write that runs has ended."""
         self._closed = True
-        self._stop.set()
+        self.stop()
         if self._turn.acquire(timeout=_PATIENCE_S):
             self._close_chats()
             self._turn.release()
@@ -369,7 +372,7 @@ class Session:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """End the answer that the model writes, and let no other begin inside."""
-        self._stop.set()
+        self.stop()
         if not self._turn.acquire(timeout=_PATIENCE_S):
             why = "being written to disk" if self._writing.locked() else "read by the model"
             raise InputError(f"this conversation is still {why}: try again in a moment")

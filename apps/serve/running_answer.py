@@ -27,8 +27,6 @@ from oscar_mm.generation.generation import Generation
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _TEXT = "\0"
 """Stands for the text in the constant part of an answer's events."""
-_CANCEL_S = 0.05
-"""Seconds after which to cancel again what a thread has begun since."""
 
 
 class RunningAnswer:
@@ -156,13 +154,14 @@ class RunningAnswer:
             what has pieces from now on; None at the end.
         """
         for step in self._steps:
+            if isinstance(step, Chat):
+                self._chat = step
+            # After that: who leaves cancels a chat that is there.
             if self._left:
                 break
             if isinstance(step, Generation):
                 return step
-            if isinstance(step, Chat):
-                self._chat = step
-            else:
+            if not isinstance(step, Chat):
                 self._add(step)
         return None
 
@@ -208,12 +207,9 @@ class RunningAnswer:
             places.release()
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
-        """Wait for a thread, and cancel the answer for whose first piece it waits."""
-        while not thread.done():
-            answering = None if self._chat is None else self._chat.answering
-            if answering is not None:
-                answering.cancel()
-            await asyncio.wait([thread], timeout=_CANCEL_S)
+        """Wait for a thread, whose chat ends what it reads or writes."""
+        if self._chat is not None and not thread.done():
+            self._chat.cancel()
         # Its error concerns nobody any more.
         await asyncio.gather(thread, return_exceptions=True)
 

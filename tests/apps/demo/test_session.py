@@ -146,6 +146,35 @@ def test_stop_keeps_what_was_written(session, monkeypatch) -> None:
     assert session.stopped
 
 
+@pytest.mark.parametrize("when", ["prompt", "media"])
+def test_stop_before_the_first_word_ends_the_reading(session, uploads, when: str) -> None:
+    asked(session, "What?")
+    pipe, turns = session.sessions.pipe, session.conversation.chat.turns
+    layers, passes = pipe.model.get_decoder().layers, []
+
+    def stop(*_: object) -> None:
+        passes.append(1)
+        session.stop()
+
+    hooks = [
+        layers[0].register_forward_pre_hook(stop),
+        layers[1].register_forward_pre_hook(lambda *_: passes.append(2)),
+    ]
+    running = session.ask("And this?", [uploads / "0.png"], max_new_tokens=6)
+    next(running)
+    if when == "media":
+        session.stop()
+    for _ in running:
+        pass
+    for hook in hooks:
+        hook.remove()
+    assert passes == ([1] if when == "prompt" else [])
+    assert session.conversation.chat.turns == turns
+    assert "stopped before the first word" in session.exchanges[-1].error
+    asked(session, "And this?", uploads / "0.png")
+    assert session.exchanges[-1].counts and session.exchanges[-1].answer
+
+
 def test_only_one_answer_at_a_time_and_others_end_it(session, uploads) -> None:
     running = session.ask("What?", [uploads / "0.png"], max_new_tokens=500)
     for _ in range(3):

@@ -20,6 +20,7 @@ from PIL import Image
 from starlette.responses import StreamingResponse
 
 from oscar_mm import OscarOmniPipeline
+from oscar_mm.chat.chat import Chat
 from tests.apps.serve.conftest import image, png, served, started, text, user
 from tests.apps.serve.test_server import ask, metrics
 from tests.pipelines.conftest import NEVER
@@ -119,6 +120,50 @@ def test_who_leaves_before_the_first_piece_leaves_his_place(omni, monkeypatch) -
                 assert metrics(address, None)["oscar_mm_prompts_waiting"] == 0
             assert metrics(address, None)["oscar_mm_decoding"] == 1
         assert ask(client_of(address), user("Why?")).choices
+
+
+@pytest.mark.parametrize("reads", ["question", "earlier turn"])
+def test_who_leaves_while_the_prompt_is_read_ends_that(omni, monkeypatch, reads: str) -> None:
+    messages = [user("What is on the sign? " * 30)]
+    if reads == "earlier turn":
+        messages += [{"role": "assistant", "content": "A dog."}, user("Why?")]
+    begun, cancelled, passes = threading.Event(), threading.Event(), [0, 0]
+    cancel, used = Chat.cancel, omni.store.memory().used_bytes
+
+    def cancel_and_tell(chat: Chat) -> None:
+        cancel(chat)
+        cancelled.set()
+
+    def first_layer(*_: Any) -> None:
+        passes[0] += 1
+        begun.set()
+        cancelled.wait(20)
+
+    def second_layer(*_: Any) -> None:
+        passes[1] += 1
+
+    monkeypatch.setattr(Chat, "cancel", cancel_and_tell)
+    layers = omni.model.get_decoder().layers
+    with served(omni, running=1) as address:
+        hooks = [
+            layer.register_forward_pre_hook(hook)
+            for layer, hook in zip(layers, (first_layer, second_layer), strict=False)
+        ]
+        try:
+            with asking(address, messages=messages):
+                assert begun.wait(20)
+            eventually(lambda: metrics(address, None)["oscar_mm_running"] == 0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert passes == [1, 0] and cancelled.is_set()
+        assert omni.store.memory().used_bytes == used
+        with omni.chat() as chat:
+            if len(messages) > 1:
+                chat.tell(messages[0]["content"], "A dog.")
+            expected = chat.ask(messages[-1]["content"], max_new_tokens=6).text
+        answer = ask(client_of(address), *messages, max_tokens=6)
+        assert answer.choices[0].message.content == expected
 
 
 def test_a_stream_that_nobody_reads_frees_its_place(omni) -> None:
