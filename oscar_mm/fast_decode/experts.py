@@ -358,7 +358,8 @@ def _clear_choices(
     rows = random(count, width) * (own == torch.arange(count, device=device)[:, None])
     directions = norm(rows).float()
     directions /= directions.square().sum(1, keepdim=True)
-    steps = torch.stack(
+    # The largest are the smallest numbers, which are rounded least.
+    steps = -torch.stack(
         [torch.randperm(made.experts, generator=generator, device=device) for _ in range(count)]
     )
     return MixtureArguments(

@@ -24,7 +24,7 @@ def model():
 
 def ids(count: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 300, (1, count), generator=generator)
+    return torch.randint(3, 300, (1, count), generator=generator, device="cpu")
 
 
 @torch.inference_mode()
