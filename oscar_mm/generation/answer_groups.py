@@ -15,7 +15,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Cancelled
 from oscar_mm.fast_decode.decoder import sees_all
-from oscar_mm.generation.chunked_modules import layers_of_towers
+from oscar_mm.generation.chunked_modules import MOST_TOKENS, layers_of_towers
 from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
@@ -272,7 +272,7 @@ class AnswerGroups:
         if not (self.live or cancelled) or Ranks.of(model).count > 1:
             yield
             return
-        turns = LayerTurns(self, cache, len(prompts), cancelled)
+        turns = LayerTurns(self, cache, prompts, cancelled)
         layers = model.get_decoder().layers
         hooks = [layer.register_forward_hook(turns.layer_ends) for layer in layers]
         if cancelled and any(bool((x.modalities > Modality.TEXT).any()) for x in prompts):
@@ -316,18 +316,20 @@ class LayerTurns:
     Args:
         groups: the answers.
         cache: that prompts are read into.
-        prompts: how many are read.
-        cancelled: whether nobody waits for them any more.
+        prompts: what is read. Where that is short and no answers run, the host waits for no layer.
+        cancelled: whether nobody waits for the prompts any more.
     """
 
     def __init__(
         self,
         groups: AnswerGroups,
         cache: OscarCache,
-        prompts: int,
+        prompts: Sequence[Prompt],
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        self._groups, self._cache, self._prompts = groups, cache, prompts
+        self._groups, self._cache, self._prompts = groups, cache, len(prompts)
+        self._decodes = bool(groups.live)  # No answers join meanwhile.
+        self._waits = self._decodes or sum(prompt.tokens for prompt in prompts) > MOST_TOKENS
         self._cancelled, self._thread = cancelled, threading.get_ident()
         self._launched: list[Moment] = []
         """The ends of layers that the host has not waited for."""
@@ -340,9 +342,10 @@ class LayerTurns:
         if self._groups.stepping or threading.get_ident() != self._thread:
             return
         is_short = self._layer_seconds < _SHORT_S
-        self._wait_for_layers(2 if is_short else 1)
+        if self._waits:
+            self._wait_for_layers(2 if is_short else 1)
         self.stop_if_cancelled()
-        if self._layer_end is None or not self._groups.live:
+        if self._layer_end is None or not self._decodes:
             return
         waited, step_seconds = self._groups._seconds_to(self._layer_end), self._groups._step_seconds
         if waited < step_seconds or waited < step_seconds * (share := self._share):

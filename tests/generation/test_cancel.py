@@ -21,6 +21,7 @@ from tests.generation.test_engine import (
     BAD,
     SHORT,
     TOKENS,
+    SimulatedMoment,
     alone,
     embedding,
     empty,
@@ -338,3 +339,32 @@ def test_other_threads_passes_go_on(qwen3_vl_folder: Path) -> None:
     with at_layer(layers[0], leave):
         run(pipe, [answer])
     assert [shape[:2] for shape in passes] == [(1, 4)]
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_the_host_waits_for_layers_of_long_prompts(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    """So that most of them are not launched yet where nobody waits any more."""
+    pipe, waited, in_flight = loaded(qwen3_vl_folder, prefill_chunk=24), [0], list[int]()
+
+    class Later(SimulatedMoment):
+        def wait(self) -> None:
+            waited[0] += 1
+
+    answer = made(pipe, LONG, max_new_tokens=1)
+    monkeypatch.setattr(answer_groups, "Moment", Later)
+    if is_long:
+        monkeypatch.setattr(answer_groups, "MOST_TOKENS", answer.prompt.tokens - 1)
+    layers = pipe.model.get_decoder().layers
+    with counted(layers) as counts:
+        hooks = [
+            layer.register_forward_pre_hook(lambda *_: in_flight.append(sum(counts) - waited[0]))
+            for layer in layers
+        ]
+        assert len(together(pipe, [answer])[0]) == 1
+    for hook in hooks:
+        hook.remove()
+    # Layers of a device that takes no time are short.
+    assert max(in_flight) == (3 if is_long else sum(counts)), "this one, and two before it"
+    assert bool(waited[0]) is is_long
