@@ -392,7 +392,9 @@ class Family(ABC):
     ) -> Prompt:
         """Encode, cut the first ``cut`` tokens (text), put ``pending`` in front, and place it."""
         ordered = self._in_order(text, media)
-        digests = begun(lambda medium: medium.digest, ordered)
+        # Of long media each takes all threads by itself, once the processor is done.
+        short = [medium for medium in ordered if not medium.in_blocks]
+        digests = begun(lambda medium: medium.digest, short)
         encoded = self.encode(text, ordered)
         before = torch.tensor([pending], dtype=torch.long)
         ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)

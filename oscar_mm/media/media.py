@@ -25,33 +25,44 @@ from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.video import Video
 from oscar_mm.modality import Modality
 
+_BLOCK_BYTES = 1 << 24
+"""Bytes of a recording or of frames that a thread works on: four minutes of sound."""
+
 
 def media_digest(medium: Image.Image | Video | Audio) -> str:
     """Digest of an image's pixels, a video's frames, times and sound, or a recording's samples.
 
     The digest covers sizes, modes and rates too, so that media of different shapes never hash the
-    same bytes.
+    same bytes. Of a recording or a video of several blocks of 16 MiB, it is a digest of digests,
+    which several threads work out.
 
     Returns:
         64 hexadecimal digits.
     """
     if isinstance(medium, Image.Image):
-        return _sha256(f"image {medium.mode} {medium.width}x{medium.height}", medium.tobytes())
+        return _sha256(f"image {medium.mode} {medium.width}x{medium.height}", [medium.tobytes()])
     if isinstance(medium, Audio):
-        return _sha256(f"audio {RATE} {len(medium.samples)}", _bytes(medium.samples))
+        return _sha256(f"audio {RATE} {len(medium.samples)}", _blocks(medium.samples))
     times = (medium.seconds, medium.source_fps, medium.source_frames, medium.frame_indices)
     sound = media_digest(medium.sound) if medium.sound is not None else None
-    return _sha256(f"video {medium.frames.shape} {times} {sound}", _bytes(medium.frames))
+    return _sha256(f"video {medium.frames.shape} {times} {sound}", _blocks(medium.frames))
 
 
-def _sha256(header: str, content: bytes | memoryview) -> str:
+def _sha256(header: str, blocks: Sequence[bytes | memoryview]) -> str:
     digest = hashlib.sha256(header.encode() + b"\n")
-    digest.update(content)
+    several = len(blocks) > 1
+    for content in in_threads(_block_digest, blocks) if several else blocks:
+        digest.update(content)
     return digest.hexdigest()
 
 
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).data.cast("B")
+def _block_digest(block: bytes | memoryview) -> bytes:
+    return hashlib.sha256(block).digest()
+
+
+def _blocks(array: np.ndarray) -> list[memoryview]:
+    content = np.ascontiguousarray(array).data.cast("B")
+    return [content[start : start + _BLOCK_BYTES] for start in range(0, len(content), _BLOCK_BYTES)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +78,14 @@ class Medium:
     modality: Modality
     content: Any
     label: str
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether several threads work out the digest."""
+        if isinstance(self.content, Image.Image):
+            return False
+        array = self.content.samples if isinstance(self.content, Audio) else self.content.frames
+        return array.nbytes > _BLOCK_BYTES
 
     @property
     def digest(self) -> str:

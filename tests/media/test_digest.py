@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from oscar_mm.media import Audio, load_audio, load_image, load_video
-from oscar_mm.media.media import media_digest
+from oscar_mm.media import Audio, load_audio, load_image, load_video, media
+from oscar_mm.media.media import Media, media_digest
+from oscar_mm.media.thread_pool import in_threads
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 
@@ -52,6 +53,27 @@ def test_videos() -> None:
         replace(video, sound=Audio(tone(1, seed=1)[0], 16_000, 1)),
     ]
     assert len({media_digest(other) for other in others} | {digest}) == 7
+
+
+def test_long_media_in_blocks(monkeypatch) -> None:
+    samples, frames = tone(1)[0], clip(8)
+    whole = media_digest(Audio(samples, 16_000, 1))
+    monkeypatch.setattr(media, "_BLOCK_BYTES", 1 << 14)
+    digest = media_digest(Audio(samples, 16_000, 1))
+    assert digest != whole and media_digest(Audio(samples.copy(), 16_000, 1)) == digest
+    assert [*in_threads(media_digest, [Audio(samples, 16_000, 1)] * 2)] == [digest] * 2
+    ended, swapped = samples.copy(), samples.copy()
+    ended[-1] = np.nextafter(ended[-1], np.float32(1))
+    swapped[: 1 << 13] = np.roll(swapped[: 1 << 13], 1 << 12)  # two blocks of floats
+    others = [media_digest(Audio(one, 16_000, 1)) for one in (ended, swapped, samples[:-1])]
+    assert len({digest, *others}) == 4
+    changed = frames.copy()
+    changed[-1, -1, -1, -1] ^= 1
+    assert media_digest(load_video(frames)) != media_digest(load_video(changed))
+    kinds = Media([Image.new("RGB", (99, 99))], [load_video(frames)], [Audio(samples, 16_000, 1)])
+    assert [medium.in_blocks for medium in kinds] == [False, True, True]
+    short = Media(audio=[Audio(samples[: 1 << 12], 16_000, 1)])
+    assert [medium.in_blocks for medium in short] == [False]
 
 
 def test_kinds_do_not_meet() -> None:
