@@ -58,10 +58,11 @@ NOTES = [
     "being the profiled one. Stages are of that profiled call, which waits for the GPU wherever a "
     "stage begins or ends; a stage within another one does not count for the outer one.",
     "headers: sizes of media and whether the request fits. decode: media files to pixels and "
-    "samples. processor: pixels to patches and to numbers, samples to features. tokens: the rest "
-    "of the prompt (template, tokenizer, positions, digests of media). copy: pixels and features "
-    "to the device. towers and language model are the model's own time. pack: keys and values into "
-    "pages. rest: all else, such as embeddings, joins of features and the choice of the token.",
+    "samples. processor: pixels to patches and to numbers, samples to features with the copies to "
+    "the device and back that the extractor makes. tokens: the rest of the prompt (template, "
+    "tokenizer, positions, digests of media). copy: pixels to the device. towers and language "
+    "model are the model's own time. pack: keys and values into pages. rest: all else, such as "
+    "embeddings, joins of features and the choice of the token.",
     "cpu: seconds of all cores together.",
 ]
 OWN = ("towers", "language model")

@@ -141,6 +141,23 @@ def test_memory_for_features_is_less_than_the_tower_takes(omni, monkeypatch) -> 
 
 
 @pytest.mark.gpu
+def test_recordings_of_many_lengths_leave_no_memory_behind(omni, monkeypatch) -> None:
+    """The Fourier transform keeps a plan for each."""
+    monkeypatch.setattr(omni.model, "_oscar_extractor", WhisperFeatureExtractor(128))
+    monkeypatch.setattr(samples, "tower_device", lambda _: torch.device("cuda:0"))
+    recording = torch.rand(60 * 16_000)
+
+    def free(lengths: range) -> int:
+        for length in lengths:
+            with_features(omni.model, {SAMPLES: [recording[:length]]})
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    before = free(range(16_000, 16_800, 160))
+    assert before - free(range(400_000, 480_000, 160)) < 64e6
+
+
+@pytest.mark.gpu
 def test_a_tower_on_a_gpu_makes_them(qwen3_omni_folder) -> None:
     cpu, gpu = (
         OscarOmniPipeline(qwen3_omni_folder, device=device, dtype="float32", policy="bf16")
