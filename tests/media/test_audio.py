@@ -122,7 +122,8 @@ def test_files_are_decoded_in_pieces(monkeypatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "rate", "channels"), [("wav", 16_000, 1), ("flac", 16_000, 1), ("flac", 44_100, 2)]
+    ("suffix", "rate", "channels"),
+    [("wav", 16_000, 1), ("flac", 16_000, 1), ("wav", 16_000, 2), ("flac", 44_100, 2)],
 )
 def test_threads_decode_what_one_does(
     monkeypatch, tmp_path: Path, suffix: str, rate: int, channels: int
