@@ -24,13 +24,13 @@ def model():
 
 def ids(count: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 300, (1, count), generator=generator, device="cpu")
+    return torch.randint(3, 300, (1, count), generator=generator)
 
 
 @torch.inference_mode()
 def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
     past = cache.get_seq_length()
-    place = torch.arange(past, past + tokens.shape[1])[None]
+    place = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
     return model(input_ids=tokens, position_ids=place, past_key_values=cache).logits[0, -1]
 
 
@@ -38,7 +38,10 @@ def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
 def read_in_line(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> torch.Tensor:
     """Logits of the last token of each row."""
     view.begin([np.zeros(row.shape[1], np.int8) for row in tokens])
-    places = [torch.arange(past, past + x.shape[1]) for past, x in zip(pasts, tokens, strict=True)]
+    places = [
+        torch.arange(past, past + x.shape[1], device=x.device)
+        for past, x in zip(pasts, tokens, strict=True)
+    ]
     output = model(
         input_ids=torch.cat(tokens, dim=1),
         position_ids=torch.cat(places)[None],
@@ -101,22 +104,19 @@ def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) 
     torch.full((1 << 28,), torch.nan, dtype=torch.bfloat16, device="cuda")
     lengths, counts = (300, 40, 0, 137, 1, 0, 700), (5, 30, 70, 1, 129, 1, 40)
     caches = [OscarCache(store.policy, store=store) for _ in lengths]
-    with torch.device("cuda"):
-        for cache, length in zip(caches, lengths, strict=True):
-            if length:
-                read(made, cache, ids(length, length).cuda())
-        new = [ids(count, 1000 + row).cuda() for row, count in enumerate(counts)]
-        alone = [cache.fork() for cache in caches]
-        expected = torch.stack(
-            [read(made, cache, tokens) for cache, tokens in zip(alone, new, strict=True)]
-        )
-        for most in (16384, 400, 100):
-            monkeypatch.setattr(in_line, "_MOST_KEYS", most)
-            view, rows = BatchView(store, alike=True), [cache.fork() for cache in caches]
-            view.seat(rows)
-            found = read_in_line(made, view, new, lengths)
-            error = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
-            assert error.max() < 0.05
+    for cache, length in zip(caches, lengths, strict=True):
+        if length:
+            read(made, cache, ids(length, length).cuda())
+    new = [ids(count, 1000 + row).cuda() for row, count in enumerate(counts)]
+    alone = [cache.fork() for cache in caches]
+    expected = torch.stack([read(made, *one) for one in zip(alone, new, strict=True)])
+    for most in (16384, 400, 100):
+        monkeypatch.setattr(in_line, "_MOST_KEYS", most)
+        view, rows = BatchView(store, alike=True), [cache.fork() for cache in caches]
+        view.seat(rows)
+        found = read_in_line(made, view, new, lengths)
+        error = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
+        assert error.max() < 0.05
 
 
 @pytest.mark.usefixtures("launches")
