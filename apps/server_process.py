@@ -1,5 +1,6 @@
 """The process of a server: where it listens, the signal that ends it, and one that another owns."""
 
+import atexit
 import errno
 import gc
 import os
@@ -106,6 +107,8 @@ def freeze_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Else libraries find objects of theirs that nobody has destroyed, and complain.
+    atexit.register(gc.unfreeze)
 
 
 @contextmanager

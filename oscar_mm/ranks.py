@@ -77,6 +77,14 @@ class Ranks:
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
+    def agreed(self, number: int, device: torch.device) -> int:
+        """Rank 0's number; one rank alone does not wait for the device."""
+        if self.count == 1:
+            return number
+        tensor = torch.tensor(number, device=device)
+        self.agree(tensor)
+        return int(tensor)
+
     def add_up(self, tensor: torch.Tensor) -> None:
         """Write the sum of all ranks' tensors into each, the same to the last bit."""
         if self.count > 1:
