@@ -12,7 +12,12 @@ import torch
 from oscar_mm.fast_decode import experts as mixture_module
 from oscar_mm.fast_decode import linear_kernels
 from oscar_mm.fast_decode import rope as rope_module
-from oscar_mm.fast_decode.experts import ExpertKernels, Experts, mixture_of_experts
+from oscar_mm.fast_decode.experts import (
+    ExpertKernels,
+    Experts,
+    GroupedKernels,
+    mixture_of_experts,
+)
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_kernels import LinearKernel, LinearRowsKernel
 from oscar_mm.fast_decode.linear_torch import Norm
@@ -47,6 +52,7 @@ _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
 """Widths of the feed-forward layer through which a row goes."""
 _MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
+_GROUPED_MIXTURE = mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 
@@ -81,7 +87,10 @@ def check(operation: str, device: torch.device) -> Verdict:
         made = linear_kernels.RowsSpecialization.of(_ROWS, True, _DTYPE)
         return LinearRowsKernel.checked.check(made, device)
     if operation == "mixture":
-        return ExpertKernels.checked.check(_MIXTURE, device)
+        verdict = ExpertKernels.checked.check(_MIXTURE, device)
+        if not verdict.agrees or not uses_tma(device):
+            return verdict
+        return GroupedKernels.checked.check(_GROUPED_MIXTURE, device)
     if operation == "pack":
         made = pack_module.Specialization(Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE)
         return PackKernel.checked.check(made, device)

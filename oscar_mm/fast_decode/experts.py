@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +26,13 @@ from oscar_mm.fast_decode.linear_kernels import (
     MOST_ROWS,
     PIECE,
     WARPS,
+    Launch,
     Matrices,
     RowsParams,
     RowsSpecialization,
     Tiling,
     depth_for,
+    tiling_for,
 )
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
 from oscar_mm.kernels.compile import KernelError
@@ -252,30 +254,32 @@ class GroupedSpecialization:
         return RowsSpecialization(self.columns, gated, self.dtype, grouped=True)
 
 
+def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
+    """Of the experts' first matrices and of the second, where a thread block may have so many bytes
+    of shared memory."""
+    first = tiling_for(shared_bytes)
+    return first, replace(first, span=min(first.span, 384))
+
+
 class GroupedKernels(
     OperationKernel[GroupedSpecialization], operation="grouped_mixture", bound=0.02
 ):
     """The kernels of a mixture for up to ``MOST_GROUPED`` rows."""
 
-    tilings = Tiling(), Tiling(span=384)
-    """Of the experts' first matrices and of the second."""
-
     def __init__(self, specialization: GroupedSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        if not uses_tma(device):
-            raise KernelError(f"{device} has no bulk copies")
         macros, self._blocks = specialization.macros(), multiprocessors(device)
         self._route = self._load("experts/route.cu", macros)
         self._combine = self._load("experts/combine.cu", macros)
-        self._products: list[tuple[Kernel, int, int, int]] = []
-        for gated, tiling in zip((True, False), self.tilings, strict=True):
+        self._products: list[tuple[Kernel, int, Launch]] = []
+        tilings = grouped_tilings(shared_limit(device))
+        for gated, tiling in zip((True, False), tilings, strict=True):
             made = specialization.products(gated)
             kernel = self._load("linear/linear_rows.cu", tiling.macros(made))
-            step = tiling.sweep // (2 if gated else 1)
-            _, depth, shared = tiling.launch(made, step, kernel.shared_limit)
-            if depth < 2:
+            launch = tiling.launch(made, tiling.outputs(gated), kernel.shared_limit)
+            if launch.depth < 2:
                 raise KernelError(f"{device} has too little shared memory")
-            self._products.append((kernel, step, depth, shared))
+            self._products.append((kernel, tiling.threads, launch))
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch."""
@@ -300,18 +304,17 @@ class GroupedKernels(
             (LinearArguments.of(normed, [gate, up], gated=True), between, rows_of),
             (LinearArguments.of(between, [down[0]]), found, None),
         )
-        for (kernel, step, depth, shared), (product, result, from_rows) in zip(
+        for (kernel, threads, how), (product, result, from_rows) in zip(
             self._products, parts, strict=True
         ):
-            matrices = Matrices.of(product, result)
             params = RowsParams(
                 *addresses(product.x),
-                matrices,
+                Matrices.of(product, result),
                 *addresses(groups, count, from_rows),
-                *(0, step, depth),
+                *(0, how.step, how.depth),
             )
-            threads = (self.tilings[0].consumers + self.tilings[0].producers) * 32
-            kernel.launch((self._blocks, 1, 1), (threads, 1, 1), shared, params, stream, True)
+            grid, block = (self._blocks, 1, 1), (threads, 1, 1)
+            kernel.launch(grid, block, how.shared_bytes, params, stream, dependent=True)
         output = arguments.result()
         self._combine.launch(
             *((rows, 1, 1), (_COMBINE_THREADS, 1, 1), 0),
@@ -391,6 +394,8 @@ def expert_kernels(x: torch.Tensor, experts: Experts) -> ExpertKernels | Grouped
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
     if rows > MOST_ROWS:
+        if not uses_tma(x.device):
+            return None
         return GroupedKernels.of(GroupedSpecialization.of(rows, experts, x.dtype), x.device)
     shape = (rows, count, experts.chosen, experts.normalized, width, both // 2, x.dtype)
     return ExpertKernels.of(Specialization(*shape), x.device)

@@ -232,6 +232,15 @@ class Tiling:
             "USE_TMA": 1,
         }
 
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return (self.consumers + self.producers) * 32
+
+    def outputs(self, gated: bool) -> int:
+        """Of a sweep at most."""
+        return self.sweep // (2 if gated else 1)
+
     def launch(self, specialization: RowsSpecialization, outputs: int, limit: int) -> Launch:
         """Cut up the outputs of a thread block.
 
@@ -285,10 +294,8 @@ class LinearRowsKernel(
         step, depth, shared_bytes = self._cut(output.shape[1])
         matrices = Matrices.of(arguments, output)
         params = RowsParams(*addresses(x), matrices, None, None, None, len(x), step, depth)
-        block = (self.tiling.consumers + self.tiling.producers) * 32
-        self._kernel.launch(
-            (self._blocks, 1, 1), (block, 1, 1), shared_bytes, params, stream, dependent=True
-        )
+        grid, block = (self._blocks, 1, 1), (self.tiling.threads, 1, 1)
+        self._kernel.launch(grid, block, shared_bytes, params, stream, dependent=True)
         return output
 
     def _cut(self, total: int) -> Launch:
