@@ -57,7 +57,8 @@ def memory_text(report: MemoryReport) -> str:
     more = report.kv_bytes - report.bf16_bytes
     if more <= 0:
         return str(report)
-    return f"No token is packed; tables and free slots take {format_bytes(more)}.\n{report}"
+    others = "tables and free slots" if report.by_kind.get("unused") else "tables"
+    return f"No token is packed; {others} take {format_bytes(more)}.\n{report}"
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:

@@ -136,6 +136,7 @@ def speak_answer(
     ended = listener.ids[-1] in ends
     tokens = listener.ids[:-1] if ended else listener.ids
     first, last = listener.times[1], listener.times[-1]
+    cache.shrink()
     return Answer(
         text=family.processor.tokenizer.decode(tokens, skip_special_tokens=True),
         token_ids=tokens,

@@ -292,6 +292,17 @@ class OscarCache(Cache):
         """Bytes held, by modality and by kind."""
         return measure(self.ledger, self.packed_layers, self.linear_layers)
 
+    def shrink(self) -> None:
+        """After an answer, between forward passes: give back what was there for its next tokens.
+
+        Slots of 16 bit that were asked for in advance are free then. On a CPU free slots go back to
+        the device too, while no other cache holds slots of the store: but for its tables, a
+        conversation takes no more than in 16 bit.
+        """
+        self.ledger.release_spare()
+        if self.ledger.is_alone:
+            self.store.trim_after_answer()
+
     def fork(self) -> OscarCache:
         """A cache with the same past, over the same pages: only tables are copied.
 

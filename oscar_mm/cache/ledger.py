@@ -11,6 +11,7 @@ Crop, fork, beam reordering, forgetting tokens and reset are changes of the ledg
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 
 from oscar_mm.cache.rows import NOWHERE, Row, Stream
 from oscar_mm.cache.slot_growth import Advance, real_tokens
-from oscar_mm.cache.slots import NoRoomError, SlotAllocator, UnchangedSlots
+from oscar_mm.cache.slots import NoRoomError, SlotAllocator, SlotSet, UnchangedSlots
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
@@ -199,6 +200,25 @@ class Ledger:
         """All streams of all rows."""
         for sequence in self.sequences:
             yield from sequence.streams.values()
+
+    @property
+    def spare(self) -> int:
+        """Slots of 16 bit that rows have to spare."""
+        return sum(len(row.spare) for row in self.sequences)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether these sequences hold all slots of the store that anybody holds."""
+        held = SlotSet.of(self.streams()).counts + Counter({PLAIN: self.spare})
+        return all(slots.used == held[bits] for bits, slots in self.allocators.items())
+
+    def release_spare(self) -> None:
+        """Give back the slots that rows have to spare."""
+        for row in self.sequences:
+            if row.spare:
+                self.changes += 1
+                self.allocators[PLAIN].release(row.spare)
+                row.spare = []
 
     @property
     def table_bytes(self) -> int:

@@ -28,7 +28,8 @@ class MemoryReport:
     """What a cache holds. Every byte is in exactly one modality and in exactly one kind.
 
     Slots that caches share (``OscarCache.fork``) are in the report of each of them; free slots of
-    a store are in a cache's report while no other cache holds slots of the store.
+    a store are in a cache's report while no other cache holds slots of the store, as far as
+    ``PageStore.trim`` would give them back.
 
     Attributes:
         kv_bytes: all bytes held: pools (used and free slots), states of linear-attention layers,
@@ -180,16 +181,14 @@ def measure(
         tokens[stream.modality.label] += stream.tokens
     held = SlotSet.of(ledger.streams())
     shared = held.shared(ledger.allocators)
-    spare = sum(len(row.spare) for row in ledger.sequences)
-    taken = held.counts + Counter({PLAIN: spare})
-    alone = all(slots.used == taken[bits] for bits, slots in ledger.allocators.items())
+    spare, alone = ledger.spare, ledger.is_alone
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
     for layer in packed:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
         pools = ledger.store.layers[layer.index]
         before = sum(by_kind.values())
-        _add_pools(pools, held, None if alone else spare, by_kind, by_modality)
+        _add_pools(pools, held, spare, by_kind, by_modality, alone=alone)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
@@ -218,9 +217,11 @@ def measure(
 def _add_pools(
     pools: LayerPools,
     slots: SlotSet,
-    spare: int | None,
+    spare: int,
     by_kind: dict[str, int],
     by_modality: dict[str, int],
+    *,
+    alone: bool,
 ) -> None:
     """Add one layer's pools.
 
@@ -229,21 +230,23 @@ def _add_pools(
 
     Args:
         slots: that the cache holds.
-        spare: slots of 16 bit that the next tokens will take; None to count all free ones.
+        spare: slots of 16 bit that the next tokens will take.
+        alone: count the free slots too.
     """
     for bits, pool in pools.by_bits.items():
-        free = pool.storage.nbytes
+        held = 0
         for label, count in slots.by_modality(bits).items():
-            held = min(count * pool.slot_bytes, free)
-            free -= held
-            by_modality[label] += held
+            there = min(count, pool.capacity - held)
+            held += there
+            by_modality[label] += there * pool.slot_bytes
             if bits == PLAIN:
-                by_kind["tails"] += held
+                by_kind["tails"] += there * pool.slot_bytes
                 continue
             for kind, size in pools.formats[bits].bytes_by_kind.items():
-                by_kind[kind] += size * (held // max(1, pool.slot_bytes))
-        unused = free
-        if spare is not None:
-            unused = min(spare * pool.slot_bytes, free) if bits == PLAIN else 0
+                by_kind[kind] += there * size
+        waiting = min(spare, pool.capacity - held) if bits == PLAIN else 0
+        unused = waiting * pool.slot_bytes
+        if alone:
+            unused += pool.free_bytes(held + waiting)
         by_kind["unused"] += unused
         by_modality[_SHARED] += unused

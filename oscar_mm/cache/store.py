@@ -29,6 +29,10 @@ from oscar_mm.threads import FairLock
 
 _TRIMMING = 0.02
 """Most of the time that goes into moving slots together."""
+_SMALL_BYTES = 1 << 26
+"""Bytes that a CPU moves in some 20 ms."""
+_GAIN = 128
+"""Most bytes that are moved after an answer for one that is free then."""
 _COPY_BYTES = 1 << 26
 """Bytes that are copied at once where a pool is compacted in place."""
 
@@ -104,6 +108,13 @@ class Pool:
         """Bytes that the pool takes of its device, also what no slot uses of its last piece."""
         return self.storage.nbytes if self._range is None else self._range.nbytes
 
+    def free_bytes(self, used: int) -> int:
+        """Bytes of all slots but so many, as far as the device gets them back without these slots:
+        of a GPU's pieces only whole ones."""
+        kept = used * self.slot_bytes
+        free = self.storage.nbytes - kept
+        return free if self._range is None else min(free, self._range.surplus(kept))
+
 
 def unpacked_dtype(policy: KVPolicy, dtype: torch.dtype) -> torch.dtype:
     """Dtype of tokens that are not packed, of a model of a dtype: 16 bit, unless a policy packs
@@ -164,9 +175,10 @@ class StoreReport:
 
     Attributes:
         used_bytes: of slots that some cache holds.
-        free_bytes: of slots that nobody holds; they are used again before the pools grow.
-        rounding_bytes: of no slot: a GPU gives a pool memory in pieces (2 MiB), and the last one is
-            not full. Reports of a cache leave them out.
+        free_bytes: of slots that nobody holds, as far as ``PageStore.trim`` gives them back; they
+            are used again before the pools grow.
+        rounding_bytes: all else that the pools take: a GPU gives a pool memory in pieces (2 MiB),
+            and slots in use do not fill the last one. Reports of a cache leave them out.
     """
 
     used_bytes: int
@@ -337,13 +349,29 @@ class PageStore:
         Args:
             soon: bytes of slots that the next prompts take.
         """
-        start = time.perf_counter()
         report = self.memory()
-        is_time = start >= self._next_trim or not report.used_bytes  # Nothing is moved then.
+        is_time = self._is_time or not report.used_bytes  # Nothing is moved then.
         if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
-            self.trim()
-            took = time.perf_counter() - start
-            self._next_trim = start + took / _TRIMMING
+            self._trim_timed()
+
+    def trim_after_answer(self) -> None:
+        """``trim`` on a CPU where little is in use, or where it gains and takes a small share of
+        all time. On a GPU most free slots lie in pieces of memory that others are in."""
+        report = self.memory()
+        if not report.free_bytes or any(x.device.type != "cpu" for x in self.layers.values()):
+            return
+        gains = report.used_bytes < _GAIN * report.free_bytes
+        if report.used_bytes <= _SMALL_BYTES or (gains and self._is_time):
+            self._trim_timed()
+
+    @property
+    def _is_time(self) -> bool:
+        return time.perf_counter() >= self._next_trim
+
+    def _trim_timed(self) -> None:
+        start = time.perf_counter()
+        self.trim()
+        self._next_trim = start + (time.perf_counter() - start) / _TRIMMING
 
     @property
     def version(self) -> int:
@@ -379,14 +407,14 @@ class PageStore:
     def memory(self) -> StoreReport:
         """Bytes of the pools, used and free, whoever holds them; each once."""
         self.collect()
-        used = slots = total = 0
+        used = free = total = 0
         for pools in self.layers.values():
             for bits, pool in pools.by_bits.items():
-                held = self.allocators[bits].used * pool.slot_bytes
-                used += min(held, pool.storage.nbytes)
-                slots += pool.storage.nbytes
+                slots = min(self.allocators[bits].used, pool.capacity)
+                used += slots * pool.slot_bytes
+                free += pool.free_bytes(slots)
                 total += pool.device_bytes
-        return StoreReport(used, slots - used, total - slots)
+        return StoreReport(used, free, total - used - free)
 
 
 def _describe(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:

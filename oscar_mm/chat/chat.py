@@ -430,7 +430,7 @@ class Chat:
             finally:
                 self._spillable.answering = None
             before.cache.close()
-            self._spillable.drop_reasoning()
+            self._spillable.drop_reasoning().cache.shrink()
             self._spillable.settle()
             answer = replace(answer, memory=self.memory)
         yield answer

@@ -103,6 +103,7 @@ class SpillableConversation:
         """Go on from ``new``, over a fork of the present cache, and close the present one."""
         old, self.conversation = self.conversation.cache, new
         old.close()
+        new.cache.shrink()
 
     def settle(self) -> None:
         """After a turn: others give way until the budget holds, if there is one."""

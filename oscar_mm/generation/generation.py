@@ -181,7 +181,9 @@ class Generation(DecodeRow):
         time does nothing."""
         self.room = None
         if not (self._keeps_cache or self.cache.closed):
-            self._memory = None if self.error else self.cache.memory()
+            if self.error is None:
+                self.cache.shrink()
+                self._memory = self.cache.memory()
             self.cache.close()
 
     def answer(self) -> Answer:

@@ -63,8 +63,7 @@ class AddressRange:
             torch.OutOfMemoryError: the GPU has too little, also without what torch keeps unused;
                 the range is as before.
         """
-        gpu = self._gpu
-        nbytes = -(-size // gpu.piece) * gpu.piece
+        gpu, nbytes = self._gpu, self._whole(size)
         if nbytes > self.nbytes:
             free_dropped()
             try:
@@ -83,6 +82,10 @@ class AddressRange:
             gpu.unmap(self._address, nbytes, self.nbytes)
         self.size, self.nbytes = size, nbytes
 
+    def surplus(self, size: int) -> int:
+        """Bytes of memory that go back to the GPU where the range shrinks to ``size`` bytes."""
+        return self.nbytes - self._whole(size)
+
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first bytes as a contiguous tensor, which keeps the range."""
         nbytes = math.prod(shape) * dtype.itemsize
@@ -90,6 +93,10 @@ class AddressRange:
             return torch.empty(shape, dtype=dtype, device=self.device)
         memory = torch.as_tensor(_Bytes(self, self._address, nbytes), device=self.device)
         return memory.view(dtype).view(shape)
+
+    def _whole(self, size: int) -> int:
+        """Bytes of the pieces that so many bytes take."""
+        return -(-size // self._gpu.piece) * self._gpu.piece
 
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():

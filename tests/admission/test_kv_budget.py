@@ -14,7 +14,7 @@ from oscar_mm.sizes import parse_bytes
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
 
-LIMIT = 380_000
+LIMIT = 340_000
 """Bytes: one chat has room after its first turn, two have not."""
 SHOWN = {"images": [noise(300, 300, seed) for seed in range(3)], "max_new_tokens": 4}
 MORE = {"prompt": "And now?", "images": [noise(64, 64)], "max_new_tokens": 4}
@@ -78,7 +78,7 @@ def test_spilled_chats_come_back(free, qwen3_vl_folder, tmp_path) -> None:
 
 
 def test_files_go_with_their_chats(qwen3_vl_folder, tmp_path) -> None:
-    pipe = pipeline(qwen3_vl_folder, kv_budget="380 kB", spill=tmp_path)
+    pipe = pipeline(qwen3_vl_folder, kv_budget="340 kB", spill=tmp_path)
     chats = [pipe.chat() for _ in range(3)]
     for chat in chats:
         chat.ask("What is it?", **SHOWN)
@@ -106,7 +106,7 @@ def test_refused(qwen3_vl_folder) -> None:
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=False)
     first, second = pipe.chat(), pipe.chat()
     first.ask("What is it?", **SHOWN)
-    with pytest.raises(Busy, match=r"kv_budget is 380,000 bytes: .* close\(\) chats"):
+    with pytest.raises(Busy, match=r"kv_budget is 340,000 bytes: .* close\(\) chats"):
         second.ask("What is it?", **SHOWN)
     assert second.turns == ()
     assert first.ask(**MORE).token_ids
@@ -114,7 +114,7 @@ def test_refused(qwen3_vl_folder) -> None:
     assert second.ask("What is it?", **SHOWN).token_ids
     alone = pipeline(qwen3_vl_folder, kv_budget=LIMIT).chat()
     alone.ask("What is it?", **SHOWN)
-    with pytest.raises(NoRoom, match=r"over kv_budget \(.* of 380.00 KB\).*raise kv_budget"):
+    with pytest.raises(NoRoom, match=r"over kv_budget \(.* of 340.00 KB\).*raise kv_budget"):
         alone.ask("And these?", **SHOWN)
     alone.forget(1)
     alone.forget(2)

@@ -85,8 +85,11 @@ def test_what_takes_more_than_16_bit_is_told_why() -> None:
     report = cache.memory()
     assert report.ratio < 1
     first, *table = memory_text(report).splitlines()
-    assert first.startswith("No token is packed; tables and free slots take ")
+    assert first.startswith("No token is packed; tables take ")
     assert "\n".join(table) == str(report)
+    cache.update(states[:, :, :1], states[:, :, :1], 0)
+    text = memory_text(cache.memory())
+    assert text.startswith("No token is packed; tables and free slots take ")
     assert memory_text(replace(report, bf16_bytes=report.kv_bytes)).startswith("KV cache")
 
 

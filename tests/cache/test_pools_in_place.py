@@ -35,6 +35,9 @@ class OneTensor:
         self.size, self.nbytes = size, -(-size // PIECE) * PIECE
         self.memory[self.nbytes :] = 0xFF
 
+    def surplus(self, size: int) -> int:
+        return self.nbytes - -(-size // PIECE) * PIECE
+
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         assert nbytes <= self.nbytes
@@ -137,12 +140,26 @@ def test_a_report_counts_the_last_piece(device) -> None:
     report = store.memory()
     assert report.pool_bytes == sum(taken)
     slots = sum(pool.storage.nbytes for pool in pools(store))
-    assert report.used_bytes + report.free_bytes == slots < report.pool_bytes
-    store.trim()
-    assert store.memory().free_bytes == 0
+    assert report.used_bytes == slots < report.pool_bytes and report.free_bytes == 0
     cache.close()
     store.trim()
     assert store.memory().pool_bytes == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 1500])
+def test_free_slots_within_a_piece_do_not_count(device, tokens: int) -> None:
+    cache = OscarCache("bf16")
+    add(cache, device, 32)
+    store, other = cache.store, cache.fork()
+    add(other, device, tokens)
+    other.close()
+    taken, used = store.memory().pool_bytes, cache.memory().by_modality["text"]
+    free = store.memory().free_bytes
+    assert cache.memory().by_kind["unused"] == free
+    assert free <= sum(pool.storage.nbytes for pool in pools(store)) - used
+    store.trim()
+    assert (free > 0) == (store.memory().pool_bytes < taken)
+    assert store.memory().used_bytes == used and store.memory().free_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])

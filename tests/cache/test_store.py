@@ -6,11 +6,13 @@ import copy
 import gc
 import threading
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache import store as store_module
 from oscar_mm.cache.rows import Row, Stream
 from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.store import PageStore, Pool
@@ -311,3 +313,64 @@ def test_pools_are_looked_at_when_there_are_other_slots_or_layers(
     count()
     store.layer(1, 2, 64, torch.float32, torch.device("cpu"))
     assert count() == 2 * len(store.allocators)
+
+
+@pytest.mark.parametrize("policy", ["stream", "compact", "bf16"])
+def test_a_cache_shrinks_after_an_answer_and_goes_on(policy: str) -> None:
+    plain, shrunk = OscarCache(POLICIES[policy]), OscarCache(POLICIES[policy])
+    for turn in range(3):
+        for seed, tokens in enumerate((50, *[1] * 40), 100 * turn):
+            new = chunk(seed, tokens)
+            assert torch.equal(attend_oscar(plain, new), attend_oscar(shrunk, new))
+        shrunk.shrink()
+        report = shrunk.memory()
+        assert report.by_kind["unused"] == shrunk.store.memory().free_bytes == 0
+        if shrunk.policy.packs:  # Else all is in the model's dtype, which is float32.
+            assert report.kv_bytes - report.by_kind["tables"] <= report.bf16_bytes
+        check_slots(shrunk.store, [shrunk.ledger])
+    assert plain.memory().by_kind["unused"] > 0 and plain.store.trims == 0
+
+
+def test_beside_others_a_cache_gives_back_what_it_had_to_spare_alone() -> None:
+    store = PageStore("standard")
+    cache, other = (OscarCache("standard", store=store) for _ in range(2))
+    for seed, tokens in enumerate((40, 1, 1)):
+        for one in (cache, other):
+            attend_oscar(one, chunk(seed, tokens))
+    free = [slots.free for slots in store.allocators.values()]
+    spare = other.ledger.spare
+    assert cache.ledger.spare and spare
+    cache.shrink()
+    assert cache.memory().by_kind["unused"] == cache.ledger.spare == 0
+    assert other.ledger.spare == spare and store.trims == 0
+    assert [slots.free for slots in store.allocators.values()] > free
+    check_slots(store, [cache.ledger, other.ledger])
+
+
+def test_more_is_moved_after_an_answer_where_it_gains_and_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, _ = filled("compact", IDS)
+    store, now = cache.store, [0.0]
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(store_module, "_SMALL_BYTES", 0)
+
+    def trims(removed: int) -> bool:
+        cache.crop(-removed)
+        before = store.trims
+        cache.shrink()
+        return store.trims > before
+
+    trim = store.trim
+
+    def slow_trim() -> None:
+        trim()
+        now[0] += 1.0
+
+    monkeypatch.setattr(store, "trim", slow_trim)
+    assert not trims(1)
+    assert trims(200)
+    now[0] += 40
+    assert not trims(100)
+    now[0] += 20
+    assert trims(0)
