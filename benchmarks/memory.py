@@ -25,8 +25,8 @@ NOTES = [
     f"One layer, {KV_HEADS} KV heads of {HEAD_DIM} channels, bfloat16. All layers of a model hold "
     "the same tokens in the same format, so the ratio of one layer is the model's. The tables, "
     "which all layers share, count on this one alone.",
-    f"Rounds of 64 text and 448 image tokens, the last {ANSWER} tokens one at a time. Every "
-    "byte held counts, also free slots of the pools.",
+    f"Rounds of 64 text and 448 image tokens, the last {ANSWER} tokens one at a time, as an answer "
+    "after which free slots go back. Every byte held counts.",
     "Page bits: bits per value of a full page with scales, zeros and norms. Held bits: of all "
     "bytes held.",
 ]
@@ -49,9 +49,10 @@ def measure(
         for tokens in sizes:
             generator = torch.Generator().manual_seed(0)
             shape = (1, KV_HEADS, tokens, HEAD_DIM)
-            report = synthetic_cache(policy, shape, QUERY_HEADS, generator, ANSWER).memory()
+            cache = synthetic_cache(policy, shape, QUERY_HEADS, generator, ANSWER)
+            cache.shrink()
             row = {"preset": name, "context": tokens, "page_bits": page_bits(policy)}
-            rows.append(row | report.to_dict())
+            rows.append(row | cache.memory().to_dict())
     return rows
 
 
