@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,10 @@ class Admission:
     max_context: int
     prefill_chunk: int | None = None
     budget: KVBudget | None = None
+    _known_for: tuple[int, torch.device] | None = field(default=None, init=False, repr=False)
+    _by_device: dict[torch.device, dict[Bits, int]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def lock(self) -> FairLock:
@@ -398,6 +402,13 @@ class Admission:
 
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
         """Bytes of a slot of each kind, summed over the layers of each device."""
+        # Worked out anew where layers have got their pools, or the model has moved.
+        known_for = len(self.store.layers), self.family.device
+        if self._known_for != known_for:
+            self._known_for, self._by_device = known_for, self._sums_by_device()
+        return self._by_device
+
+    def _sums_by_device(self) -> dict[torch.device, dict[Bits, int]]:
         shape = ModelShape.of(self.model.config, 0)
         own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
         dtype = unpacked_dtype(self.store.policy, self.layer_shapes[0].dtype)
@@ -407,9 +418,7 @@ class Admission:
             pools = self.store.layers.get(index)
             sums = by_device.setdefault(device, dict.fromkeys(expected, 0))
             for bits in sums:
-                # A pool knows the size of its slots from its first one on.
-                there = 0 if pools is None else pools.by_bits[bits].slot_bytes
-                sums[bits] += there or expected[bits]
+                sums[bits] += expected[bits] if pools is None else pools.slot_bytes[bits]
         return by_device
 
     def _cache_bytes(self, cache: OscarCache) -> int:

@@ -44,6 +44,7 @@ class Pool:
         storage: (capacity, *slot_shape), uninitialized until written; another tensor after each
             change of the capacity.
         capacity: slots.
+        bytes_each: bytes of a slot, whether there is one or not.
         moves: how often the storage has got another address.
     """
 
@@ -51,7 +52,7 @@ class Pool:
         self, slot_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.capacity = self.moves = 0
-        self._slot_bytes = math.prod(slot_shape) * dtype.itemsize
+        self.bytes_each = math.prod(slot_shape) * dtype.itemsize
         self._range: AddressRange | None = None
         # A pool that is made in inference mode must be writable outside of it too.
         with torch.inference_mode(False):
@@ -101,7 +102,7 @@ class Pool:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot; 0 as long as there is none."""
-        return self._slot_bytes if self.capacity else 0
+        return self.bytes_each if self.capacity else 0
 
     @property
     def device_bytes(self) -> int:
@@ -141,6 +142,7 @@ class LayerPools:
         recent: tokens in 16 bit, (slots, 2, KV heads, head_dim) of ``unpacked_dtype``.
         pages: bits -> pages, (slots, page_bytes) uint8.
         by_bits: all pools; ``PLAIN`` for tokens in 16 bit.
+        slot_bytes: bytes of a slot of each, whether there is one or not.
         formats: bits -> layout of the pages, ascending.
     """
 
@@ -162,6 +164,7 @@ class LayerPools:
             for bits, page_format in self.formats.items()
         }
         self.by_bits: dict[Bits, Pool] = {**self.pages, PLAIN: self.recent}
+        self.slot_bytes = {bits: pool.bytes_each for bits, pool in self.by_bits.items()}
 
     def reserve(self, allocators: Mapping[Bits, SlotAllocator]) -> None:
         """Let the pools hold all slots that were given out."""
