@@ -279,7 +279,8 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
         stream.thread_type = "AUTO"
         promised = promised_seconds(container, stream, source, label)
         limits.check_audio(promised, label)
-        planar = av.AudioResampler(format="fltp")
+        # Not a plane for each channel: PyAV reads behind the last of eight or more.
+        packed = av.AudioResampler(format="flt")
         mono: Mono | None = None
         for frame in _frames(container, stream):
             kind = frame.format.name, frame.layout.name, frame.sample_rate
@@ -291,8 +292,8 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
                     f"{label}: changes its rate or its channels on the way; convert it to WAV or "
                     "FLAC"
                 )
-            for part in planar.resample(frame):
-                mono.push(part.to_ndarray().T)
+            for part in packed.resample(frame):
+                mono.push(part.to_ndarray().reshape(part.samples, -1))
         if mono is None:
             raise InputError(f"{label}: its sound cannot be decoded; convert it to WAV or FLAC")
         return mono.finish(promised, estimated=not _is_exact(container, stream))

@@ -61,6 +61,16 @@ def test_rates_and_channels(tmp_path: Path, rate: int, layout: str) -> None:
     assert pitch(audio) == pytest.approx(880, abs=2)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 8])
+def test_channels_that_ffmpeg_decodes(tmp_path: Path, channels: int) -> None:
+    """Eight are those of a film with 7.1 sound."""
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, (16_000, channels))
+    soundfile.write(tmp_path / "a.au", samples, 16_000, subtype="FLOAT")
+    audio = load_audio(tmp_path / "a.au")
+    assert audio.channels == channels
+    np.testing.assert_allclose(audio.samples, samples.mean(axis=1), atol=1e-6)
+
+
 def test_channels_are_averaged() -> None:
     left, rate = tone(1, 300)
     right, _ = tone(1, 2000, seed=1)
