@@ -209,6 +209,8 @@ def _in_threads(file: Any, source: Path | bytes, limits: MediaLimits, label: str
         if own is None:
             raise RuntimeError
         with own:
+            if (own.channels, own.samplerate) != (file.channels, file.samplerate):
+                raise RuntimeError  # Another file has taken its place.
             own.seek(start)
             if part is not None and file.channels == 1:
                 piece = own.read(out=part[:, None])

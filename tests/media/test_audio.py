@@ -131,6 +131,27 @@ def test_files_are_decoded_in_pieces(monkeypatch, tmp_path: Path) -> None:
     assert peak < 2 * audio.samples.nbytes + 2 * 3 * 2 * piece.nbytes < 46e6
 
 
+@pytest.mark.parametrize(("channels", "later"), [(1, 2), (2, 1)])
+def test_a_file_that_another_replaces_meanwhile(
+    monkeypatch, tmp_path: Path, channels: int, later: int
+) -> None:
+    noise = np.random.default_rng(0).uniform(-1, 1, (5 * 16_000, 2))
+    path, other = tmp_path / "a.wav", tmp_path / "b.wav"
+    soundfile.write(path, noise[:, :channels], 16_000)
+    soundfile.write(other, noise[:, :later], 16_000)
+    expected, opens = load_audio(path).samples, audio_module.sound_file
+
+    def replaced(*args: Any) -> Any:
+        file = opens(*args)
+        if other.exists():
+            other.replace(path)
+        return file
+
+    monkeypatch.setattr(audio_module, "_PIECE_S", 1)
+    monkeypatch.setattr(audio_module, "sound_file", replaced)
+    assert np.array_equal(load_audio(path).samples, expected)
+
+
 @pytest.mark.parametrize(
     ("suffix", "rate", "channels"),
     [("wav", 16_000, 1), ("flac", 16_000, 1), ("wav", 16_000, 2), ("flac", 44_100, 2)],
