@@ -444,8 +444,10 @@ class Engine:
                 if past is not None:
                     past.close()
             return list(zip(answers, found, strict=True))
-        except Cancelled:
+        except Cancelled as error:
             for answer, past in zip(answers, pasts, strict=True):
+                if not answer.ended:  # A hook of others raised it.
+                    answer.fail(error)
                 answer.cache.reset()
                 if past is not None:
                     past.close()

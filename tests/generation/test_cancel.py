@@ -284,6 +284,27 @@ def test_a_turn_that_is_cancelled_before_its_first_word(qwen3_vl_folder: Path, w
     assert chat.turns == twin.turns
 
 
+def test_an_answer_that_a_hook_of_others_cancels(qwen3_vl_folder: Path) -> None:
+    """One that uses another pipeline may end so."""
+    pipe = loaded(qwen3_vl_folder, "compact")
+    expected, layers = alone(pipe), pipe.model.get_decoder().layers
+
+    def fail(*_: Any) -> None:
+        raise Cancelled("of another pipeline")
+
+    for prompts in ([LONG], SHORT):
+        answers = [made(pipe, prompt) for prompt in prompts]
+        hook = layers[1].register_forward_pre_hook(fail)
+        for answer in answers:
+            pipe.engine.submit(answer)
+        run(pipe, answers)
+        hook.remove()
+        assert all(isinstance(answer.error, Cancelled) for answer in answers)
+        del answers, answer
+    assert alone(pipe) == expected
+    assert empty(pipe)
+
+
 def test_a_turn_that_is_told_and_cancelled(qwen3_vl_folder: Path) -> None:
     pipe = loaded(qwen3_vl_folder, "compact")
     chat, layers = pipe.chat(), pipe.model.get_decoder().layers
