@@ -296,7 +296,9 @@ def _read_each_as_alone(tower: Any) -> None:
         if output is None or not later:
             return None  # an error is under way, or the output is whole
         parts = [output, *later]
-        return type(output)(**{name: torch.cat([part[name] for part in parts]) for name in output})
+        # States of layers, which ``generate`` asks for where the model speaks, are not read.
+        read = [name for name, value in output.items() if isinstance(value, torch.Tensor)]
+        return type(output)(**{name: torch.cat([part[name] for part in parts]) for name in read})
 
     tower.register_forward_pre_hook(read_later, with_kwargs=True)
     tower.register_forward_hook(join, always_call=True)

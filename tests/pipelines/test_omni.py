@@ -93,6 +93,15 @@ def test_speech(speaking) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_speech_about_recordings_that_the_tower_reads_apart(speaking) -> None:
+    """One of less than a second, and a longer one."""
+    recordings = [tone(1.3), tone(0.2)]
+    answer = speaking("What is it?", recordings, max_new_tokens=5, speak=True, seed=0)
+    expected = speaking("What is it?", recordings, max_new_tokens=5, seed=0)
+    assert answer.token_ids == expected.token_ids
+    assert answer.speech is not None and len(answer.speech)
+
+
 def test_speech_comes_at_the_end_of_a_stream(speaking, tmp_path) -> None:
     movie = write_movie(tmp_path / "movie.mp4", clip(16), tone(2))
     stream = speaking.stream(
