@@ -242,8 +242,7 @@ class Session:
         """End the answer that the model writes, or its prompt; the text so far counts."""
         self._stop.set()
         for chat in self._chats:
-            if (answering := chat.chat.answering) is not None:
-                answering.cancel()
+            chat.chat.stop()
 
     def begin(self, settings: SessionSettings | None = None) -> None:
         """Begin a new conversation."""

@@ -68,7 +68,7 @@ class Chat:
             pipe, conversation or Conversation.empty(self._new_cache())
         )
         self._running: weakref.ref[Generator] | None = None
-        self._cancelled = False
+        self._cancelled = self._stopped = False
         # Taken before the pipeline's lock where both are needed, see ``_alone``.
         self._calls = threading.RLock()
 
@@ -279,6 +279,11 @@ class Chat:
         A turn without a word raises ``Cancelled`` in the thread that waits for it.
         """
         self._cancelled = True
+        self.stop()
+
+    def stop(self) -> None:
+        """End the answer that is being written, or its prompt, as ``cancel`` does; no later one."""
+        self._stopped = True
         if (answering := self.answering) is not None:
             answering.cancel()
 
@@ -366,7 +371,7 @@ class Chat:
         keep_part: bool,
     ) -> AnswerStream:
         start = time.perf_counter()
-        pipe = self.pipe
+        pipe, self._stopped = self.pipe, False
         check_turn(pipe, question, self.system, before, media[:3])
         if self._running is not None:
             with self._calls, pipe.lock:
@@ -405,7 +410,7 @@ class Chat:
             )
             # Within the lock: from here on the chat stays where it is.
             self._spillable.answering = generation
-        if self._cancelled:
+        if self._cancelled or self._stopped:
             generation.cancel()
         with ExitStack() as locked:
             try:

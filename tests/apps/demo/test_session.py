@@ -3,7 +3,9 @@
 import gc
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -146,10 +148,21 @@ def test_stop_keeps_what_was_written(session, monkeypatch) -> None:
     assert session.stopped
 
 
-@pytest.mark.parametrize("when", ["prompt", "media"])
-def test_stop_before_the_first_word_ends_the_reading(session, uploads, when: str) -> None:
+@pytest.mark.parametrize("when", ["prompt", "media", "waits for others"])
+def test_stop_before_the_first_word_ends_the_reading(
+    session, uploads, monkeypatch, when: str
+) -> None:
     asked(session, "What?")
-    pipe, turns = session.sessions.pipe, session.conversation.chat.turns
+    pipe, chat = session.sessions.pipe, session.conversation.chat
+    turns, room_for = chat.turns, pipe.engine.room_for
+
+    def room_after_stop(begin: Callable[[], Any]) -> Any:
+        if begin == chat._spillable.load:
+            session.stop()
+        return room_for(begin)
+
+    if when == "waits for others":
+        monkeypatch.setattr(pipe.engine, "room_for", room_after_stop)
     layers, passes = pipe.model.get_decoder().layers, []
 
     def stop(*_: object) -> None:
@@ -168,6 +181,7 @@ def test_stop_before_the_first_word_ends_the_reading(session, uploads, when: str
         pass
     for hook in hooks:
         hook.remove()
+    monkeypatch.undo()
     assert passes == ([1] if when == "prompt" else [])
     assert session.conversation.chat.turns == turns
     assert "stopped before the first word" in session.exchanges[-1].error
