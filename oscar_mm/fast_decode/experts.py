@@ -54,7 +54,7 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, define
 _MOST_CHOSEN, _MOST_EXPERTS = 32, 512
 MOST_GROUPED = 512
 """Rows that are grouped by expert at most."""
-_ROUTE_THREADS, _COMBINE_THREADS = 1024, 256
+ROUTE_THREADS, COMBINE_THREADS = 1024, 256
 _EARLY = 1
 """Pieces of the second kernel that do not wait for the first."""
 _checker = ArgumentChecker("mixture")
@@ -293,7 +293,7 @@ class GroupedKernels(
         groups = x.new_empty(most_groups + 1, 4, dtype=torch.int32)
         count = groups[-1]
         self._route.launch(
-            *((1, 1, 1), (_ROUTE_THREADS, 1, 1), 4 * rows * chosen),
+            *((1, 1, 1), (ROUTE_THREADS, 1, 1), 4 * rows * chosen),
             GroupedParams(*addresses(logits, shares, places, rows_of, groups, count), rows),
             *(stream, True),
         )
@@ -317,7 +317,7 @@ class GroupedKernels(
             kernel.launch(grid, block, how.shared_bytes, params, stream, dependent=True)
         output = arguments.result()
         self._combine.launch(
-            *((rows, 1, 1), (_COMBINE_THREADS, 1, 1), 0),
+            *((rows, 1, 1), (COMBINE_THREADS, 1, 1), 0),
             CombineParams(*addresses(found, shares, places, x, output), x.shape[1]),
             *(stream, True),
         )

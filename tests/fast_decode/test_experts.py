@@ -11,7 +11,9 @@ import torch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.fast_decode.decoder import _experts, _norm
 from oscar_mm.fast_decode.experts import (
+    COMBINE_THREADS,
     MOST_GROUPED,
+    ROUTE_THREADS,
     CombineParams,
     ExpertKernels,
     Experts,
@@ -90,8 +92,11 @@ def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
         assert _spills("linear/linear_rows.cu", arch, text, macros) == (0, 0, 0)
         launch = tiling.launch(product, tiling.outputs(gated), limit)
         assert launch.depth >= 2 and launch.shared_bytes <= limit
-    for name, params in (("route", GroupedParams), ("combine", CombineParams)):
-        text = size.format(ctypes.sizeof(params))
+    for name, params, threads in (
+        ("route", GroupedParams, ROUTE_THREADS),
+        ("combine", CombineParams, COMBINE_THREADS),
+    ):
+        text = size.format(ctypes.sizeof(params)) + f"static_assert(THREADS == {threads});\n"
         for other in (made, GroupedSpecialization(columns, 512, 32, False, torch.float16)):
             assert _spills(f"experts/{name}.cu", arch, text, other.macros()) == (0, 0, 0)
 
