@@ -6,18 +6,23 @@ that a layer takes a dozen launches for all rows instead of some twenty for each
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
+from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.merged_attention import has_flash
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits
@@ -25,6 +30,11 @@ from oscar_mm.policy import Bits
 _MOST_KEYS = 16384
 """Past and new tokens of the rows of a run: 67 MB of 8 heads of 128 in 16 bit, as much again while
 they are unpacked."""
+
+
+_MOST_ERROR = 0.02
+"""Relative error of flash attention in 16 bit: far above its rounding, far below a wrong mask's."""
+_log = logging.getLogger(__name__)
 
 
 class LongRow(NamedTuple):
@@ -135,6 +145,53 @@ def runs_of(step: Step, device: torch.device) -> Iterator[Run | LongRow]:
             yield LongRow(first, tokens)
         else:
             yield Run.of(past[first:stop], lengths[first:stop], tokens, device)
+
+
+def can_attend_in_line(queries: torch.Tensor) -> bool:
+    """Whether ``attend_in_line`` takes queries, (batch, query heads, tokens, head_dim)."""
+    return has_flash(queries) and _agrees(queries.device, queries.dtype, queries.shape[3])
+
+
+@cache
+def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash attention gives here what ``flash_in_line`` says: the operation is not
+    documented, and other versions of torch may choose another one. Said once in the log if not."""
+    lengths = torch.tensor([[0, 3, 8, 9], [0, 13, 18, 28]], dtype=torch.int32)
+    generator = torch.Generator(device).manual_seed(0)
+    queries, keys, values = (
+        torch.randn(count, heads, head_dim, generator=generator, device=device, dtype=dtype)
+        for count, heads in ((9, 4), (28, 2), (28, 2))
+    )
+    nothing = torch.empty(0, device=device)
+    ends = lengths[0].to(device), lengths[1].to(device)
+    run = Run(slice(9), {}, (nothing, nothing), nothing, *ends, (5, 13), 28)
+    # Rows see their own keys only, up to the last one for the last query.
+    query_rows, key_rows = (
+        torch.repeat_interleave(torch.arange(3), of_side.diff()) for of_side in lengths
+    )
+    left = lengths[:, 1:][0][query_rows] - torch.arange(9)
+    last = lengths[:, 1:][1][query_rows] - left
+    seen = (query_rows[:, None] == key_rows) & (torch.arange(28) <= last[:, None])
+    expected = scaled_dot_product_attention(
+        *(x.float().transpose(0, 1)[None] for x in (queries, keys, values)),
+        attn_mask=seen.to(device),
+        scale=0.1,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    try:
+        found = flash_in_line(queries, keys, values, run, 0.1)
+        error = relative_error(found, expected)
+    except (RuntimeError, TypeError) as reason:  # It is missing, or takes other arguments.
+        error = reason
+    if isinstance(error, float) and error < _MOST_ERROR:
+        return True
+    _log.warning(
+        "torch's flash attention of rows in line is not as expected on %s (%s): short prompts "
+        "attend row by row, which is slower",
+        device,
+        error,
+    )
+    return False
 
 
 def attend_in_line(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from oscar_mm.cache.in_line import Run, attend_in_line, runs_of
+from oscar_mm.cache.in_line import Run, attend_in_line, can_attend_in_line, runs_of
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.rows import TokenPlaces
 from oscar_mm.cache.step import Attention, Step
@@ -64,7 +64,7 @@ def attend_stored(
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     most = MAX_QUERY_TOKENS if step.real is None else 1
     if step.lengths is not None:
-        return chunk.in_line() if has_flash(queries) else chunk.by_rows()
+        return chunk.in_line() if can_attend_in_line(queries) else chunk.by_rows()
     return chunk.by_rows() if keys.shape[2] > most else chunk.decoded()
 
 

@@ -1,5 +1,7 @@
 """BatchView: rows of several caches go on in one pass as each would alone."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -59,7 +61,9 @@ def caches_of(model, store: PageStore, lengths=LENGTHS) -> list[OscarCache]:
     return caches
 
 
-def flash_by_sdpa(queries, keys, values, run: in_line.Run, scaling: float) -> torch.Tensor:
+def flash_by_sdpa(
+    queries, keys, values, run: in_line.Run, scaling: float, *, upper_left: bool = False
+) -> torch.Tensor:
     """What flash attention gives for rows that follow each other, by their ends."""
     found = []
     ends = zip(*(x.tolist() for x in (run.query_ends, run.key_ends)), strict=True)
@@ -68,7 +72,7 @@ def flash_by_sdpa(queries, keys, values, run: in_line.Run, scaling: float) -> to
         query = queries[first[0] : stop[0]].transpose(0, 1)
         key, value = (x[first[1] : stop[1]].transpose(0, 1) for x in (keys, values))
         seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool)
-        seen = seen.tril(key.shape[1] - query.shape[1])
+        seen = seen.tril(0 if upper_left else key.shape[1] - query.shape[1])
         found.append(
             torch.nn.functional.scaled_dot_product_attention(
                 *(query[None], key[None], value[None], seen), scale=scaling, enable_gqa=True
@@ -76,6 +80,31 @@ def flash_by_sdpa(queries, keys, values, run: in_line.Run, scaling: float) -> to
         )
         first = stop
     return torch.cat(found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_is_checked_before_it_is_used(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    ways = {
+        "right": flash_by_sdpa,
+        "upper left": partial(flash_by_sdpa, upper_left=True),
+        "as if alike": lambda queries, *_: queries,
+        "missing": in_line.flash_in_line,  # There is none on a CPU.
+    }
+    for way, flash in ways.items():
+        monkeypatch.setattr(in_line, "flash_in_line", flash)
+        found = in_line._agrees.__wrapped__(torch.device("cpu"), dtype, head_dim)
+        assert found == (way == "right")
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_agrees(dtype: torch.dtype, head_dim: int) -> None:
+    assert in_line._agrees.__wrapped__(torch.device("cuda", 0), dtype, head_dim)
 
 
 @pytest.fixture(params=["row by row", "in one launch", "in two", "with a long row"])
