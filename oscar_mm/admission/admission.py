@@ -418,7 +418,7 @@ class Admission:
             pools = self.store.layers.get(index)
             sums = by_device.setdefault(device, dict.fromkeys(expected, 0))
             for bits in sums:
-                sums[bits] += expected[bits] if pools is None else pools.slot_bytes[bits]
+                sums[bits] += expected[bits] if pools is None else pools.by_bits[bits].bytes_each
         return by_device
 
     def _cache_bytes(self, cache: OscarCache) -> int:

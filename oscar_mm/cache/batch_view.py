@@ -27,12 +27,15 @@ class BatchView(OscarCache):
         store: of all the caches.
         alike: whether all caches have one balancing (``balanced_alike``): where it comes from the
             prompt, each has its own.
+
+    Attributes:
+        alike: as given.
     """
 
     def __init__(self, store: PageStore, *, alike: bool) -> None:
         super().__init__(store.policy, store=store)
         self.ledger = Ledger(store, owns_slots=False)
-        self._alike = alike
+        self.alike = alike
         self._caches: list[OscarCache | None] = []
         # Of so many rows the balancing of each, by layer, at addresses that stay.
         self._sigmas_of_rows: dict[int, list[torch.Tensor]] = {}
@@ -51,7 +54,7 @@ class BatchView(OscarCache):
         if source is not None and not self.layers:
             self.layers += [layer.fork(self) for layer in source.layers]
             self.replayed(Step())
-        if not self._alike:
+        if not self.alike:
             self._balance_rows()
 
     def can_take(self, cache: OscarCache) -> bool:

@@ -17,6 +17,7 @@ from oscar_mm.cache.layer import LinearLayer, OscarLayer, layers_unstorable, pac
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.pending import Chunk, KeyLength
+from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
@@ -300,7 +301,7 @@ class OscarCache(Cache):
         conversation takes no more than in 16 bit.
         """
         self.ledger.release_spare()
-        if self.ledger.is_alone:
+        if self.store.is_on_cpu and self.ledger.holds_all(SlotSet.of(self.ledger.streams())):
             self.store.trim_after_answer()
 
     def fork(self) -> OscarCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cache
-from itertools import accumulate, groupby
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +30,6 @@ from oscar_mm.policy import Bits
 _MOST_KEYS = 16384
 """Past and new tokens of the rows of a run: 67 MB of 8 heads of 128 in 16 bit, as much again while
 they are unpacked."""
-
-
 _MOST_ERROR = 0.02
 """Relative error of flash attention in 16 bit: far above its rounding, far below a wrong mask's."""
 _log = logging.getLogger(__name__)
@@ -74,10 +72,15 @@ class Run(NamedTuple):
     keys: int
 
     @classmethod
-    def of(cls, past: list[Row], lengths: list[int], tokens: slice, device: torch.device) -> Run:
-        """The run of some rows, for layers on a device."""
-        stored = [row.stored for row in past]
-        keys = [before + new for before, new in zip(stored, lengths, strict=True)]
+    def of(
+        cls,
+        past: list[Row],
+        lengths: list[int],
+        keys: list[int],
+        tokens: slice,
+        device: torch.device,
+    ) -> Run:
+        """The run of some rows, with their new tokens and keys, for layers on a device."""
         key_ends = np.cumsum([0, *keys])
         pages: dict[Bits, list[int]] = {}
         places: dict[Bits, list[np.ndarray]] = {}
@@ -130,21 +133,18 @@ def runs_of(step: Step, device: torch.device) -> Iterator[Run | LongRow]:
     past, lengths = step.past, step.lengths or []
     keys = [row.stored + new for row, new in zip(past, lengths, strict=True)]
     ends = list(accumulate(lengths, initial=0))
-    # Which run each row is in; a long one is alone.
-    number, filled, runs = 0, 0, list[int]()
-    for count in keys:
-        if runs and filled + count > _MOST_KEYS:
-            number, filled = number + 1, 0
+    begins, filled = [0], 0  # A long row is alone.
+    for row, count in enumerate(keys):
+        if row and filled + count > _MOST_KEYS:
+            begins.append(row)
+            filled = 0
         filled += count
-        runs.append(number)
-    for _, group in groupby(range(len(runs)), key=runs.__getitem__):
-        rows = list(group)
-        first, stop = rows[0], rows[-1] + 1
-        tokens = slice(ends[first], ends[stop])
+    for first, stop in pairwise([*begins, len(keys)]):
+        tokens, rows = slice(ends[first], ends[stop]), slice(first, stop)
         if keys[first] > _MOST_KEYS:
             yield LongRow(first, tokens)
         else:
-            yield Run.of(past[first:stop], lengths[first:stop], tokens, device)
+            yield Run.of(past[rows], lengths[rows], keys[rows], tokens, device)
 
 
 def can_attend_in_line(queries: torch.Tensor) -> bool:
@@ -156,28 +156,29 @@ def can_attend_in_line(queries: torch.Tensor) -> bool:
 def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether torch's flash attention gives here what ``flash_in_line`` says: the operation is not
     documented, and other versions of torch may choose another one. Said once in the log if not."""
-    lengths = torch.tensor([[0, 3, 8, 9], [0, 13, 18, 28]], dtype=torch.int32)
+    new, whole = (3, 5, 1), (13, 5, 10)
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, values = (
-        torch.randn(count, heads, head_dim, generator=generator, device=device, dtype=dtype)
-        for count, heads in ((9, 4), (28, 2), (28, 2))
+        torch.randn(sum(rows), heads, head_dim, generator=generator, device=device, dtype=dtype)
+        for rows, heads in ((new, 4), (whole, 2), (whole, 2))
     )
     nothing = torch.empty(0, device=device)
-    ends = lengths[0].to(device), lengths[1].to(device)
-    run = Run(slice(9), {}, (nothing, nothing), nothing, *ends, (5, 13), 28)
-    # Rows see their own keys only, up to the last one for the last query.
-    query_rows, key_rows = (
-        torch.repeat_interleave(torch.arange(3), of_side.diff()) for of_side in lengths
+    query_ends, key_ends = (
+        torch.tensor([*accumulate(rows, initial=0)], dtype=torch.int32, device=device)
+        for rows in (new, whole)
     )
-    left = lengths[:, 1:][0][query_rows] - torch.arange(9)
-    last = lengths[:, 1:][1][query_rows] - left
-    seen = (query_rows[:, None] == key_rows) & (torch.arange(28) <= last[:, None])
-    expected = scaled_dot_product_attention(
-        *(x.float().transpose(0, 1)[None] for x in (queries, keys, values)),
-        attn_mask=seen.to(device),
-        scale=0.1,
-        enable_gqa=True,
-    )[0].transpose(0, 1)
+    run = Run(
+        tokens=slice(sum(new)),
+        pages={},
+        slots=(nothing, nothing),
+        new_places=nothing,
+        query_ends=query_ends,
+        key_ends=key_ends,
+        longest=(max(new), max(whole)),
+        keys=sum(whole),
+    )
+    rows = zip(queries.split(new), keys.split(whole), values.split(whole), strict=True)
+    expected = torch.cat([_alone(*row, 0.1) for row in rows])
     try:
         found = flash_in_line(queries, keys, values, run, 0.1)
         error = relative_error(found, expected)
@@ -192,6 +193,17 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         error,
     )
     return False
+
+
+def _alone(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """``flash_in_line`` of a single row, in float32."""
+    query, key, value = (x.float().transpose(0, 1)[None] for x in (queries, keys, values))
+    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    seen = seen.tril(len(keys) - len(queries))
+    found = scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return found[0].transpose(0, 1)
 
 
 def attend_in_line(

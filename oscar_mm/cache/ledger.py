@@ -206,11 +206,14 @@ class Ledger:
         """Slots of 16 bit that rows have to spare."""
         return sum(len(row.spare) for row in self.sequences)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether these sequences hold all slots of the store that anybody holds."""
-        held = SlotSet.of(self.streams()).counts + Counter({PLAIN: self.spare})
-        return all(slots.used == held[bits] for bits, slots in self.allocators.items())
+    def holds_all(self, held: SlotSet) -> bool:
+        """Whether these sequences have all slots of the store that anybody has.
+
+        Args:
+            held: of their streams.
+        """
+        taken = held.counts + Counter({PLAIN: self.spare})
+        return all(slots.used == taken[bits] for bits, slots in self.allocators.items())
 
     def release_spare(self) -> None:
         """Give back the slots that rows have to spare."""

@@ -181,7 +181,7 @@ def measure(
         tokens[stream.modality.label] += stream.tokens
     held = SlotSet.of(ledger.streams())
     shared = held.shared(ledger.allocators)
-    spare, alone = ledger.spare, ledger.is_alone
+    spare, alone = ledger.spare, ledger.holds_all(held)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
     for layer in packed:

@@ -142,7 +142,6 @@ class LayerPools:
         recent: tokens in 16 bit, (slots, 2, KV heads, head_dim) of ``unpacked_dtype``.
         pages: bits -> pages, (slots, page_bytes) uint8.
         by_bits: all pools; ``PLAIN`` for tokens in 16 bit.
-        slot_bytes: bytes of a slot of each, whether there is one or not.
         formats: bits -> layout of the pages, ascending.
     """
 
@@ -164,7 +163,6 @@ class LayerPools:
             for bits, page_format in self.formats.items()
         }
         self.by_bits: dict[Bits, Pool] = {**self.pages, PLAIN: self.recent}
-        self.slot_bytes = {bits: pool.bytes_each for bits, pool in self.by_bits.items()}
 
     def reserve(self, allocators: Mapping[Bits, SlotAllocator]) -> None:
         """Let the pools hold all slots that were given out."""
@@ -357,11 +355,17 @@ class PageStore:
         if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
             self._trim_timed()
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether all pools are: on a GPU most free slots lie in pieces of memory that others are
+        in."""
+        return all(pools.device.type == "cpu" for pools in self.layers.values())
+
     def trim_after_answer(self) -> None:
-        """``trim`` on a CPU where little is in use, or where it gains and takes a small share of
-        all time. On a GPU most free slots lie in pieces of memory that others are in."""
+        """``trim`` where little is in use, or where it gains and takes a small share of all
+        time."""
         report = self.memory()
-        if not report.free_bytes or any(x.device.type != "cpu" for x in self.layers.values()):
+        if not report.free_bytes:
             return
         gains = report.used_bytes < _GAIN * report.free_bytes
         if report.used_bytes <= _SMALL_BYTES or (gains and self._is_time):

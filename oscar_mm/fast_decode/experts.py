@@ -295,7 +295,8 @@ class GroupedKernels(
         self._route.launch(
             *((1, 1, 1), (ROUTE_THREADS, 1, 1), 4 * rows * chosen),
             GroupedParams(*addresses(logits, shares, places, rows_of, groups, count), rows),
-            *(stream, True),
+            stream,
+            dependent=True,
         )
         between = x.new_empty(rows * chosen, down.shape[2])
         found = x.new_empty(rows * chosen, down.shape[1])
@@ -319,7 +320,8 @@ class GroupedKernels(
         self._combine.launch(
             *((rows, 1, 1), (COMBINE_THREADS, 1, 1), 0),
             CombineParams(*addresses(found, shares, places, x, output), x.shape[1]),
-            *(stream, True),
+            stream,
+            dependent=True,
         )
         return output
 

@@ -179,8 +179,6 @@ class AnswerGroups:
         self.stepping = self.freed = False
         self._shared: AnswerGroup | None = None
         self._alone: list[AnswerGroup] = []
-        self._alike = False
-        """Of the latest answer that joined."""
         self._last_step: tuple[Moment, Moment] | None = None
         """Its begin and end."""
 
@@ -200,7 +198,6 @@ class AnswerGroups:
             answer: that goes on.
             alike: whether the caches of all answers are balanced alike.
         """
-        self._alike = alike
         if self._shared is not None and self._shared.failed:
             self.forget_batch()
         if self.joins(answer):
@@ -242,12 +239,13 @@ class AnswerGroups:
         """Let go of answers that have ended; what was to join a batch that failed joins another."""
         ended = [answer for group in self._groups for answer in group.drop_ended()]
         self.freed |= bool(ended)
-        joining = [answer for group in self._groups if group.failed for answer in group.live]
+        failed = [group for group in self._groups if group.failed]
         self._alone = [group for group in self._alone if group.live and not group.failed]
         if self._shared is not None and self._shared.failed:
             self._shared = None
-        for answer in joining:
-            self.join(answer, alike=self._alike)
+        for group in failed:
+            for answer in group.live:
+                self.join(answer, alike=group.view is not None and group.view.alike)
         return ended
 
     @contextmanager
