@@ -19,6 +19,8 @@ from oscar_mm.errors import InputError
 
 _MODULE = "oscar_mm.apps.server_process"
 _POLL_S = 0.2
+_TELL_S = 30.0
+"""Seconds after which a server that loads is spoken of again."""
 _END_S = 15.0
 """Seconds that a server has to end in, before it is killed."""
 _LOG_BYTES = 1 << 16
@@ -153,17 +155,21 @@ class OwnedServer:
         )
 
     def wait_until(self, answers: Callable[[], bool], seconds: float) -> None:
-        """Wait until the server answers, and end it if it does not.
+        """Wait until the server answers, and end it if it does not; tell how long it takes.
 
         Raises:
             InputError: it has ended, or does not answer in time; the message has what its log says.
         """
-        deadline = time.monotonic() + seconds
+        start, told = time.monotonic(), 0
         while not answers():
             if self._keeper.poll() is not None:
                 raise InputError(f"{self._name} ended before it answered{self.close()}")
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > seconds:
                 raise InputError(f"{self._name} does not answer in {seconds:.0f} s{self.close()}")
+            if waited > _TELL_S * (told + 1):
+                told += 1
+                print(f"oscar-mm: {self._name} loads for {waited:.0f} s so far", file=sys.stderr)
             time.sleep(_POLL_S)
 
     def close(self) -> str:

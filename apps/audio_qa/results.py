@@ -192,17 +192,18 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             f"{counts['failed']:,}",
             *(_percent(counts[key]) for key in ("accuracy", "choice_accuracy", "exact_match")),
             f"{counts['mean_tokens'] or 0:,.0f}",
-            format_bytes(counts["mean_kv_bytes"] or 0),
-            f"{counts['kv_ratio'] or 0:.2f}x",
+            # A server does not tell.
+            format_bytes(counts["mean_kv_bytes"]) if counts["mean_kv_bytes"] else "",
+            f"{counts['kv_ratio']:.2f}x" if counts["kv_ratio"] else "",
         )
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table)
     work, rates = summary["work"], summary["throughput"]
-    kv_peak, process_peak = (format_bytes(work[f"{kind}_peak_bytes"]) for kind in ("kv", "process"))
+    peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
+    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
-        f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour; most memory: "
-        f"KV {kv_peak}, process {process_peak}"
+        f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour; most memory: {most}"
     )
 
 

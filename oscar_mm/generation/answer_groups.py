@@ -307,10 +307,10 @@ class LayerTurns:
     """Turns of the layers of prompts and the steps of answers, while a thread reads prompts.
 
     Whenever a layer of the decoder is done and answers have waited for as long as their last step
-    took, they make steps for as long as they have waited; what is rounded, and the host's way from a
-    layer to a step, is made up for at the next ones. Where for four answers more than one further
-    request waits, reading gets as many times as much of the time: a step of few rows takes nearly as
-    long as one of many.
+    took, they make steps for as long as they have waited; what is rounded, and the host's way from
+    a layer to a step, is made up for at the next ones. Where for four answers more than one further
+    request waits, reading gets as many times as much of the time: a step of few rows takes nearly
+    as long as one of many.
 
     Args:
         groups: the answers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ def pipe(request) -> Pipeline:
     return KINDS[request.param](request.param, device="cpu", dtype="float32")
 
 
-def prompt_of(pipe: Pipeline) -> Prompt:
+def prompt_of(pipe: Pipeline, question: str = "What is the code in picture 2?") -> Prompt:
     """Pictures, or recordings, and a question."""
     shown = {"audio": CLIPS} if isinstance(pipe, OscarOmniPipeline) else {"images": CARDS}
-    return pipe.read_request("What is the code in picture 2?", shown)
+    return pipe.read_request(question, shown)
 
 
 def held(cache: OscarCache) -> list[torch.Tensor]:
@@ -121,17 +122,20 @@ def test_what_is_not_taken() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_on_a_gpu(name: str) -> None:
-    """The engine reads so; as near to float32 as the modules are."""
+    """The engine reads so; of several prompts as near to float32 as the modules are. A single one
+    may be unlucky: where two experts are as likely, rounding chooses."""
     pipe = KINDS[name](name, device="cuda", dtype="bfloat16")
-    prompt, exact_model = prompt_of(pipe), KINDS[name](name, device="cpu", dtype="float32").model
-    exact = read_prompt(exact_model, prompt.to(torch.device("cpu")), OscarCache("bf16"))
-    reader, errors = pipe.engine.reader, []
+    exact_model = KINDS[name](name, device="cpu", dtype="float32").model
+    reader, errors = pipe.engine.reader, {False: [], True: []}
     reader.refresh()
-    for fast in (False, True):
-        cache = pipe.new_cache()
-        with pipe.lock:
-            by_modules = partial(read_prompt, pipe.model)
-            found = (reader.read if fast else by_modules)(prompt, cache)
-            cache.close()
-        errors.append(float((found.float().cpu() - exact).norm() / exact.norm()))
-    assert errors[1] < 1.5 * errors[0] and errors[1] < 0.1
+    for picture in range(1, 9):
+        prompt = prompt_of(pipe, f"What is the code in picture {picture}?")
+        exact = read_prompt(exact_model, prompt.to(torch.device("cpu")), OscarCache("bf16"))
+        for fast in (False, True):
+            cache = pipe.new_cache()
+            with pipe.lock:
+                by_modules = partial(read_prompt, pipe.model)
+                found = (reader.read if fast else by_modules)(prompt, cache)
+                cache.close()
+            errors[fast].append(float((found.float().cpu() - exact).norm() / exact.norm()))
+    assert median(errors[True]) < 1.5 * median(errors[False]) and max(errors[True]) < 0.1

@@ -1,6 +1,7 @@
 """A run whose workers start vLLM's server, with stand-ins for vLLM: rows, deaths, what is left."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,8 +12,10 @@ import psutil
 import pytest
 
 from oscar_mm import InputError, KVPolicy
+from oscar_mm.apps import server_process
 from oscar_mm.apps.audio_qa import audio_qa, chat_client
 from oscar_mm.apps.audio_qa.engine import AnswerSettings
+from oscar_mm.apps.audio_qa.results import print_summary
 from oscar_mm.apps.audio_qa.vllm_settings import VllmSettings
 from oscar_mm.cli import run
 from tests.apps.audio_qa.conftest import read_lines, write_lines
@@ -176,6 +179,19 @@ def test_a_server_that_does_not_start(pids, tmp_path, monkeypatch) -> None:
     )
     assert (tmp_path / "a.jsonl").read_bytes() == b""
     assert_none_left(pids, 1)
+
+
+def test_a_server_that_loads(pids, tmp_path, monkeypatch, capsys) -> None:
+    """It is spoken of while one waits; what a server does not tell is left out of the summary."""
+    monkeypatch.setattr(server_process, "_TELL_S", 0.01)
+    monkeypatch.setattr(server_process, "_POLL_S", 0.02)
+    _, summary = asked(texts(1), tmp_path)
+    told = capsys.readouterr().err
+    assert "vLLM's server starts, with pocket-omni" in told
+    assert re.search(r"vLLM's server loads for \d+ s so far", told)
+    print_summary(summary)
+    shown = capsys.readouterr().out
+    assert "most memory: process" in shown and "0 B" not in shown and "0.00x" not in shown
 
 
 def test_a_server_that_dies(pids, tmp_path) -> None:
