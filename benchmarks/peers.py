@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.cache_variants import VARIANTS
+from benchmarks.decode_step import COMPILED, COMPILED_CELL
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, command, device_name, finish, parser, show
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
-WAYS = ("dynamic", "static-compiled", "bf16-graph", "standard-graph", "compact-graph")
+WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
 """Of a single sequence; at full memory without those that take as much for a row as others."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
 ATTENTIONS = {"auto": "vLLM, bf16", "fp8": "vLLM, fp8", "standard": "vLLM, our standard pages"}
@@ -32,8 +33,8 @@ NOTES = [
     "ms: of a step of one sequence, from its token on the host to the next one there. At full "
     "memory: as many sequences as the GPU has room for, and their tokens per second together.",
     "Random weights of the released shapes, caches of random values. transformers' caches run "
-    "eagerly, StaticCache compiled as in `generate`; ours and vLLM's steps are CUDA graphs, vLLM's "
-    "without torch.compile.",
+    "eagerly, StaticCache compiled as in `generate`, at one context, as it compiles for a minute; "
+    "ours and vLLM's steps are CUDA graphs, vLLM's without torch.compile.",
 ]
 
 
@@ -84,6 +85,10 @@ def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[R
     small = ["--tiny"] if tiny else []
     steps = ["--models", models, "--contexts", contexts, "--ways", ",".join(WAYS), *small]
     yield from of_loops(measured("decode_step", steps), full=False)
+    model, context = COMPILED_CELL
+    if not tiny and model in models.split(",") and str(context) in contexts.split(","):
+        cell = ["--models", model, "--contexts", str(context), "--ways", COMPILED]
+        yield from of_loops(measured("decode_step", cell), full=False)
     batches = ["--models", models, "--contexts", full, "--ways", ",".join(FULL_WAYS), *small]
     yield from of_loops(measured("throughput", batches), full=True)
     if tiny or find_spec("vllm") is None:
