@@ -307,10 +307,9 @@ class LayerTurns:
     """Turns of the layers of prompts and the steps of answers, while a thread reads prompts.
 
     Whenever a layer of the decoder is done and answers have waited for as long as their last step
-    took, they make steps for as long as they have waited; what is rounded, and the host's way from
-    a layer to a step, is made up for at the next ones. Where for four answers more than one further
-    request waits, reading gets as many times as much of the time: a step of few rows takes nearly
-    as long as one of many.
+    took, they make steps for as long as they have waited. Where for four answers more than one
+    further request waits, reading gets as many times as much of the time: a step of few rows takes
+    nearly as long as one of many.
 
     Args:
         groups: the answers.
@@ -335,12 +334,6 @@ class LayerTurns:
         self._layer_end: Moment | None = None
         """Of the latest layer that it has waited for since the last steps."""
         self._layer_seconds = math.inf
-        self._step_seconds = math.inf
-        """Of the shortest step: a turn's first one takes longer, as the host comes from a layer."""
-        self._turn: tuple[Moment, int] | None = None
-        """When the latest turn began, with reading, and how many steps it made."""
-        self._owed = 0.0
-        """Seconds that answers have waited, and not got back."""
 
     def layer_ends(self, *_: object) -> None:
         """Called where the host has launched a layer of the decoder; raises ``Cancelled``."""
@@ -352,41 +345,22 @@ class LayerTurns:
         self.stop_if_cancelled()
         if self._layer_end is None or not self._decodes:
             return
-        groups, share = self._groups, self._share
-        if step_seconds := groups._step_seconds:
-            self._step_seconds = step_seconds = min(self._step_seconds, step_seconds)
-        self._settle(share)
-        waited = groups._seconds_to(self._layer_end) + self._owed
-        if waited < step_seconds * share:
+        waited, step_seconds = self._groups._seconds_to(self._layer_end), self._groups._step_seconds
+        if waited < step_seconds or waited < step_seconds * (share := self._share):
             return
         if self._launched and is_short:
             waited += len(self._launched) * self._layer_seconds
         elif self._launched:
             self._launched[-1].wait()
-            waited = groups._seconds_to(self._launched[-1]) + self._owed
+            waited = self._groups._seconds_to(self._launched[-1])
         self._launched.clear()
-        self._layer_end, before, made = None, groups._last_step, 0
-        most = max(1, round(waited / share / step_seconds)) if step_seconds else 1
+        self._layer_end = None
+        left = max(1, round(waited / share / step_seconds)) if step_seconds else 1
         with self._cache.paused():
-            while groups.live and made < most:
-                groups.step()
-                groups._wake()
-                made += 1
-        self._turn = None if before is None else (before[1], made)
-
-    def _settle(self, share: float) -> None:
-        """Count what the latest turn has not given back, once its steps are done.
-
-        Args:
-            share: see ``_share``.
-        """
-        if self._turn is None or self._groups._last_step is None:
-            return
-        since, steps = self._turn
-        made, most = steps * self._step_seconds, share * self._step_seconds
-        waited = self._groups._last_step[1].since(since) - made
-        self._owed = min(max(self._owed + waited - share * made, -most), most)
-        self._turn = None
+            while self._groups.live and left:
+                self._groups.step()
+                self._groups._wake()
+                left -= 1
 
     def stop_if_cancelled(self, *_: object) -> None:
         """Called where the host has launched a layer of a tower, and of the decoder.
