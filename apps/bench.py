@@ -15,7 +15,7 @@ from oscar_mm.apps import options, terminal
 from oscar_mm.apps.audio_qa.rows import Row, normal_form, read_rows
 from oscar_mm.errors import InputError
 from oscar_mm.files import read_text, writing
-from oscar_mm.models.source import check_source
+from oscar_mm.models import check_source
 
 if TYPE_CHECKING:
     from oscar_mm.compare.paged import Paged

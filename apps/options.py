@@ -13,8 +13,7 @@ import typer
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.source import KIND
-from oscar_mm.models import BUNDLED, description
-from oscar_mm.models.source import check_source
+from oscar_mm.models import BUNDLED, check_source, description
 from oscar_mm.policy import KVPolicy
 
 Model = Annotated[

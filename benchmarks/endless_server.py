@@ -18,7 +18,7 @@ import oscar_mm.pipelines
 from benchmarks.random_model import NEVER, RELEASED, build
 from oscar_mm import cli
 from oscar_mm.apps import options as command_options
-from oscar_mm.models import source
+from oscar_mm.models import check_source as check_model_source
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.placement import device_of
@@ -107,7 +107,7 @@ def main() -> int:
 
     def check_source(model: str | Path) -> None:
         if model not in RELEASED:
-            source.check_source(model)
+            check_model_source(model)
 
     # The command takes the functions from there when it runs.
     setattr(oscar_mm.pipelines, "pipeline_for", pipeline_for)  # noqa: B010

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Family
-from oscar_mm.models.source import remedy, source_of
+from oscar_mm.models import remedy, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.placement import Placement, on_meta
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni

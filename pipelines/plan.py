@@ -23,8 +23,8 @@ from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import PictureSize, sampled, silence
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
+from oscar_mm.models import source_of
 from oscar_mm.models.released import ReleasedModel, released_model
-from oscar_mm.models.source import source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.loading import outline
 from oscar_mm.pipelines.placement import on_meta

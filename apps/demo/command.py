@@ -8,8 +8,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
-from oscar_mm.models import BUNDLED
-from oscar_mm.models.source import check_source
+from oscar_mm.models import BUNDLED, check_source
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 

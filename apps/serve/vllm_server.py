@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
-from oscar_mm.models.source import source_of
+from oscar_mm.models import source_of
 from oscar_mm.vllm_plugin.settings import additional_config, servable
 
 _BLOCK_TOKENS = 128

@@ -1,10 +1,16 @@
-"""Models that come with the package: each name stands for a folder here and needs no network.
+"""Models by name: the folder or hub id that a name stands for, told without importing torch.
 
-They are tiny; examples/train_pocket trains them for tests and demos. The README.md in each folder
-says what its model can do.
+The bundled models need no network: each name stands for a folder here. They are tiny;
+examples/train_pocket trains them for tests and demos. The README.md in each folder says what its
+model can do.
 """
 
+import os
 from pathlib import Path
+from typing import Any
+
+from oscar_mm.errors import InputError, suggestion
+from oscar_mm.models.released import RELEASED
 
 BUNDLED = {
     "pocket-vl": "reads printed codes, short receipts and coloured shapes",
@@ -31,3 +37,94 @@ def description(name: str) -> str:
     millions = weights.stat().st_size / 2e6
     skills = f"{BUNDLED[name]}; it knows nothing else"
     return f"{name}, {millions:.0f}M parameters, a bundled demo model that {skills}"
+
+
+_TIMEOUT_S = 1.5
+_TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
+
+
+def source_of(model: Any) -> str:
+    """Hub id or folder, as far as that can be told without the hub.
+
+    Raises:
+        InputError: neither, and no name of a bundled model.
+    """
+    if not isinstance(model, str | Path):
+        raise InputError(
+            "model must be a bundled model's name, a hub id, a folder or a loaded model, not "
+            f"{type(model).__name__}"
+        )
+    if not str(model).strip():
+        raise InputError(f"model is empty: {remedy()}")
+    if (folder := bundled(model)) is not None:
+        return str(folder)
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError(f"model {model}: the folder has no config.json, so it is no checkpoint")
+    if path.is_file():
+        raise InputError(f"model {model}: is a file; give the folder of a checkpoint")
+    # A hub id is "owner/name", and begins with a letter or digit.
+    is_path = isinstance(model, Path) or path.is_absolute() or len(path.parts) != 2
+    if not path.is_dir() and (is_path or str(model).startswith((".", "~"))):
+        raise InputError(f"model {model}: no such folder; {remedy(str(model))}")
+    return str(model)
+
+
+def check_source(model: str | Path) -> None:
+    """Refuse a model that cannot be had, within two seconds; transformers tries for half a minute.
+
+    Only the configuration is looked for: in the folder, in the hub's cache, then on the hub.
+
+    Raises:
+        InputError: there is none, or the hub does not answer.
+    """
+    source = source_of(model)
+    if Path(source).is_dir():
+        return
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    # Of httpx or httpx2, by the version of huggingface_hub.
+    connection_error: Any = HfHubHTTPError.__bases__[0]
+    seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
+    try:
+        if isinstance(try_to_load_from_cache(source, "config.json"), str):
+            return
+        get_hf_file_metadata(hf_hub_url(source, "config.json"), timeout=seconds)
+    except HFValidationError:
+        problem = "no hub id"
+    except OfflineModeIsEnabled:
+        problem = "not on this machine, and HF_HUB_OFFLINE keeps it from the hub"
+    except GatedRepoError:
+        problem = "the hub asks for permission; accept its terms there, then run `hf auth login`"
+    except RepositoryNotFoundError:
+        problem = "not on this machine, and not on the hub or private (`hf auth login`)"
+    except EntryNotFoundError:
+        problem = "has no config.json on the hub, so it is no checkpoint"
+    except HfHubHTTPError as error:
+        problem = f"the hub answered {error.response.status_code}; try again"
+    except connection_error as error:
+        problem = f"not on this machine, and the hub cannot be reached ({type(error).__name__})"
+        if "Timeout" in type(error).__name__:
+            problem += f" in {seconds:g} s; {_TIMEOUT_VARIABLE}=10 waits longer"
+    else:
+        return
+    raise InputError(f"model {source}: {problem}; {remedy(source)}")
+
+
+def remedy(name: str = "") -> str:
+    """What to give as a model, and what ``name`` may have been meant to be."""
+    meant = {known: known for known in BUNDLED}
+    for short, model in RELEASED.items():
+        meant |= {short: model.source, model.source: model.source}
+    return (
+        "give the folder of a checkpoint, a hub id such as Qwen/Qwen3-VL-8B-Instruct or one of the "
+        f"bundled models {', '.join(BUNDLED)}{suggestion(name, meant)}"
+    )
