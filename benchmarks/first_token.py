@@ -44,11 +44,11 @@ from oscar_mm.admission.admission import Admission
 from oscar_mm.cache import cache as cache_module
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.media import pixels, samples
+from oscar_mm.media import tower_inputs
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.mono import RATE
-from oscar_mm.media.pixels import ImagesInBytes, VideosInBytes
 from oscar_mm.media.thread_pool import in_threads
+from oscar_mm.media.tower_inputs import ImagesInBytes, VideosInBytes
 from oscar_mm.modality import Modality
 
 NOTES = [
@@ -174,8 +174,8 @@ def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
         (MediaReader, "read", "decode"),
         *((type(reader), "__call__", "processor") for reader in readers if reader is not None),
         *((kind, "__call__", "processor") for kind in (ImagesInBytes, VideosInBytes)),
-        (pixels, "scaled_inputs", "processor"),
-        (samples, "with_features", "processor"),
+        (tower_inputs, "scaled_inputs", "processor"),
+        (tower_inputs, "with_features", "processor"),
         (family, "prompt", "tokens"),
         (Prompt, "arguments", "copy"),
         *((tower, "forward", "towers") for tower in towers),

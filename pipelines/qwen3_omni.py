@@ -19,13 +19,14 @@ from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Audio, Video
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
-from oscar_mm.media.pixels import in_bytes, scale_in_model
-from oscar_mm.media.samples import (
+from oscar_mm.media.tower_inputs import (
     SAMPLES,
     UnmadeFeatures,
     as_samples,
+    in_bytes,
     make_features_in_model,
     may_wait,
+    scale_in_model,
 )
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.pipelines.qwen3_vl import image_tokens, largest_image, video_arguments
@@ -40,7 +41,7 @@ class Qwen3Omni(Family):
 
     ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
     checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``, and to take
-    pixels as bytes (``oscar_mm.media.pixels``) and samples (``oscar_mm.media.samples``).
+    pixels as bytes (``oscar_mm.media.tower_inputs``) and samples (``oscar_mm.media.tower_inputs``).
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
     positions whatever comes with it (the processor would pad recordings to the longest and take

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Video
 from oscar_mm.media.media import Medium
-from oscar_mm.media.pixels import in_bytes, scale_in_model
+from oscar_mm.media.tower_inputs import in_bytes, scale_in_model
 from oscar_mm.modality import Modality, token_modalities
 
 
@@ -65,7 +65,7 @@ _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 class Qwen3VL(Family):
     """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking.
 
-    Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.pixels``.
+    Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.tower_inputs``.
     """
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")

@@ -13,8 +13,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, Timings
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.media.pixels import scaled_inputs
-from oscar_mm.media.samples import with_features
+from oscar_mm.media.tower_inputs import scaled_inputs, with_features
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from oscar_mm.media.samples import SAMPLES
+from oscar_mm.media.tower_inputs import SAMPLES
 from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
 
 

@@ -15,7 +15,7 @@ from oscar_mm.generation.prefix_cache import processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video
 from oscar_mm.media.media import Media
-from oscar_mm.media.pixels import scaled_inputs
+from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone

@@ -12,7 +12,7 @@ from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media
-from oscar_mm.media.pixels import scaled_inputs
+from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.prompts import REQUESTS, Reference, Request, clip, noise
 
