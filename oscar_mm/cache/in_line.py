@@ -21,8 +21,8 @@ from oscar_mm.cache.rows import Row
 from oscar_mm.cache.step import Step
 from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.decode_tables import upload
+from oscar_mm.ops.decode_torch import has_flash
 from oscar_mm.ops.library import numbers_of
-from oscar_mm.ops.merged_attention import has_flash
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits

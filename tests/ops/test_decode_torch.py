@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm.ops import merged_attention
-from oscar_mm.ops.merged_attention import MergedAttention
+from oscar_mm.ops import decode_torch
+from oscar_mm.ops.decode_torch import MergedAttention
 from oscar_mm.quant.basis import Basis
 from tests.cache.invariants import chunk, plain_attention
 
@@ -71,8 +71,8 @@ def test_scores_of_any_size(scale: float) -> None:
 
 @pytest.mark.parametrize("elements", [1, 1000, 1 << 24])
 def test_without_flash_attention(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_attention, "_SCORE_ELEMENTS", elements)
-    monkeypatch.setattr(merged_attention, "_attention", merged_attention._without_flash)
+    monkeypatch.setattr(decode_torch, "_SCORE_ELEMENTS", elements)
+    monkeypatch.setattr(decode_torch, "_attention", decode_torch._without_flash)
     queries, keys, values = chunk(2, 70)
     found = merged(queries, keys, values, 40, [(3, 40), (0, 3)])
     expected = plain_attention(queries[:, :, 40:], keys, values)
