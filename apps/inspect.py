@@ -56,7 +56,7 @@ def inspect(
         existing = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise InputError(f"--out {out}: {existing} is a file; give a folder")
-        from oscar_mm.inspect.figure import require_matplotlib  # brings torch
+        from oscar_mm.inspect.report import require_matplotlib  # brings torch
 
         require_matplotlib()
     if text is not None and model is None:
@@ -146,8 +146,7 @@ def _save(
     model: str,
     source: dict[str, Any],
 ) -> None:
-    from oscar_mm.inspect.figure import png
-    from oscar_mm.inspect.report import details, page
+    from oscar_mm.inspect.report import details, page, png
 
     name = "/".join(Path(model).parts[-2:])
     figure = png(inspection, f"{name}: keys of {sum(inspection.tokens.values()):,} tokens")

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from oscar_mm import InputError
-from oscar_mm.inspect.figure import png, require_matplotlib
 from oscar_mm.inspect.inspection import Inspection
-from oscar_mm.inspect.report import details, findings, page, tables
+from oscar_mm.inspect.report import details, findings, page, png, require_matplotlib, tables
 from tests.inspect.synthetic import inspection
 
 
