@@ -14,10 +14,12 @@ from typing import Any, Unpack
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.chat.chat_file import chat_content
-from oscar_mm.chat.conversation import ChatEngine, Conversation, Segment, Turn
-from oscar_mm.chat.spill import SpillableConversation
-from oscar_mm.chat.turn import (
+from oscar_mm.chat.chat_file import SpillableConversation, chat_content
+from oscar_mm.chat.conversation import (
+    ChatEngine,
+    Conversation,
+    Segment,
+    Turn,
     check_turn,
     joined_text,
     next_prompt,
