@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oscar_mm.admission.admission import Admission
-from oscar_mm.admission.kv_budget import KVBudget
+from oscar_mm.admission.capacity import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.chat.chat import Chat

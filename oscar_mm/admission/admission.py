@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from oscar_mm.admission.capacity import ModelShape, activation_bytes, free_bytes
-from oscar_mm.admission.kv_budget import KVBudget, Reservation, Spillable
+from oscar_mm.admission.capacity import (
+    KVBudget,
+    ModelShape,
+    Reservation,
+    Spillable,
+    activation_bytes,
+    free_bytes,
+)
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.slot_growth import (

@@ -1,15 +1,29 @@
-"""Capacity: bytes of a conversation and how many fit a GPU, by a model's shape; devices' memory."""
+"""Capacity: what a GPU and a budget hold.
+
+Bytes of a conversation by a model's shape, and memory of devices. KVBudget: a bound on the bytes of
+all chats; the chat that waits longest goes to disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
 
 import numpy as np
 import torch
 
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.slot_growth import bytes_over_time, slot_growth
+from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.store import PageStore
+from oscar_mm.errors import Busy, InputError
+from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
@@ -119,3 +133,191 @@ def layers_of_states(config: Any) -> list[str]:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     return [kind for kind in kinds if "attention" not in kind or "linear" in kind]
+
+
+class Spillable(Protocol):
+    """A chat that may give its pages up for a file."""
+
+    @property
+    def can_be_spilled(self) -> bool:
+        """Whether it holds pages, and no turn is going on."""
+        ...
+
+    @property
+    def cache(self) -> OscarCache:
+        """The cache that holds its pages."""
+        ...
+
+    def spill(self, path: Path) -> None:
+        """Write keys and values to a file and give up their pages."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Room for an answer that is being written, as long as its writer references this.
+
+    Attributes:
+        cache: holds prompt and answer.
+        begin: tokens in the cache when the prompt is read.
+        added: (tokens,) bytes that the answer has added after 0, 1, 2, ... of its tokens.
+    """
+
+    cache: OscarCache
+    begin: int
+    added: np.ndarray
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes that the answer may still take."""
+        if self.cache.closed:
+            return 0
+        written = min(self.cache.get_seq_length() - self.begin, len(self.added) - 1)
+        taken = self.added[written] if written >= 0 else 0
+        return int(self.added[max(0, written) :].max() - taken)
+
+
+class KVBudget:
+    """Makes room in stores before and after each turn; used under their lock.
+
+    The budget counts pages and tokens in 16 bit, each once, of all chats, prefixes and requests
+    without a chat. To make room, prefixes go first, then chats that do not answer, the least
+    recently used first, are written to files; they come back with their next use. The bytes of a
+    turn are counted slot by slot (``oscar_mm.cache.slot_growth``), up to its longest answer, and
+    reserved: later requests get what is left.
+
+    Args:
+        store: of the pipeline; others that share the budget are added to ``stores``, which
+            holds weak references.
+        limit: bytes.
+        folder: for the files, made if it is missing. True: a temporary one. False: nothing is
+            written, and a turn that does not fit is refused.
+        prefixes: of the pipeline.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+
+    def __init__(
+        self, store: PageStore, limit: int, folder: str | Path | bool, prefixes: PrefixCache | None
+    ) -> None:
+        self.limit, self.prefixes = limit, prefixes
+        self.stores = weakref.WeakSet([store])
+        self._temporary = None
+        self.folder: Path | None = None
+        try:
+            if folder is True:
+                # It goes with this object, at the latest with the process.
+                self._temporary = tempfile.TemporaryDirectory(
+                    prefix="oscar-mm-", ignore_cleanup_errors=True
+                )
+                self.folder = Path(self._temporary.name)
+            elif folder is not False:
+                self.folder = Path(folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, TypeError) as error:
+            raise InputError(f"spill={folder!r}: no folder that can be used: {error}") from None
+        self._last_use: weakref.WeakKeyDictionary[Spillable, int] = weakref.WeakKeyDictionary()
+        self._clock = count()
+        self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Remove a temporary folder; chats go to disk no more."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self.folder = None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all stores hold."""
+        return sum(store.memory().used_bytes for store in self.stores)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that all stores hold, and those that answers in progress may still take."""
+        return self.used_bytes + sum(room.outstanding for room in self._reservations)
+
+    def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
+        """Reserve the bytes that ``make_room`` has freed for an answer.
+
+        Args:
+            cache: that the answer goes on from, before the prompt.
+            prompt: tokens that are read before the answer.
+            added: (tokens,) bytes that are added after 0, 1, 2, ... tokens of the answer.
+
+        Returns:
+            keeps the room until it is dropped.
+        """
+        reservation = Reservation(cache, cache.get_seq_length() + prompt, added)
+        self._reservations.add(reservation)
+        return reservation
+
+    def use(self, chat: Spillable) -> None:
+        """Note that a chat is in use now."""
+        self._last_use[chat] = next(self._clock)
+
+    def new_file(self) -> Path:
+        """Path of the file that the next chat goes to."""
+        if self.folder is None:
+            raise InputError("kv_budget: spill is False, so that nothing can be written to disk")
+        return self.folder / f"chat-{uuid4().hex}.safetensors"
+
+    def make_room(self, needed: int, chat: Spillable | None = None) -> None:
+        """Drop prefixes and spill chats until ``needed`` more bytes are free.
+
+        Args:
+            needed: bytes.
+            chat: that needs them; it stays, and so do chats that answer just now.
+
+        Raises:
+            Busy: all that could go would not be enough; nothing has gone then.
+        """
+        used = self.taken_bytes
+        short = used + needed - self.limit
+        if short > 0 and short > self._could_go(chat):
+            raise Busy(self._refusal(used, needed))
+        self._give_way(needed, chat)
+
+    def settle(self, chat: Spillable) -> None:
+        """After a turn: spill other chats until the budget holds; the chat itself stays."""
+        self._give_way(0, chat)
+
+    def _give_way(self, needed: int, chat: Spillable | None) -> None:
+        """Drop prefixes and spill other chats until so much is free, or nothing more can go."""
+        while self.taken_bytes + needed > self.limit:
+            if self.prefixes:
+                self.prefixes.drop_oldest()
+                continue
+            others = self._others(chat)
+            if not others:
+                return
+            min(others, key=self._last_use.__getitem__).spill(self.new_file())
+
+    def _others(self, chat: Spillable | None) -> list[Spillable]:
+        if self.folder is None:
+            return []
+        return [other for other in self._last_use if other is not chat and other.can_be_spilled]
+
+    def _could_go(self, chat: Spillable | None) -> int:
+        """Bytes of slots that only prefixes and other chats hold."""
+        others = [other.cache for other in self._others(chat)]
+        prefixes = [] if self.prefixes is None else self.prefixes.caches
+        return self._freed([*others, *prefixes])
+
+    def _freed(self, caches: Sequence[OscarCache]) -> int:
+        """Bytes of slots that only these caches hold."""
+        total = 0
+        for store in self.stores:
+            ledgers = [cache.ledger for cache in caches if cache.store is store]
+            slots = SlotSet.of(stream for ledger in ledgers for stream in ledger.streams())
+            total += store.bytes_of(slots.counts - slots.shared(store.allocators))
+        return total
+
+    def _refusal(self, used: int, needed: int) -> str:
+        remedy = "forget() media, undo() turns, wait for other answers or raise kv_budget"
+        if self.folder is None:
+            remedy = f"close() chats, {remedy}, or let chats be written to disk with spill=True"
+        return (
+            f"kv_budget is {self.limit:,} bytes: {used:,} are in use and this needs about "
+            f"{needed:,} more: {remedy}"
+        )
