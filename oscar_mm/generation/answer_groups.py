@@ -15,10 +15,10 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Cancelled
 from oscar_mm.fast_decode.decoder import sees_all
-from oscar_mm.generation.chunked_modules import MOST_TOKENS, layers_of_towers
 from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prefill import MOST_TOKENS, layers_of_towers
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.ops.pack import NOT_STORABLE

@@ -13,9 +13,8 @@ from oscar_mm.cache.store import PageStore
 from oscar_mm.fast_decode.decoder import weights_key
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.answer_groups import AnswerGroups
-from oscar_mm.generation.chunked_modules import MOST_TOKENS
 from oscar_mm.generation.family import Family
-from oscar_mm.generation.prefill import read_in_line, read_prompt
+from oscar_mm.generation.prefill import MOST_TOKENS, read_in_line, read_prompt
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.quant.basis import sigmas_of_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache, OscarVLPipeline
-from oscar_mm.generation import chunked_modules
+from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prefill import embedded_parts, joined, length, prefill, read_prompt, sliced
 from oscar_mm.generation.prompt import Prompt, by_frames, segments
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -78,7 +78,7 @@ def test_prefill_in_parts_is_exact(
     pipe = pipes[name]
     prompt = prompt_of(pipe)
     expected, hooks = at_once(pipe, prompt), hooks_of(pipe.model)
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", 25)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", 25)
     for chunk in (None, 7, 64):
         cache = pipe.new_cache()
         close(read_prompt(pipe.model, prompt, cache, chunk), expected)
@@ -96,7 +96,7 @@ def test_a_video_with_its_sound_stays_whole(
     media = pipe.read_media(PICTURES[:2], [movie, clip(8)], [sound], sound=True)
     prompt = pipe.prepare("Who speaks?", media, None)
     expected = at_once(pipe, prompt)
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", 10)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", 10)
     shown = [len(part.media) for part in segments(by_frames(prompt, 10), 10)]
     assert len(shown) > 6 and max(shown) == 1
     close(read_prompt(pipe.model, prompt, pipe.new_cache()), expected)
@@ -149,7 +149,7 @@ def test_media_wait_on_the_cpu(qwen3_vl_folder: Path, monkeypatch: pytest.Monkey
     assert where.pop("input_ids") == prompt.positions.device.type == "cuda"
     assert set(where.values()) == {"cpu"}
     whole = read_prompt(pipe.model, prompt, pipe.new_cache())
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", 25)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", 25)
     for chunk in (None, 30):
         found = read_prompt(pipe.model, prompt, pipe.new_cache(), chunk)
         torch.testing.assert_close(found, whole, atol=1e-3, rtol=1e-3)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.random_model import RELEASED, build
 from oscar_mm import OscarCache, OscarVLPipeline
-from oscar_mm.generation import chunked_modules
+from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prefill import prefill, read_prompt
 from oscar_mm.generation.prompt import Prompt
 from tests.live_bytes import LiveBytes
@@ -129,8 +129,8 @@ def test_activations_of_a_token(
     pipe: OscarVLPipeline, chunk: int | None, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Less than 10 hidden states in one go, and none in chunks: what grows is the cache."""
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", 128)
-    monkeypatch.setattr(chunked_modules, "MOST_PATCHES", 512)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", 128)
+    monkeypatch.setattr(prefill_module, "MOST_PATCHES", 512)
     picture = noise(256, 256)
     fewer, more = (
         pipe.prepare("What?", pipe.read_media([picture] * count), None) for count in (10, 25)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from oscar_mm.generation import chunked_modules
-from oscar_mm.generation.chunked_modules import in_pieces
-from oscar_mm.generation.prefill import read_prompt
+from oscar_mm.generation import prefill as prefill_module
+from oscar_mm.generation.prefill import in_pieces, read_prompt
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.generation.pipelines import pipelines
 from tests.prompts import clip, noise
@@ -49,7 +48,7 @@ def test_towers_are_exact(
 ) -> None:
     pipe, sizes = pipes[name], []
     whole = logits(pipe)
-    monkeypatch.setattr(chunked_modules, "MOST_PATCHES", most)
+    monkeypatch.setattr(prefill_module, "MOST_PATCHES", most)
     tower = pipe.model.get_encoder(modality="image")
     seen = tower.patch_embed.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
     with in_pieces(pipe.model, LONG):
@@ -69,7 +68,7 @@ def test_mlps_are_exact(
 ) -> None:
     pipe, sizes = pipes[name], []
     whole = logits(pipe)
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", most)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", most)
     mlp = pipe.model.get_decoder().layers[1].mlp
     inner = mlp.experts if hasattr(mlp, "experts") else mlp.gate_proj
     seen = inner.register_forward_hook(lambda _, args, __: sizes.append(args[0].shape[-2]))
@@ -86,7 +85,7 @@ def test_a_batch_is_cut_by_all_its_tokens(
     mlp, states = model.get_decoder().layers[0].mlp, torch.randn(3, 10, 64)
     with torch.inference_mode(), monkeypatch.context() as patch:
         whole = mlp(states)
-        patch.setattr(chunked_modules, "MOST_TOKENS", 8)
+        patch.setattr(prefill_module, "MOST_TOKENS", 8)
         with in_pieces(model, LONG):
             torch.testing.assert_close(mlp(states), whole)
 
@@ -97,8 +96,8 @@ def test_a_prompt_is_read_so(pipes: dict[str, Pipeline], monkeypatch: pytest.Mon
     with pipe.lock:
         whole = read_prompt(pipe.model, prompt, pipe.new_cache())
     entered: list[int] = []
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", 20)
-    monkeypatch.setattr(chunked_modules, "MOST_PATCHES", 20)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", 20)
+    monkeypatch.setattr(prefill_module, "MOST_PATCHES", 20)
     mlp = pipe.model.get_decoder().layers[0].mlp.gate_proj
     seen = mlp.register_forward_hook(lambda _, args, __: entered.append(args[0].shape[1]))
     for chunk in (None, 64):
@@ -114,9 +113,9 @@ def test_a_prompt_is_read_so(pipes: dict[str, Pipeline], monkeypatch: pytest.Mon
 def test_few_tokens_are_left_alone(pipes: dict[str, Pipeline]) -> None:
     model = pipes["qwen"].model
     before = hooks_of(model)
-    with in_pieces(model, chunked_modules.MOST_TOKENS):
+    with in_pieces(model, prefill_module.MOST_TOKENS):
         assert hooks_of(model) == before
-    with in_pieces(model, chunked_modules.MOST_TOKENS + 1):
+    with in_pieces(model, prefill_module.MOST_TOKENS + 1):
         assert hooks_of(model) > before
     assert hooks_of(model) == before
 
@@ -126,7 +125,7 @@ def test_other_threads_are_left_alone(
 ) -> None:
     pipe, sizes, found = pipes["qwen"], [], []
     whole = logits(pipe)
-    monkeypatch.setattr(chunked_modules, "MOST_TOKENS", 10)
+    monkeypatch.setattr(prefill_module, "MOST_TOKENS", 10)
     mlp = pipe.model.get_decoder().layers[0].mlp.gate_proj
     seen = mlp.register_forward_hook(lambda _, args, __: sizes.append(args[0].shape[1]))
     with in_pieces(pipe.model, LONG):
@@ -149,7 +148,7 @@ def test_an_error_leaves_nothing_behind(
 
     tower = pipe.model.get_encoder(modality="image")
     with monkeypatch.context() as patch, in_pieces(pipe.model, LONG):
-        patch.setattr(chunked_modules, "MOST_PATCHES", 16)
+        patch.setattr(prefill_module, "MOST_PATCHES", 16)
         hook = tower.blocks[0].register_forward_hook(broken)
         with pytest.raises(MemoryError):
             logits(pipe)
@@ -159,8 +158,8 @@ def test_an_error_leaves_nothing_behind(
 
 
 def test_grids_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_modules, "MOST_PATCHES", 50)
+    monkeypatch.setattr(prefill_module, "MOST_PATCHES", 50)
     grid = torch.tensor([[1, 4, 4], [5, 4, 4], [1, 10, 10], [1, 2, 2]])
-    found = [part.tolist() for part in chunked_modules._grids(grid)]
+    found = [part.tolist() for part in prefill_module._grids(grid)]
     assert found == [[[1, 4, 4], [2, 4, 4]], [[3, 4, 4]], [[1, 10, 10]], [[1, 2, 2]]]
-    assert [part.tolist() for part in chunked_modules._grids(grid[:1])] == [[[1, 4, 4]]]
+    assert [part.tolist() for part in prefill_module._grids(grid[:1])] == [[[1, 4, 4]]]
