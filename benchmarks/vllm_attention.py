@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from oscar_mm.policy import KVPolicy
-from oscar_mm.vllm_plugin.settings import additional_config
+from oscar_mm.vllm_plugin import additional_config
 
 _CHILD = "--child"
 _TOKENS = 264

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
 from oscar_mm.models import source_of
-from oscar_mm.vllm_plugin.settings import additional_config, servable
+from oscar_mm.vllm_plugin import additional_config, servable
 
 _BLOCK_TOKENS = 128
 """Tokens of a page; the module that defines it imports torch."""

@@ -39,8 +39,8 @@ from oscar_mm.ops.decode import MAX_QUERY_TOKENS
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import sigma_of_weights
+from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
-from oscar_mm.vllm_plugin.settings import Settings
 from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
 
 _LEAST_CAPABILITY = (8, 0)

@@ -8,8 +8,8 @@ import torch
 
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import unpack_by_torch
+from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
-from oscar_mm.vllm_plugin.settings import Settings
 from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

@@ -5,7 +5,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.errors import InputError
-from oscar_mm.vllm_plugin.settings import Settings, servable
+from oscar_mm.vllm_plugin import Settings, servable
 from tests.vllm_plugin.requests import Layer, Request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
