@@ -28,8 +28,7 @@ from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines import pipeline_for
-from oscar_mm.pipelines.multiple_choice import Choice, Question, choose
-from oscar_mm.pipelines.shared_media import SharedMedia
+from oscar_mm.pipelines.shared_media import Choice, Question, SharedMedia, choose
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
 from oscar_mm.generation.answer import Answer
-from oscar_mm.pipelines.multiple_choice import Choice
+from oscar_mm.pipelines.shared_media import Choice
 from oscar_mm.sizes import format_bytes
 
 Result = dict[str, Any]

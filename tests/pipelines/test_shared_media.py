@@ -6,8 +6,7 @@ import torch
 from oscar_mm import InputError
 from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.pipelines.multiple_choice import choose
-from oscar_mm.pipelines.shared_media import SharedMedia
+from oscar_mm.pipelines.shared_media import SharedMedia, choose
 from tests.prompts import clip, noise, tone
 
 QUESTIONS = ["What is it?", "How many people are in the video, and what do they do?", "Why?"]
