@@ -1,21 +1,30 @@
-"""OscarOmniPipeline: recordings, images, videos and a question in, text or speech out."""
+"""OscarOmniPipeline: recordings, images, videos and a question in, text or speech out.
+
+Speech is an answer of Qwen3-Omni with its waveform, by the model's own generate.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.errors import InputError
-from oscar_mm.generation.answer import Answer, AnswerStream
+from oscar_mm.generation.answer import Answer, AnswerStream, Timings
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
+from oscar_mm.media.tower_inputs import scaled_inputs, with_features
 from oscar_mm.media.video import VideoSource
+from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
-from oscar_mm.pipelines.speech import speak_answer, speaker_of
+from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
+from oscar_mm.policy import KVPolicy
 
 _ARGUMENTS = (
     *("prompt", "audio", "images", "videos", "system"),
@@ -128,3 +137,147 @@ class OscarOmniPipeline(Pipeline):
             answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
         yield answer.text
         yield answer
+
+
+SAMPLE_RATE = 24_000
+"""Samples per second of Qwen3-Omni's speech."""
+
+_USUAL = "ethan"
+
+
+def speaker_of(model: Any, speaker: str | None) -> str:
+    """The voice to speak with.
+
+    Args:
+        model: the outer Qwen3-Omni model.
+        speaker: a name, in any case, or None for the usual one.
+
+    Raises:
+        InputError: the checkpoint has no talker, or no such voice.
+    """
+    if not model.has_talker:
+        raise InputError(
+            "speak=True: this checkpoint has no talker (or it was disabled), so it answers in "
+            "text only; take an Instruct checkpoint with audio output"
+        )
+    voices = [name.lower() for name in model.config.talker_config.speaker_id or {}]
+    if not voices:
+        raise InputError("speak=True: this checkpoint's configuration names no speaker")
+    if speaker is None:
+        return _USUAL if _USUAL in voices else voices[0]
+    if not isinstance(speaker, str) or speaker.lower() not in voices:
+        raise InputError(f"speaker {speaker!r}: this checkpoint has {', '.join(voices)}")
+    return speaker.lower()
+
+
+class _Listener(BaseStreamer):
+    """Notes the tokens of the text and their times."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, then every token."""
+        if self.times:
+            self.ids.append(int(value))
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Does nothing at the end."""
+
+
+def speak_answer(
+    family: Qwen3Omni,
+    prompt: Prompt,
+    policy: KVPolicy,
+    sampling: Sampling,
+    speaker: str,
+    start: float,
+) -> Answer:
+    """Answer with text, over an ``OscarCache``, and with the same text spoken.
+
+    The talker reads the thinker's hidden states of the whole prompt, so a spoken answer cannot go
+    on from a past. The talker's own tokens are sampled by the checkpoint's settings;
+    ``sampling.seed`` makes them repeatable.
+
+    Args:
+        family: whose checkpoint has a talker.
+        prompt: of a single row.
+        policy: how the thinker's keys and values are stored.
+        sampling: how the text is generated.
+        speaker: a voice of the checkpoint.
+        start: ``time.perf_counter()`` when the request came.
+    """
+    talker = family.outer_model.talker.config
+    if not hasattr(talker, "audio_config"):
+        # transformers looks here for the audio tower's window, which the thinker's config has.
+        talker.audio_config = family.model.config.audio_config
+    cache, listener = OscarCache(policy), _Listener()
+    cache.expect(prompt.modalities)
+    # Every option is given, as the checkpoint's own would fill the gaps.
+    options: dict[str, Any] = {
+        "do_sample": sampling.temperature > 0,
+        "repetition_penalty": float(sampling.repetition_penalty),
+    }
+    if sampling.temperature > 0:
+        options |= {
+            "temperature": float(sampling.temperature),
+            "top_p": float(sampling.top_p),
+            "top_k": sampling.top_k,
+        }
+    ends = family.end_tokens()
+    ids = prompt.inputs["input_ids"]
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    seeded = torch.random.fork_rng(devices=devices, enabled=sampling.seed is not None)
+    with seeded, last_logits_only():
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        try:
+            _, wave = family.outer_model.generate(
+                **with_features(family.model, scaled_inputs(family.model, prompt.arguments())),
+                return_audio=True,
+                speaker=speaker,
+                use_audio_in_video=_is_heard(prompt),
+                thinker_max_new_tokens=sampling.max_new_tokens,
+                thinker_eos_token_id=sorted(ends),
+                thinker_past_key_values=cache,
+                thinker_position_ids=prompt.positions,
+                thinker_streamer=listener,
+                # With less than one frame of sound, generate fails.
+                talker_min_new_tokens=2,
+                **{f"thinker_{name}": value for name, value in options.items()},
+            )
+        except RuntimeError:
+            # It fails too where the text ends at once, so that there is nothing to speak.
+            if len(listener.ids) != 1 or listener.ids[0] not in ends:
+                raise
+            wave = torch.zeros(0)
+    ended = listener.ids[-1] in ends
+    tokens = listener.ids[:-1] if ended else listener.ids
+    first, last = listener.times[1], listener.times[-1]
+    cache.shrink()
+    return Answer(
+        text=family.processor.tokenizer.decode(tokens, skip_special_tokens=True),
+        token_ids=tokens,
+        memory=cache.memory(),
+        timings=Timings(
+            prefill_s=first - start,
+            decode_s=last - first,
+            tokens_per_s=(len(tokens) - 1) / (last - first) if last > first else 0.0,
+        ),
+        finish_reason="stop" if ended else "length",
+        prompt_tokens=prompt.tokens,
+        speech=wave.reshape(-1).float().cpu().numpy(),
+        sample_rate=SAMPLE_RATE,
+    )
+
+
+def _is_heard(prompt: Prompt) -> bool:
+    """Whether the sound of any video is in the prompt."""
+    row = prompt.modalities[0]
+    return any(
+        bool((row[span.start : span.stop] == int(Modality.AUDIO)).any())
+        for span in prompt.media
+        if span.modality is Modality.VIDEO
+    )
