@@ -20,8 +20,8 @@ from oscar_mm import cli
 from oscar_mm.apps import options as command_options
 from oscar_mm.models import check_source as check_model_source
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.pipelines.loading import device_of
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.pipelines.placement import device_of
 
 ENTRY = ("-c", "from benchmarks.endless_server import main; raise SystemExit(main())")
 """Python's arguments before the server's options."""

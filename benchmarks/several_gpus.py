@@ -24,7 +24,7 @@ from benchmarks.random_model import NEVER, RELEASED, Released, build
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.pipelines import pipeline_for
-from oscar_mm.pipelines.placement import device_of
+from oscar_mm.pipelines.loading import device_of
 
 NOTES = [
     "Random weights of the released shapes in bfloat16, written to a checkpoint and loaded from it "

@@ -27,8 +27,7 @@ from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.pipelines.batch import BatchResult, batch_results
-from oscar_mm.pipelines.loading import load
-from oscar_mm.pipelines.placement import Placement
+from oscar_mm.pipelines.loading import Placement, load
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
@@ -50,7 +49,7 @@ class Pipeline:
             keys and values of each beside it.
         tp_plan: "auto": each process that torchrun started has a part of every layer, and stores
             the keys and values of its own heads. All must ask the same, in the same order; they
-            get the same answers (``oscar_mm.pipelines.placement``).
+            get the same answers (``oscar_mm.pipelines.loading``).
         dtype: of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
         attn_implementation: attention of the towers ("sdpa", "flash_attention_2", "eager"); by
             default "sdpa", or what a loaded model has.

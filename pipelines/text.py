@@ -21,8 +21,7 @@ from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.models import source_of
-from oscar_mm.pipelines.loading import FAMILIES, config_of, dtype_of, first_line
-from oscar_mm.pipelines.placement import device_of, on_meta
+from oscar_mm.pipelines.loading import FAMILIES, config_of, device_of, dtype_of, first_line, on_meta
 
 _CHARACTERS = 16
 """Characters of a token, more than the average of any text."""

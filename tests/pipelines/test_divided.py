@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.pipelines.placement import Placement
+from oscar_mm.pipelines.loading import Placement
 from tests.pipelines.divided import CARDS_OF, asked, asked_more, heard, pipeline, run
 
 POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
