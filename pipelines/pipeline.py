@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,7 +17,7 @@ from oscar_mm.admission.capacity import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.chat_file import read_chat
+from oscar_mm.chat.chat_file import model_fingerprint, read_chat
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.engine import Engine
@@ -129,10 +130,10 @@ class Pipeline:
         self.admission = Admission(self.family, self.store, most, prefill_chunk, budget)
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Digest of the checkpoint, see ``oscar_mm.fingerprint``; saved chats have it."""
-        return self.family.fingerprint
+        """Which checkpoint the model is, see ``model_fingerprint``; saved chats have it."""
+        return model_fingerprint(self.model)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache between turns.

@@ -321,7 +321,7 @@ def memory_report(session: Session) -> str:
     policy = asdict(pipe.policy) | {"bits": pipe.policy.bits._asdict()}
     record: dict[str, Any] = {
         "oscar_mm": oscar_mm.__version__,
-        "model": {"family": pipe.family.name, "fingerprint": pipe.family.fingerprint},
+        "model": {"family": pipe.family.name, "fingerprint": pipe.fingerprint},
         "dtype": str(pipe.family.model.dtype).removeprefix("torch."),
         "device": pipe.family.device.type,
         "policy": {"preset": session.settings.name, **policy},

@@ -271,7 +271,7 @@ class Chat:
         path = self.pipe.store.ranks.path(path)
         with self._calls:
             with self._alone() as now:
-                content = chat_content(path, now, self.system, self.pipe.family.fingerprint)
+                content = chat_content(path, now, self.system, self.pipe.fingerprint)
             write_checked(path, *content)
 
     def cancel(self) -> None:

@@ -6,6 +6,8 @@ where others need the room, in a file.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,6 +28,7 @@ from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.policy import KVPolicy
+from oscar_mm.ranks import Ranks, own_part
 
 FORMAT_VERSION = 1
 """Version of the turns in the file; the cache has a version of its own."""
@@ -33,6 +36,14 @@ _MAX_TURNS = _MAX_MEDIA = 1 << 15
 _MAX_POSITION = 1 << 31
 _SHOWN = 200
 """Characters of an error in a file that a message shows."""
+_SAMPLES = 64
+"""Values of a parameter that a fingerprint covers."""
+_CONFIG = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
+    *("sliding_window", "max_position_embeddings"),
+)
+"""Fields of the text model's configuration that decide how keys and values are made and read."""
 
 
 def chat_content(
@@ -196,6 +207,38 @@ def _text(saved: Any) -> str:
     return saved
 
 
+@torch.no_grad()
+def model_fingerprint(model: Any) -> str:
+    """Model type, dtype and a SHA-256 digest, which tell checkpoints apart.
+
+    The digest covers the part of the text model's configuration that concerns the cache, and the
+    shape and 64 values at fixed places (all of a smaller one) of every parameter. So another
+    checkpoint, a fine-tuned one or one in other bits has another fingerprint; a change of single
+    weights outside the samples goes unnoticed. Names of parameters and devices do not count: a
+    checkpoint has one fingerprint with all versions of transformers.
+
+    Each rank has its own fingerprint, because it has its own heads.
+
+    Args:
+        model: a generative model of transformers.
+    """
+    sampled = []
+    for parameter in model.parameters():
+        flat = own_part(parameter).detach().reshape(-1)
+        places = torch.arange(min(_SAMPLES, len(flat)), device=flat.device)
+        sampled.append((tuple(parameter.shape), flat[places * len(flat) // max(1, len(places))]))
+    digests = sorted(
+        hashlib.sha256(f"{shape}\n".encode() + values.float().cpu().numpy().tobytes()).digest()
+        for shape, values in sampled
+    )
+    config = model.config.get_text_config().to_dict()
+    about = json.dumps({name: config.get(name) for name in _CONFIG}, sort_keys=True, default=str)
+    digest = hashlib.sha256(about.encode() + b"".join(digests)).hexdigest()
+    kind = f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')}"
+    ranks = Ranks.of(model)
+    return f"{kind} {digest}" if ranks.count == 1 else f"{kind} {ranks} {digest}"
+
+
 class SpillableConversation:
     """A conversation that may go to disk while nobody uses it; used under the pipeline's lock.
 
@@ -306,7 +349,7 @@ class SpillableConversation:
             InputError: the file cannot be written.
         """
         conversation = self.conversation
-        self._file = _SpillFile(path, conversation.cache, self.engine.family.fingerprint)
+        self._file = _SpillFile(path, conversation.cache, self.engine.fingerprint)
         self.conversation = replace(conversation, kv=None)
         conversation.cache.close()
 
@@ -331,7 +374,7 @@ class _SpillFile:
         """The cache, in the engine's store."""
         cache, _ = load_cache(
             self.path,
-            fingerprint=engine.family.fingerprint,
+            fingerprint=engine.fingerprint,
             store=engine.store,
             device=engine.family.layer_devices,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -257,6 +257,11 @@ class ChatEngine(Protocol):
     @property
     def family(self) -> Family:
         """The model, its processor and what is special about them."""
+        ...
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which checkpoint the model is; saved chats have it."""
         ...
 
     @property

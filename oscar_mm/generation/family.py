@@ -17,7 +17,6 @@ from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
-from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media, Medium
@@ -114,11 +113,6 @@ class Family(ABC):
     def device(self) -> torch.device:
         """The device that the prompt goes to."""
         return self.model.get_input_embeddings().weight.device
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Which checkpoint the model is, see ``oscar_mm.fingerprint``."""
-        return model_fingerprint(self.model)
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import token_bytes
-from oscar_mm.fingerprint import attributes_digest
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import MediumSpan
 
@@ -25,6 +28,42 @@ def processor_settings(processor: Any) -> str:
     """SHA-256 of a processor's settings, filters and tables, which turn media into features."""
     parts = {name: part for name, part in vars(processor).items() if name not in _OF_TEXT}
     return attributes_digest(parts)
+
+
+def attributes_digest(value: Any) -> str:
+    """SHA-256 of an object's attributes and items, down to the content of its arrays.
+
+    The order of attributes and of a mapping's items does not count, the class of an object does. A
+    value without attributes and items counts as its ``repr``.
+
+    Args:
+        value: nested objects, mappings, sequences, arrays and tensors, without cycles.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    return hashlib.sha256(json.dumps(_described(value), sort_keys=True).encode()).hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """The JSON value that stands for a value."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        return [str(value.dtype), list(value.shape), _described(flat.view(torch.uint8).numpy())]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return [str(value.dtype), list(value.shape), content]
+    if isinstance(value, Mapping):
+        return {repr(key): _described(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_described(item) for item in value]
+    if isinstance(value, Set):
+        return sorted(map(repr, value))
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return repr(value)
+    return [f"{type(value).__module__}.{type(value).__qualname__}", _described(vars(value))]
 
 
 @dataclass(eq=False)

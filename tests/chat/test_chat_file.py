@@ -19,9 +19,8 @@ from oscar_mm.cache.memory import token_bytes
 from oscar_mm.cache.persist import SavedCache, save_cache
 from oscar_mm.chat import chat as chat_module
 from oscar_mm.chat import chat_file as saved_module
-from oscar_mm.chat.chat_file import chat_content
+from oscar_mm.chat.chat_file import chat_content, model_fingerprint
 from oscar_mm.chat.conversation import Conversation
-from oscar_mm.fingerprint import model_fingerprint
 from oscar_mm.modality import Modality
 from tests.checkpoints import build
 from tests.pipelines.conftest import NEVER

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from oscar_mm.fingerprint import attributes_digest
-from oscar_mm.generation.prefix_cache import processor_settings
+from oscar_mm.generation.prefix_cache import attributes_digest, processor_settings
 from oscar_mm.models import BUNDLED, bundled
 
 
