@@ -12,8 +12,7 @@ import torch
 from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 from benchmarks.conversation import POLICY, TINY, Bench, Sizes
-from benchmarks.random_model import RELEASED
-from benchmarks.synthetic_cache import text_and_images
+from benchmarks.random_model import RELEASED, text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.attention import IMPLEMENTATION

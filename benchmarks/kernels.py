@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.profiling import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidth
+from benchmarks.random_model import begin_step, synthetic_cache
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.synthetic_cache import begin_step, synthetic_cache
 from oscar_mm import KVPolicy
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.pending import attend_stored

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.random_model import synthetic_cache
 from benchmarks.record import Record, command, device_name, finish, parser, show
-from benchmarks.synthetic_cache import synthetic_cache
 from oscar_mm import KVPolicy
 from oscar_mm.cache.memory import KINDS
 from oscar_mm.pages.layout import PageFormat

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.synthetic_cache import synthetic_cache
+from benchmarks.random_model import synthetic_cache
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.capacity import RESERVED, ModelShape, activation_bytes, free_bytes
 from oscar_mm.chat import chat as chat_module

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import memory
+from benchmarks.random_model import synthetic_cache, text_and_images
 from benchmarks.record import Record
-from benchmarks.synthetic_cache import synthetic_cache, text_and_images
 from oscar_mm import KVPolicy
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
