@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from oscar_mm.apps.demo import conversation_folder as module
 from oscar_mm.apps.demo import session as session_module
+from oscar_mm.apps.demo import sessions as module
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.sessions import Sessions
