@@ -1,32 +1,267 @@
-"""Server: the HTTP side of `oscar-mm serve`, on FastAPI and uvicorn."""
+"""Server: the HTTP side of `oscar-mm serve`, on FastAPI and uvicorn. Service: answers requests."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import math
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import uvicorn
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from oscar_mm.apps.guard import Guard
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
-from oscar_mm.apps.serve.responses import Refusal, answer_header, error_body, model_card
-from oscar_mm.apps.serve.service import ServerLimits, Service
+from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
+from oscar_mm.apps.serve.responses import (
+    ClientGone,
+    Refusal,
+    answer_header,
+    as_refusals,
+    busy,
+    completion,
+    error_body,
+    model_card,
+)
+from oscar_mm.apps.serve.running_answer import EventStream, Places, RunningAnswer
+from oscar_mm.generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
+
+_READERS = 2
+"""Threads that parse requests."""
+_BODIES = 8
+"""All requests before their answers begin may take as much as this many of the largest size."""
+_SENDING_S = 0.005
+"""Seconds in which the pieces of a step should be sent."""
+_CLOSING_S = 5.0
+"""Seconds in which to close answers that the server has cut short."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds on requests and answers.
+
+    Attributes:
+        api_key: bearer token that clients must send; None for no key.
+        max_request_bytes: largest body of a request, media in base64 included.
+        max_new_tokens: longest answer, in tokens; also the default.
+        running: most answers at once, which decode together.
+        waiting: most requests in the queue; more get status 429.
+        conversations: most chats that later requests can continue.
+        body_s: seconds in which the body of a request must come.
+        room_s: seconds that a request waits for memory that other answers use.
+        grace_s: seconds in which answers must end when the server stops.
+    """
+
+    api_key: str | None = None
+    max_request_bytes: int = 64 << 20
+    max_new_tokens: int = 1024
+    running: int = 64
+    waiting: int = 64
+    conversations: int = 64
+    body_s: float = 60.0
+    room_s: float = 30.0
+    grace_s: float = 10.0
+
+
+class Service:
+    """Reads and answers requests.
+
+    Args:
+        conversations: answers requests.
+        metrics: counts them.
+        limits: bounds on requests and answers.
+        name: the model's name for clients.
+
+    Attributes:
+        hurry: ends the grace time of answers when it is set.
+        places: of running answers.
+    """
+
+    def __init__(
+        self, conversations: Conversations, metrics: Metrics, limits: ServerLimits, name: str
+    ) -> None:
+        self.conversations, self.metrics = conversations, metrics
+        self.limits, self.name = limits, name
+        self.hurry = asyncio.Event()
+        self.places = Places(limits.running, limits.waiting, metrics)
+        self._body_bytes = 0
+        self._readers = CapacityLimiter(_READERS)
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Inside, a thread makes the steps of the model, and answers send their pieces after each.
+
+        The next step waits until they are sent, but not for long: of two threads that share an
+        interpreter the one that sends would wait for the other one at each piece.
+        """
+        loop, sent = asyncio.get_running_loop(), threading.Event()
+        watchers = self.places.watchers
+
+        def after_step() -> None:
+            if not watchers:
+                return
+            sent.clear()
+            with suppress(RuntimeError):  # The loop is closed: nobody looks.
+                loop.call_soon_threadsafe(look)
+                sent.wait(_SENDING_S)
+
+        def look() -> None:
+            for watcher in tuple(watchers):
+                watcher()
+            loop.call_soon(sent.set)  # After all tasks that now go on.
+
+        with self.conversations.pipe.engine.stepping_thread(after_step):
+            yield
+
+    def authorize(self, http: HttpRequest) -> None:
+        """Raise Refusal if the request lacks the key."""
+        if self.limits.api_key is None:
+            return
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.limits.api_key.encode()):
+            raise Refusal(401, "a valid API key is needed", "authentication_error")
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Refusal, in vLLM's words, if the request is for another model."""
+        if name and name != self.name:
+            message = f"The model `{name[:200]}` does not exist."
+            raise Refusal(404, message, "NotFoundError", 404, "model")
+
+    async def answer(self, http: HttpRequest, header: dict[str, Any]) -> Response:
+        """Read a request, wait for a place, then answer at once or piece by piece."""
+        arrival = perf_counter()
+        with self._room_for_body() as add:
+            request = await self._request(await self._body(http, add))
+            gone = asyncio.ensure_future(_disconnect(http))
+            try:
+                await self.places.take(gone)
+            except BaseException:
+                gone.cancel()
+                raise
+        answer = RunningAnswer(self.places, self.conversations, request, gone, arrival)
+        try:
+            await answer.begin(self.limits.room_s)
+            if request.stream:
+                # A streaming response itself notices that its client has left.
+                answer.gone = asyncio.get_running_loop().create_future()
+                return EventStream(answer, header)
+            async for _ in answer.pieces():
+                pass
+        except BaseException:
+            answer.end()
+            raise
+        finally:
+            gone.cancel()
+        await asyncio.shield(answer.end())
+        completed = answer.completed
+        return JSONResponse(completion(header, completed.answer, completed.usage))
+
+    async def stop(self) -> None:
+        """Take no more requests, and cut running answers short after their grace time."""
+        self.places.stopping.set_result(None)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
+        self.places.cut.set_result(None)
+
+    async def close(self) -> None:
+        """Close all chats, unless the model does not release them in time."""
+        closing = [*self.places.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
+        await asyncio.wait(closing, timeout=_CLOSING_S)
+
+    @contextmanager
+    def _room_for_body(self) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of a body while its request waits.
+
+        Yields:
+            a function that counts more bytes, and raises Refusal if all requests have too many.
+        """
+        own = 0
+
+        def add(count: int) -> None:
+            nonlocal own
+            own += count
+            self._body_bytes += count
+            if self._body_bytes > _BODIES * self.limits.max_request_bytes:
+                raise busy("the server holds too many large requests")
+
+        try:
+            yield add
+        finally:
+            self._body_bytes -= own
+
+    async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
+        """Read the body, but not to its end if it is too large or too slow."""
+        limit, seconds = self.limits.max_request_bytes, self.limits.body_s
+        stopping = self.places.stopping
+
+        async def collect() -> bytes:
+            parts, size = [], 0
+            async for part in http.stream():
+                add(len(part))
+                parts.append(part)
+                if (size := size + len(part)) > limit:
+                    raise Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
+            return b"".join(parts)
+
+        reading = asyncio.ensure_future(collect())
+        try:
+            await asyncio.wait(
+                (reading, stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if reading.done():
+                return reading.result()
+            if stopping.done():
+                raise busy("the server is stopping")
+            raise Refusal(408, f"the request did not come within {seconds:g} s")
+        except ClientDisconnect:
+            raise ClientGone from None
+        finally:
+            reading.cancel()
+
+    async def _request(self, body: bytes) -> Request:
+        """Parse and check a request."""
+        with as_refusals():
+            request = await run_sync(self._parse, body, limiter=self._readers)
+        self.check_model(request.model)
+        return request
+
+    def _parse(self, body: bytes) -> Request:
+        pipe, most = self.conversations.pipe, self.limits.max_new_tokens
+        remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
+        request = read_request(body, pipe.limits, remote_bytes)
+        for message in request.messages():
+            pipe.check_text(f"messages[{message.place}].content", message.text, may_be_empty=True)
+        if request.sampling.setdefault("max_new_tokens", most) > most:
+            raise FieldError(f"this server writes at most {most} tokens", request.length_field)
+        Sampling(**request.sampling)
+        return request
+
+
+async def _disconnect(http: HttpRequest) -> None:
+    """Return when the client has left; call this after the body has been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
 
 _AFTER_GRACE_S = 3
 """Seconds in which answers that the server has cut short send their last event."""

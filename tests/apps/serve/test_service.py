@@ -465,7 +465,7 @@ def test_stopped_without(omni) -> None:
 def test_a_second_signal_ends_the_grace_time(omni, monkeypatch, capfd) -> None:
     """Also of a client that does not read."""
     from oscar_mm.apps.serve import server as serving
-    from oscar_mm.apps.serve.service import ServerLimits
+    from oscar_mm.apps.serve.server import ServerLimits
 
     monkeypatch.setattr(serving, "_AFTER_GRACE_S", 0.2)
     app = serving.create_app(omni, "tiny", ServerLimits(grace_s=600))
@@ -503,8 +503,7 @@ def test_an_image_at_an_address_is_that_image(omni, picture_address, monkeypatch
 
 
 def test_streams_take_no_threads(omni) -> None:
-    from oscar_mm.apps.serve.server import create_app
-    from oscar_mm.apps.serve.service import ServerLimits
+    from oscar_mm.apps.serve.server import ServerLimits, create_app
 
     app = create_app(omni, "tiny", ServerLimits(max_new_tokens=2000))
     with started(app) as (_, address), ExitStack() as streams:
@@ -525,8 +524,7 @@ def test_a_client_that_does_not_read_stops_nobody(omni) -> None:
 
 def test_a_head_without_end_is_refused(omni) -> None:
     """Also where httptools is installed, as vLLM does, which has no bound of its own."""
-    from oscar_mm.apps.serve.server import create_app
-    from oscar_mm.apps.serve.service import ServerLimits
+    from oscar_mm.apps.serve.server import ServerLimits, create_app
 
     with started(create_app(omni, "tiny", ServerLimits())) as (server, address):
         assert server.config.http == "h11"
