@@ -54,7 +54,7 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/pip
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[audio,test]"
 	@echo "compiling loops for this CPU"
-	@$(BIN)/python -m oscar_mm.apps.loop_checks
+	@$(BIN)/python -m oscar_mm.apps.operation_checks
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)

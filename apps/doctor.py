@@ -227,7 +227,7 @@ def _roundtrip_check(preset: str, device: str) -> Check:
 
 def _loop_checks() -> list[Check]:
     """Compare loops for CPUs with PyTorch operations."""
-    from oscar_mm.apps.loop_checks import check_all
+    from oscar_mm.apps.operation_checks import check_all_loops
 
     return [
         Check(
@@ -235,7 +235,7 @@ def _loop_checks() -> list[Check]:
             verdict.agrees,
             f"disagreement with PyTorch {verdict.disagreement:.1e}, at most {verdict.bound:g}",
         )
-        for name, verdict in check_all().items()
+        for name, verdict in check_all_loops().items()
     ]
 
 
@@ -243,22 +243,22 @@ def _kernel_checks(device: str) -> list[Check]:
     """Compare kernels with PyTorch operations, and their speed with a plain copy."""
     import torch
 
-    from oscar_mm.apps import kernel_checks
+    from oscar_mm.apps import operation_checks
 
     place = torch.device(device)
     speeds: list[float] = []
 
     def copy() -> tuple[bool, str]:
-        speeds.append(kernel_checks.copy_speed(place))
+        speeds.append(operation_checks.copy_speed(place))
         return True, f"{speeds[0] / 1e9:.0f} GB/s read and written"
 
     def kernel(operation: str) -> tuple[bool, str]:
-        verdict = kernel_checks.check(operation, place)
+        verdict = operation_checks.check_kernel(operation, place)
         distance = f"off by {verdict.disagreement:.2g}, at most {verdict.bound:g} is right"
         if not verdict.agrees:
             return False, f"disagrees with PyTorch operations ({distance}): it is not used"
-        workload = kernel_checks.workload(operation, place)
-        seconds = kernel_checks.call_seconds(workload.call, place)
+        workload = operation_checks.workload(operation, place)
+        seconds = operation_checks.call_seconds(workload.call, place)
         speed = workload.moved_bytes / seconds
         share = "".join(f", {speed / copied:.0%} of a copy" for copied in speeds)
         timed = f"{seconds * 1e6:.1f} us, {speed / 1e9:.0f} GB/s{share}"
@@ -268,7 +268,7 @@ def _kernel_checks(device: str) -> list[Check]:
         _run_check(f"copy on {device}", copy),
         *(
             _run_check(f"{name} kernel on {device}", partial(kernel, name))
-            for name in kernel_checks.OPERATIONS
+            for name in operation_checks.KERNELS
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""What doctor runs on a GPU: the calls it times, and what it says of a kernel that is wrong."""
+"""What doctor runs: calls that it times, and what it says of kernels and loops that are wrong."""
 
 import json
 
@@ -6,20 +6,21 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.apps import doctor, kernel_checks
+from oscar_mm.apps import doctor, operation_checks
 from oscar_mm.cli import app
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.self_check import Verdict
+from oscar_mm.ops.unpack import slots_by_torch
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, Bits
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
+@pytest.mark.parametrize("operation", operation_checks.KERNELS)
 def test_calls_that_are_timed(operation: str) -> None:
     """They run, do something, and move what their page format says."""
-    workload = kernel_checks.workload(operation, CPU, pages=16)
+    workload = operation_checks.workload(operation, CPU, pages=16)
     returned = workload.call()
     in_16_bit = 2 * 16 * 128 * 8 * 128 * 2
     by_token = 16 * PageFormat.of(KVPolicy.preset(DEFAULT), Bits(3, 2), 8, 128).page_bytes
@@ -43,27 +44,27 @@ def test_calls_that_are_timed(operation: str) -> None:
         assert [x.shape for x in returned] == [(16, 8, 128, 128)] * 2
 
 
-@pytest.mark.parametrize("operation", kernel_checks.OPERATIONS)
+@pytest.mark.parametrize("operation", operation_checks.KERNELS)
 def test_there_is_no_kernel_on_a_cpu(operation: str) -> None:
     with pytest.raises(KernelError, match="NVIDIA GPU"):
-        kernel_checks.check(operation, CPU)
+        operation_checks.check_kernel(operation, CPU)
 
 
 def test_a_kernel_that_disagrees_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"append": (0.0, 0.0), "decode": (0.5, 0.02), "pack": (float("nan"), 0.01)}
-    monkeypatch.setattr(kernel_checks, "OPERATIONS", (*verdicts, "unpack"))
+    monkeypatch.setattr(operation_checks, "KERNELS", (*verdicts, "unpack"))
 
     def check(operation: str, device: torch.device) -> Verdict:
         if operation == "unpack":
             raise KernelError("no compiler today")
         return Verdict(*verdicts[operation])
 
-    monkeypatch.setattr(kernel_checks, "check", check)
-    monkeypatch.setattr(kernel_checks, "copy_speed", lambda device: 4e12)
+    monkeypatch.setattr(operation_checks, "check_kernel", check)
+    monkeypatch.setattr(operation_checks, "copy_speed", lambda device: 4e12)
     monkeypatch.setattr(
-        kernel_checks, "workload", lambda *_: kernel_checks.Workload(print, 2 << 20)
+        operation_checks, "workload", lambda *_: operation_checks.Workload(print, 2 << 20)
     )
-    monkeypatch.setattr(kernel_checks, "call_seconds", lambda call, device: 2e-6)
+    monkeypatch.setattr(operation_checks, "call_seconds", lambda call, device: 2e-6)
     found = {check.name: check for check in doctor._kernel_checks("cpu")}
     assert found.pop("copy on cpu").detail == "4000 GB/s read and written"
     append = found.pop("append kernel on cpu")
@@ -87,8 +88,23 @@ def test_doctor_checks_and_times_every_kernel(capsys: pytest.CaptureFixture) -> 
     app(["doctor", "--json"], standalone_mode=False)
     report = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in report["checks"]}
-    for operation in kernel_checks.OPERATIONS:
+    for operation in operation_checks.KERNELS:
         check = checks[f"{operation} kernel on cuda:0"]
         print(check)
         assert check["ok"] and "GB/s" in check["detail"] and "of a copy" in check["detail"]
     assert checks["copy on cuda:0"]["ok"]
+
+
+@pytest.mark.parametrize("name", [f"{one}_on_cpu" for one in operation_checks.LOOPS])
+def test_wrong_loops_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(verdict.agrees for verdict in operation_checks.check_all_loops().values())
+    wrong = {
+        "decode_on_cpu": lambda arguments: torch.roll(arguments.queries, 1, 0),
+        "store_on_cpu": lambda arguments: arguments.pages.bitwise_not_(),
+        "unpack_on_cpu": lambda arguments: [x.roll(1, 2) for x in slots_by_torch(arguments)],
+    }
+    monkeypatch.setattr(operation_checks, name, wrong[name])
+    monkeypatch.setattr(operation_checks._StoreLoops, "of_layers", lambda self, arguments: None)
+    operation = name.removesuffix("_on_cpu")
+    found = {check.name: check.ok for check in doctor._loop_checks()}
+    assert not found[f"loops, {operation}, float32"] and not found[f"loops, {operation}, bfloat16"]

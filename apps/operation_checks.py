@@ -1,11 +1,15 @@
-"""Compares kernels with PyTorch operations, and their speed with a plain copy."""
+"""Compares kernels and loops for CPUs with PyTorch operations, and kernels with a plain copy.
+
+python -m oscar_mm.apps.operation_checks compares loops. A machine's first call compiles them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -31,17 +35,21 @@ from oscar_mm.ops import store as store_module
 from oscar_mm.ops import unpack as unpack_module
 from oscar_mm.ops.append import AppendKernel, append
 from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
+from oscar_mm.ops.decode_cpu import decode_on_cpu
 from oscar_mm.ops.decode_tables import assign
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import PackKernel, pack_jobs
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import StoreKernel, store, whole_page_tables
+from oscar_mm.ops.store_cpu import store_on_cpu
+from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
+from oscar_mm.ops.unpack_cpu import unpack_on_cpu
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.quantize import Recipe
 
-OPERATIONS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
+KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
 _WHOLE_PAGE_POLICY = KVPolicy.preset("compact")
 """The policy of ``pack``, which the default policy does not use."""
@@ -65,7 +73,7 @@ class Workload:
     moved_bytes: int
 
 
-def check(operation: str, device: torch.device) -> Verdict:
+def check_kernel(operation: str, device: torch.device) -> Verdict:
     """Compare the kernel that the default policy uses for an operation with PyTorch.
 
     Raises:
@@ -252,3 +260,50 @@ def _median_seconds(call: Callable[[], object]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return median(times)
+
+
+LOOPS = ("decode", "store", "unpack")
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of keys and values; loops are compiled for each."""
+_CPU = torch.device("cpu")
+
+
+class _StoreLoops:
+    """``store`` and ``store_layers`` as a kernel has them."""
+
+    def __call__(self, arguments: StoreArguments) -> None:
+        store_on_cpu(arguments)
+
+    of_layers = staticmethod(partial(store_layers_one_by_one, store=store_on_cpu))
+
+
+def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
+    """Compare the loops of an operation as its kernel is compared."""
+    page_format = PageFormat.of(_POLICY, _POLICY.bits.text, 1, 128)
+    if operation == "decode":
+        made = Specialization.of((page_format,), 128, _POLICY.rotate, torch.bfloat16, 4)
+        if isinstance(made, str):
+            raise RuntimeError(made)
+        error = DecodeKernel.disagreement(replace(made, dtype=dtype), decode_on_cpu, _CPU)
+        return Verdict(error, DecodeKernel.checked.bound)
+    if operation == "unpack":
+        made = unpack_module.Specialization(page_format, _POLICY.rotate, dtype)
+        error = UnpackKernel.disagreement(made, unpack_on_cpu, _CPU)
+        return Verdict(error, UnpackKernel.checked.bound)
+    loops: Any = _StoreLoops()
+    made = store_module.Specialization(Recipe.of(page_format, _POLICY), dtype)
+    return Verdict(StoreKernel.disagreement(made, loops, _CPU), StoreKernel.checked.bound)
+
+
+def check_all_loops() -> dict[str, Verdict]:
+    """A verdict for each operation and dtype, by name."""
+    return {
+        f"{operation}, {str(dtype).removeprefix('torch.')}": check_loops(operation, dtype)
+        for operation in LOOPS
+        for dtype in DTYPES
+    }
+
+
+if __name__ == "__main__":
+    for name, verdict in check_all_loops().items():
+        print(f"{name}: {'ok' if verdict.agrees else 'FAILED'}")
