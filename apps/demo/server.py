@@ -141,8 +141,7 @@ def serve_page(
         from starlette.middleware import Middleware
 
         from oscar_mm.apps.demo.handlers import Handlers
-        from oscar_mm.apps.demo.isolation import Isolation
-        from oscar_mm.apps.demo.page import build
+        from oscar_mm.apps.demo.page import Isolation, build
         from oscar_mm.apps.guard import Guard
 
         sessions = Sessions(pipe, settings, (folder, FOLDER), keep)
