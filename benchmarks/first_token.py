@@ -47,9 +47,9 @@ from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media import tower_inputs
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.mono import RATE
-from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.tower_inputs import ImagesInBytes, VideosInBytes
 from oscar_mm.modality import Modality
+from oscar_mm.threads import in_threads
 
 NOTES = [
     "Shapes of the released config.json, random weights in bfloat16, the default policy. Pictures "

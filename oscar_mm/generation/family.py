@@ -20,9 +20,9 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media, Medium
-from oscar_mm.media.thread_pool import begun
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.moe_switch import choose_experts
+from oscar_mm.threads import begun
 
 _MARKUP = re.compile(r"<.+>|\[.+\]")
 _QUESTION, _ANSWER = "oscar-question", "oscar-answer"

@@ -14,8 +14,8 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.mono import RATE, Audio, Mono, MonoPiece
 from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
-from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
+from oscar_mm.threads import in_threads
 
 # Formats of recordings that FFmpeg may read. Playlists (hls, concat, dash) are left out: they open
 # other files.

@@ -21,9 +21,9 @@ from oscar_mm.media.image import Fit
 from oscar_mm.media.limits import LARGE_BYTES, PixelCount
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import describe, is_address, is_fetched
-from oscar_mm.media.thread_pool import in_threads
 from oscar_mm.media.video import Video
 from oscar_mm.modality import Modality
+from oscar_mm.threads import in_threads
 
 _BLOCK_BYTES = 1 << 24
 """Bytes of a recording or of frames that a thread works on: four minutes of sound."""

@@ -23,7 +23,7 @@ from PIL import Image
 from transformers import BatchFeature, WhisperFeatureExtractor
 
 from oscar_mm.media.mono import RATE, Audio
-from oscar_mm.media.thread_pool import in_threads
+from oscar_mm.threads import in_threads
 
 _BATCH_PIXELS = 1 << 21
 """Pixels of the pictures that a thread processes together."""

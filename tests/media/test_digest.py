@@ -7,7 +7,7 @@ from PIL import Image
 
 from oscar_mm.media import Audio, load_audio, load_image, load_video, media
 from oscar_mm.media.media import Media, media_digest
-from oscar_mm.media.thread_pool import in_threads
+from oscar_mm.threads import in_threads
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 
