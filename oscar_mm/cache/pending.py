@@ -20,8 +20,8 @@ from oscar_mm.cache.rows import TokenPlaces
 from oscar_mm.cache.step import Attention, Step
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS, DecodeKernel, decode, decode_kernel
-from oscar_mm.ops.decode_tables import Tables
-from oscar_mm.ops.decode_torch import DecodeArguments, MergedAttention, has_flash
+from oscar_mm.ops.decode_tables import DecodeArguments, Tables
+from oscar_mm.ops.decode_torch import MergedAttention, has_flash
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.pages.layout import PageFormat
 

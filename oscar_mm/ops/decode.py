@@ -35,8 +35,8 @@ from oscar_mm.kernels.launch import (
     uses_tma,
 )
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
-from oscar_mm.ops.decode_tables import COLUMNS, FIELDS
-from oscar_mm.ops.decode_torch import DecodeArguments, decode_by_torch
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, DecodeArguments
+from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.library import STATES, ArgumentChecker, define, numbers_of
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_past
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS

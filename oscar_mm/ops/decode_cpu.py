@@ -45,8 +45,7 @@ from oscar_mm.ops.decode_layout import (
     page_layout,
     plain_layout,
 )
-from oscar_mm.ops.decode_tables import SECOND, START
-from oscar_mm.ops.decode_torch import DecodeArguments
+from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 _BLOCKS = PAGE_TOKENS // 2 // LANES

@@ -1,6 +1,7 @@
 """Tables of a decode step: where every stored token is, and which thread block attends to what.
 
-Made on the host once a step, used by all layers of a device, read by ``csrc/decode/decode.cu``.
+Made on the host once a step, used by all layers of a device, read by ``csrc/decode/decode.cu``. The
+arguments of ``decode`` are these tables, and what each layer has of its own.
 """
 
 from __future__ import annotations
@@ -8,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from oscar_mm.ops.library import FORMAT_NUMBERS, ArgumentChecker, format_of
+from oscar_mm.pages.layout import PageFormat
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
@@ -24,7 +29,7 @@ START = 1 << 8
 SECOND = 1 << 16
 """Set in a page's entry if the page is of the second format."""
 FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, padding included
-
+_checker = ArgumentChecker("decode")
 
 Entries = tuple[np.ndarray, np.ndarray]
 """Of a sequence: (n, 2) int32 pages as of ``Tables.items``, and (m,) int32 slots of 16 bit."""
@@ -184,3 +189,60 @@ def _shares(lengths: np.ndarray, workers: int) -> list[int]:
         else:
             longest = middle + 1
     return (-(-lengths // longest)).tolist()
+
+
+class DecodeArguments(NamedTuple):
+    """Arguments of ``decode``.
+
+    The result is (batch, query heads, tokens, head_dim), in memory by tokens, then heads.
+
+    Attributes:
+        queries: (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
+            with contiguous channels.
+        keys: (batch, KV heads, tokens, head_dim) of the new tokens, in the same dtype; attention
+            over them is causal.
+        values: the shape of keys.
+        pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
+        recent: (slots, 2, KV heads, head_dim): tokens in 16 bit, in the dtype of queries; also in
+            bfloat16 where that is float32.
+        sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
+            head_dim): each row's own; None for none.
+        items, recents, counts, assignments: of ``Tables``.
+        scaling: factor of the scores.
+        formats: of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
+        rotate: whether pages are stored rotated.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    pages: list[torch.Tensor]
+    recent: torch.Tensor
+    sigma: torch.Tensor | None
+    items: torch.Tensor
+    recents: torch.Tensor
+    counts: torch.Tensor
+    assignments: torch.Tensor
+    scaling: float
+    formats: list[int]
+    rotate: bool
+
+    @property
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        """Layouts of the pages; ValueError if they are not such as ``formats`` may have."""
+        return _formats(tuple(self.formats))
+
+    def result(self) -> torch.Tensor:
+        """What ``decode`` returns, without data."""
+        batch, query_heads, tokens, head_dim = self.queries.shape
+        return self.queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
+
+
+@lru_cache(maxsize=64)
+def _formats(numbers: tuple[int, ...]) -> tuple[PageFormat, ...]:
+    starts = range(0, len(numbers), FORMAT_NUMBERS)
+    formats = tuple(format_of(numbers[start : start + FORMAT_NUMBERS]) for start in starts)
+    bits = [page_format.bits for page_format in formats]
+    if len(bits) > 2 or bits != sorted(set(bits)):
+        _checker.refuse("formats", f"of {bits} bits", "at most two, by ascending bits")
+    return formats

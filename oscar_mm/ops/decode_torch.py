@@ -1,4 +1,4 @@
-"""Arguments of ``decode``, and ``decode`` by PyTorch operations over parts, merged exactly.
+"""``decode`` by PyTorch operations: attention over parts, merged exactly.
 
 Parts of the keys and values are merged by their log-sum-exps. Each part is done by torch's flash
 attention and forgotten, so the extra memory does not grow with the past. Many queries (a later
@@ -7,13 +7,10 @@ turn) attend so, and few of them where ``decode`` has no kernel.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 
-from oscar_mm.ops.decode_tables import SECOND, START
-from oscar_mm.ops.library import FORMAT_NUMBERS, ArgumentChecker, format_of, sigma_of
+from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
+from oscar_mm.ops.library import sigma_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import unpack_stored
@@ -128,54 +125,6 @@ _TOKENS_AT_ONCE = 2048
 """Tokens of the past that are in memory at a time, in float32, without a kernel."""
 _FEW = 16_384
 """Most tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
-_checker = ArgumentChecker("decode")
-
-
-class DecodeArguments(NamedTuple):
-    """Arguments of ``decode``.
-
-    The result is (batch, query heads, tokens, head_dim), in memory by tokens, then heads.
-
-    Attributes:
-        queries: (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
-            with contiguous channels.
-        keys: (batch, KV heads, tokens, head_dim) of the new tokens, in the same dtype; attention
-            over them is causal.
-        values: the shape of keys.
-        pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
-        recent: (slots, 2, KV heads, head_dim): tokens in 16 bit, in the dtype of queries; also in
-            bfloat16 where that is float32.
-        sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
-            head_dim): each row's own; None for none.
-        items, recents, counts, assignments: of ``oscar_mm.ops.decode_tables.Tables``.
-        scaling: factor of the scores.
-        formats: of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
-        rotate: whether pages are stored rotated.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    pages: list[torch.Tensor]
-    recent: torch.Tensor
-    sigma: torch.Tensor | None
-    items: torch.Tensor
-    recents: torch.Tensor
-    counts: torch.Tensor
-    assignments: torch.Tensor
-    scaling: float
-    formats: list[int]
-    rotate: bool
-
-    @property
-    def page_formats(self) -> tuple[PageFormat, ...]:
-        """Layouts of the pages; ValueError if they are not such as ``formats`` may have."""
-        return _formats(tuple(self.formats))
-
-    def result(self) -> torch.Tensor:
-        """What ``decode`` returns, without data."""
-        batch, query_heads, tokens, head_dim = self.queries.shape
-        return self.queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
 
 
 def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
@@ -241,13 +190,3 @@ def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> 
     used = (places >= starts[:, None]) & (places < stops[:, None])
     joined = states.transpose(0, 1).flatten(1, 2)[None]
     return joined if bool(used.all()) else joined[:, :, used.flatten()]
-
-
-@lru_cache(maxsize=64)
-def _formats(numbers: tuple[int, ...]) -> tuple[PageFormat, ...]:
-    starts = range(0, len(numbers), FORMAT_NUMBERS)
-    formats = tuple(format_of(numbers[start : start + FORMAT_NUMBERS]) for start in starts)
-    bits = [page_format.bits for page_format in formats]
-    if len(bits) > 2 or bits != sorted(set(bits)):
-        _checker.refuse("formats", f"of {bits} bits", "at most two, by ascending bits")
-    return formats

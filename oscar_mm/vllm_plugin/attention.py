@@ -15,7 +15,7 @@ from oscar_mm.ops.append import UNITS, AppendKernel, append
 from oscar_mm.ops.append import Specialization as AppendSpecialization
 from oscar_mm.ops.block_tables import BlockTablesKernel
 from oscar_mm.ops.decode import DecodeKernel, decode, decode_kernel
-from oscar_mm.ops.decode_torch import DecodeArguments
+from oscar_mm.ops.decode_tables import DecodeArguments
 from oscar_mm.ops.library import numbers_of, recipe_arguments
 from oscar_mm.ops.store import Specialization as StoreSpecialization
 from oscar_mm.ops.store import StoreKernel, store, store_layers

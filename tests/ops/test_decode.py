@@ -6,8 +6,8 @@ import torch
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.decode import decode
-from oscar_mm.ops.decode_tables import SECOND, START
-from oscar_mm.ops.decode_torch import DecodeArguments, decode_by_torch
+from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
+from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_past
 from oscar_mm.pages.layout import PageFormat

@@ -14,7 +14,7 @@ from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import DecodeKernel, Specialization, decode_kernel
-from oscar_mm.ops.decode_torch import DecodeArguments
+from oscar_mm.ops.decode_tables import DecodeArguments
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_past
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
