@@ -39,12 +39,12 @@ from oscar_mm.ops.decode_cpu import decode_on_cpu
 from oscar_mm.ops.decode_tables import assign
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import PackKernel, pack_jobs
+from oscar_mm.ops.pages_cpu import unpack_on_cpu
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import StoreKernel, store, whole_page_tables
 from oscar_mm.ops.store_cpu import store_on_cpu
 from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
-from oscar_mm.ops.unpack_cpu import unpack_on_cpu
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.quantize import Recipe

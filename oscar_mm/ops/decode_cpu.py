@@ -1,6 +1,6 @@
 """decode on CPUs: attention over packed pages by loops that numba compiles.
 
-Codes are never brought into their natural order (see ``oscar_mm.ops.decode_layout``). Words of
+Codes are never brought into their natural order (see ``oscar_mm.ops.pages_cpu``). Words of
 keys are transposed, so that the sum of a token's products stays in its lane. Weights of values are
 spread out over lanes, and the sums of lanes are brought into the order of channels once, at the
 end.
@@ -36,7 +36,8 @@ from oscar_mm.kernels.loops import (
     total,
     widen,
 )
-from oscar_mm.ops.decode_layout import (
+from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
+from oscar_mm.ops.pages_cpu import (
     GROUPS,
     TILE,
     TILES,
@@ -45,7 +46,6 @@ from oscar_mm.ops.decode_layout import (
     page_layout,
     plain_layout,
 )
-from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 _BLOCKS = PAGE_TOKENS // 2 // LANES

@@ -159,7 +159,7 @@ def _unpack(arguments: UnpackArguments) -> Sides:
         return kernel(arguments)
     if arguments.pages.is_cpu and has_loops("unpack"):
         # Not before it is used: it brings a compiler.
-        from oscar_mm.ops.unpack_cpu import reads, unpack_on_cpu
+        from oscar_mm.ops.pages_cpu import reads, unpack_on_cpu
 
         if reads(arguments.page_format):
             return unpack_on_cpu(arguments)

@@ -10,9 +10,9 @@ import torch
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import compile_text, csrc_folder
 from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.pages_cpu import reads
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpack_slots
-from oscar_mm.ops.unpack_cpu import reads
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.quantize import unpack_by_torch
