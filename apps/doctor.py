@@ -200,7 +200,7 @@ def _roundtrip_check(preset: str, device: str) -> Check:
     def trial() -> tuple[bool, str]:
         import torch
 
-        from oscar_mm.round_trip import roundtrip
+        from oscar_mm.inspect.quantization_errors import roundtrip
 
         generator = torch.Generator().manual_seed(0)
         keys, values = (

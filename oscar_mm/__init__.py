@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.errors import InputError
     from oscar_mm.generation.answer import Answer
+    from oscar_mm.inspect.quantization_errors import roundtrip
     from oscar_mm.media import MediaLimits
     from oscar_mm.modality import Modality, Span
     from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
     from oscar_mm.policy import KVPolicy
-    from oscar_mm.round_trip import roundtrip
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _HOME = {
     "OscarOmniPipeline": "oscar_mm.pipelines",
     "OscarVLPipeline": "oscar_mm.pipelines",
     "Span": "oscar_mm.modality",
-    "roundtrip": "oscar_mm.round_trip",
+    "roundtrip": "oscar_mm.inspect.quantization_errors",
 }
 
 

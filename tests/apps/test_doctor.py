@@ -29,16 +29,16 @@ def test_doctor_finds_this_machine_healthy(capsys) -> None:
 
 @pytest.mark.parametrize("noise", [2.0, float("nan")])
 def test_doctor_notices_wrong_arithmetic(noise: float, monkeypatch, capsys) -> None:
-    from oscar_mm import round_trip
+    from oscar_mm.inspect import quantization_errors
 
-    is_right = round_trip.roundtrip
+    is_right = quantization_errors.roundtrip
 
     def wrong(k, v, policy):
         result = is_right(k, v, policy)
         result.k.mul_(noise)
         return result
 
-    monkeypatch.setattr(round_trip, "roundtrip", wrong)
+    monkeypatch.setattr(quantization_errors, "roundtrip", wrong)
     assert run(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     failed = [check["name"] for check in report["checks"] if not check["ok"]]

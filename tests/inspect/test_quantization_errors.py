@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from oscar_mm import InputError
-from oscar_mm.inspect.quantization_errors import PAIRS, VARIANTS, Errors, measure_errors, sampled
-from oscar_mm.round_trip import roundtrip
+from oscar_mm.inspect.quantization_errors import (
+    PAIRS,
+    VARIANTS,
+    Errors,
+    measure_errors,
+    roundtrip,
+    sampled,
+)
 from tests.inspect.synthetic import states
 from tests.quant.synthetic import relative_error
 
