@@ -63,6 +63,10 @@ _MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
 _GROUPED_MIXTURE = mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
+LOOPS = ("decode", "store", "unpack")
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of keys and values; loops are compiled for each."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -260,12 +264,6 @@ def _median_seconds(call: Callable[[], object]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return median(times)
-
-
-LOOPS = ("decode", "store", "unpack")
-DTYPES = (torch.float32, torch.bfloat16)
-"""Of keys and values; loops are compiled for each."""
-_CPU = torch.device("cpu")
 
 
 class _StoreLoops:

@@ -44,6 +44,15 @@ from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
 from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
 from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
 
+NEVER = 1 << 30
+"""An end token that no model chooses, so that an answer has all its tokens."""
+_LONGEST_TEXT = 1 << 20
+_ROUND, _ROUND_TEXT = 512, 64
+_BALANCE_TOKENS = 1024
+"""Tokens whose queries balancing sees."""
+_PIECE_ELEMENTS = 1 << 26
+"""Elements of the keys that are stored at a time: 128 MB of bfloat16."""
+
 
 class Released(ReleasedModel):
     """Shapes of a released model, which a benchmark may change."""
@@ -101,11 +110,6 @@ RELEASED = {
         "qwen3-omni-30b-a3b": "qwen3-omni-30b-a3b",
     }.items()
 }
-
-
-NEVER = 1 << 30
-"""An end token that no model chooses, so that an answer has all its tokens."""
-_LONGEST_TEXT = 1 << 20
 
 
 def build(
@@ -263,12 +267,6 @@ FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_omni_moe": _qwen3_omni,
 }
-
-_ROUND, _ROUND_TEXT = 512, 64
-_BALANCE_TOKENS = 1024
-"""Tokens whose queries balancing sees."""
-_PIECE_ELEMENTS = 1 << 26
-"""Elements of the keys that are stored at a time: 128 MB of bfloat16."""
 
 
 def text_and_images(tokens: int) -> torch.Tensor:

@@ -16,6 +16,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+T = TypeVar("T")
+R = TypeVar("R")
+_MOST_THREADS = 16
+_this_thread = threading.local()
+_beginning = threading.Lock()
+
 
 class FairLock:
     """As ``threading.RLock``, but first come, first served.
@@ -212,14 +218,6 @@ class LeaderFollowers:
 
     def _may_lead(self, thread: int) -> bool:
         return not self._leads and (not self._leaders or thread in self._leaders)
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-_MOST_THREADS = 16
-_this_thread = threading.local()
-_beginning = threading.Lock()
 
 
 @cache

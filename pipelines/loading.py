@@ -51,6 +51,16 @@ _OWN_ARGUMENTS = {
     "tp_size": "tp_plan",
 }
 """Names that model_kwargs may not hold, and the pipeline's arguments in their place."""
+_WHOLE = "replicated_with_grad_allreduce"
+"""The style of transformers that leaves a module to every rank as it is, but for training."""
+_LAYERS = {
+    name: style
+    for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
+    if style != _WHOLE
+}
+"""Styles of a decoder's modules, which have the same names in all our families. What transformers
+says of these families itself leaves out Qwen3-VL's layers and, on 5.17, the experts' sum, and has
+rules of the talker that 5.23 cannot carry out."""
 
 
 def load(
@@ -234,18 +244,6 @@ def first_line(error: Exception) -> str:
     """The first line of a library's error."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-_WHOLE = "replicated_with_grad_allreduce"
-"""The style of transformers that leaves a module to every rank as it is, but for training."""
-_LAYERS = {
-    name: style
-    for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
-    if style != _WHOLE
-}
-"""Styles of a decoder's modules, which have the same names in all our families. What transformers
-says of these families itself leaves out Qwen3-VL's layers and, on 5.17, the experts' sum, and has
-rules of the talker that 5.23 cannot carry out."""
 
 
 class Placement:

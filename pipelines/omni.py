@@ -30,6 +30,9 @@ _ARGUMENTS = (
     *("prompt", "audio", "images", "videos", "system"),
     *("use_audio_in_video", "speak", "speaker"),
 )
+SAMPLE_RATE = 24_000
+"""Samples per second of Qwen3-Omni's speech."""
+_USUAL_SPEAKER = "ethan"
 
 
 class OscarOmniPipeline(Pipeline):
@@ -139,12 +142,6 @@ class OscarOmniPipeline(Pipeline):
         yield answer
 
 
-SAMPLE_RATE = 24_000
-"""Samples per second of Qwen3-Omni's speech."""
-
-_USUAL = "ethan"
-
-
 def speaker_of(model: Any, speaker: str | None) -> str:
     """The voice to speak with.
 
@@ -164,7 +161,7 @@ def speaker_of(model: Any, speaker: str | None) -> str:
     if not voices:
         raise InputError("speak=True: this checkpoint's configuration names no speaker")
     if speaker is None:
-        return _USUAL if _USUAL in voices else voices[0]
+        return _USUAL_SPEAKER if _USUAL_SPEAKER in voices else voices[0]
     if not isinstance(speaker, str) or speaker.lower() not in voices:
         raise InputError(f"speaker {speaker!r}: this checkpoint has {', '.join(voices)}")
     return speaker.lower()

@@ -58,6 +58,14 @@ _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None
 # Answers decode together, and each occupies a worker for long; everything else is short.
 _ANSWERS_AT_ONCE = 32
 _QUEUE = 64
+_CONTENT_POLICY = (
+    "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+"""Keeps the browser from fetching from elsewhere, whatever an answer says."""
+_FETCHING_PATHS = ("/file=http:", "/file=https:", "/proxy=")
+"""Paths at which gradio fetches from elsewhere."""
 
 
 def build(handlers: Handlers) -> gr.Blocks:
@@ -288,16 +296,6 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
 def _press(name: str) -> str:
     """Return a script that presses a hidden button once it has its file."""
     return f"() => setTimeout(() => document.getElementById('{name}').click(), 100)"
-
-
-_CONTENT_POLICY = (
-    "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; "
-    "frame-ancestors 'none'"
-)
-"""Keeps the browser from fetching from elsewhere, whatever an answer says."""
-_FETCHING_PATHS = ("/file=http:", "/file=https:", "/proxy=")
-"""Paths at which gradio fetches from elsewhere."""
 
 
 class LocalBlocks(gr.Blocks):

@@ -41,6 +41,17 @@ MAX_UNVISITED_S = 6 * 3600.0
 MAX_UNVISITED_BYTES = 2**30
 """Most bytes of keys and values of all conversations that nobody visits."""
 _MAX_VISITS = 4 * MAX_SESSIONS
+MAX_FILES = 64
+"""Most conversations of a folder."""
+MAX_BYTES = 4 * 2**30
+"""Most bytes of a folder."""
+MAX_AGE_S = 7 * 24 * 3600.0
+"""How long a conversation stays in a folder."""
+_ID = re.compile(r"[A-Za-z0-9_-]{32}")
+_MOST_SAMPLES = 160
+_PATIENCE_S = 60.0
+"""How long ``save`` waits for a running answer."""
+_log = logging.getLogger(__name__)
 
 
 class Sessions:
@@ -273,19 +284,6 @@ def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
     visits[key] = session_id
     if len(visits) > _MAX_VISITS:
         del visits[next(iter(visits))]
-
-
-MAX_FILES = 64
-"""Most conversations of a folder."""
-MAX_BYTES = 4 * 2**30
-"""Most bytes of a folder."""
-MAX_AGE_S = 7 * 24 * 3600.0
-"""How long a conversation stays in a folder."""
-_ID = re.compile(r"[A-Za-z0-9_-]{32}")
-_MOST_SAMPLES = 160
-_PATIENCE_S = 60.0
-"""How long ``save`` waits for a running answer."""
-_log = logging.getLogger(__name__)
 
 
 class ConversationFolder:

@@ -30,6 +30,9 @@ from oscar_mm.generation.generation import Generation
 
 _MEMORY_POLL_S = 1.0
 """Seconds after which to look for memory that something else than an answer has freed."""
+_JSON = json.JSONEncoder(ensure_ascii=False)
+_TEXT = "\0"
+"""Stands for the text in the constant part of an answer's events."""
 
 
 class Places:
@@ -128,11 +131,6 @@ class Places:
             raise ClientGone
         if self.stopping.done():
             raise busy("the server is stopping")
-
-
-_JSON = json.JSONEncoder(ensure_ascii=False)
-_TEXT = "\0"
-"""Stands for the text in the constant part of an answer's events."""
 
 
 class RunningAnswer:

@@ -54,6 +54,8 @@ _SENDING_S = 0.005
 """Seconds in which the pieces of a step should be sent."""
 _CLOSING_S = 5.0
 """Seconds in which to close answers that the server has cut short."""
+_AFTER_GRACE_S = 3
+"""Seconds in which answers that the server has cut short send their last event."""
 
 
 @dataclass(frozen=True)
@@ -261,10 +263,6 @@ async def _disconnect(http: HttpRequest) -> None:
     """Return when the client has left; call this after the body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-_AFTER_GRACE_S = 3
-"""Seconds in which answers that the server has cut short send their last event."""
 
 
 def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127.0.0.1") -> FastAPI:

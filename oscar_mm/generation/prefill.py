@@ -34,6 +34,11 @@ MOST_PATCHES = 4 * MOST_TOKENS
 
 _reader: ContextVar[object] = ContextVar("reader", default=None)
 """Marks the thread that reads: hooks leave the forward passes of others alone."""
+_PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
+"""Arguments of a decoder with one entry per token, and the dimension of the tokens."""
+_FEATURES = "deepstack_visual_embeds"
+"""A list of features that are added after the first layers: tokens of images and videos, in the
+order of ``visual_pos_masks``, row after row."""
 
 
 @contextmanager
@@ -171,13 +176,6 @@ def _joined_outputs(parts: list[Any]) -> Any:
     return kind(
         [_joined_outputs([place.pop(0) for place in places]) for _ in range(len(places[0]))]
     )
-
-
-_PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
-"""Arguments of a decoder with one entry per token, and the dimension of the tokens."""
-_FEATURES = "deepstack_visual_embeds"
-"""A list of features that are added after the first layers: tokens of images and videos, in the
-order of ``visual_pos_masks``, row after row."""
 
 
 class _DecoderCall(Exception):

@@ -18,6 +18,13 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.basis import Basis, sigma_from_prompt
 
+SAMPLE_TOKENS = 8192
+"""Most tokens of a layer that are quantized; a longer prompt gives pages at even distances."""
+QUERY_TOKENS = 64
+"""Number of last tokens of the prompt, whose attention is compared."""
+ALL = "all"
+_PRESETS = ("compact", "oscar", "kivi")
+
 
 @dataclass(frozen=True)
 class Roundtrip:
@@ -153,14 +160,6 @@ def _modality_ids(
             f"roundtrip: modality {modality!r}: must be 0 text, 1 image, 2 video or 3 audio"
         ) from None
     return torch.full((batch, tokens), int(kind))
-
-
-SAMPLE_TOKENS = 8192
-"""Most tokens of a layer that are quantized; a longer prompt gives pages at even distances."""
-QUERY_TOKENS = 64
-"""Number of last tokens of the prompt, whose attention is compared."""
-ALL = "all"
-_PRESETS = ("compact", "oscar", "kivi")
 
 
 @dataclass(frozen=True)

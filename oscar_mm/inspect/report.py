@@ -19,11 +19,43 @@ from oscar_mm.inspect.quantization_errors import ALL, PAIRS, QUERY_TOKENS, VARIA
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_USUAL = "compact"
+_USUAL_PRESET = "compact"
 _MATTERS = 0.1
 """Relative change of the divergence up to which token scaling hardly matters."""
 _DIFFERS = 1.05
 """Ratio of the modalities' median norms up to which they count as equal."""
+_PAGE_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
+  max-width: 68rem; margin: 2rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0.25rem; }
+.what { color: #555; margin-top: 0; }
+.verdict { background: #eef5fb; border-left: 0.3rem solid #0072b2; padding: 0.75rem 1rem;
+  font-size: 1.1rem; }
+img { width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: #555; padding: 0.75rem 0; }
+th, td { text-align: right; padding: 0.25rem 0.75rem; border-bottom: 1px solid #e0e0e0; }
+th { border-bottom: 2px solid #888; }
+th:first-child, td:first-child { text-align: left; }
+"""
+_PAGE_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+# Okabe and Ito's colours, distinct with any colour vision. Later markers are smaller, so that lines
+# on top of each other are all seen.
+_MODALITY_STYLES: dict[str, dict[str, Any]] = {
+    "text": {"color": "#0072B2", "marker": "o", "markersize": 10},
+    "image": {"color": "#E69F00", "marker": "s", "markersize": 7.5},
+    "video": {"color": "#009E73", "marker": "^", "markersize": 6},
+    "audio": {"color": "#CC79A7", "marker": "D", "markersize": 4},
+}
+_PRESET_COLOURS = {"compact": "#0072B2", "oscar": "#D55E00", "kivi": "#7F7F7F"}
+_CHANNEL_STYLES: dict[str, dict[str, Any]] = {
+    "raw": {"color": "#7F7F7F", "marker": "o", "markersize": 9},
+    "balanced": {"color": "#56B4E9", "marker": "^", "markersize": 6},
+    "rotated": {"color": "#E69F00", "marker": "s", "markersize": 9},
+    "balanced, rotated": {"color": "#009E73", "marker": "D", "markersize": 5},
+}
 
 
 def findings(inspection: Inspection) -> list[str]:
@@ -45,22 +77,22 @@ def _verdict(inspection: Inspection) -> str:
             "a longer prompt or a longer text."
         )
     with_it, without = (
-        inspection.mean_errors(variant.label).divergence for variant in PAIRS[_USUAL]
+        inspection.mean_errors(variant.label).divergence for variant in PAIRS[_USUAL_PRESET]
     )
     change = without / max(with_it, 1e-12) - 1
     if change > _MATTERS:
         return (
             "On this prompt the model needs token scaling: without it, attention weights are off "
-            f"by {change:.0%} more ({_USUAL})."
+            f"by {change:.0%} more ({_USUAL_PRESET})."
         )
     if change < -_MATTERS:
         return (
             "On this prompt the model does not need token scaling: without it, attention weights "
-            f"are off by {-change:.0%} less ({_USUAL})."
+            f"are off by {-change:.0%} less ({_USUAL_PRESET})."
         )
     return (
         "On this prompt token scaling hardly matters: without it, the divergence of attention "
-        f"weights changes by {change:+.1%} ({_USUAL})."
+        f"weights changes by {change:+.1%} ({_USUAL_PRESET})."
     )
 
 
@@ -224,25 +256,6 @@ def details(inspection: Inspection) -> list[Table]:
     return [Table("Relative errors by layer and modality, tokens scaled", heads, rows)]
 
 
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-  max-width: 68rem; margin: 2rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0.25rem; }
-.what { color: #555; margin-top: 0; }
-.verdict { background: #eef5fb; border-left: 0.3rem solid #0072b2; padding: 0.75rem 1rem;
-  font-size: 1.1rem; }
-img { width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: #555; padding: 0.75rem 0; }
-th, td { text-align: right; padding: 0.25rem 0.75rem; border-bottom: 1px solid #e0e0e0; }
-th { border-bottom: 2px solid #888; }
-th:first-child, td:first-child { text-align: left; }
-"""
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
 def page(
     title: str, subtitle: str, sentences: list[str], figure: bytes, tables: list[Table]
 ) -> str:
@@ -262,9 +275,9 @@ def page(
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{_PAGE_POLICY}">
 <title>{escape(title)}</title>
-<style>{_STYLE}</style>
+<style>{_PAGE_STYLE}</style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
@@ -290,23 +303,6 @@ def _table(table: Table) -> str:
         f'<div class="wide"><table><caption>{escape(table.title)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-# Okabe and Ito's colours, distinct with any colour vision. Later markers are smaller, so that lines
-# on top of each other are all seen.
-_MODALITIES: dict[str, dict[str, Any]] = {
-    "text": {"color": "#0072B2", "marker": "o", "markersize": 10},
-    "image": {"color": "#E69F00", "marker": "s", "markersize": 7.5},
-    "video": {"color": "#009E73", "marker": "^", "markersize": 6},
-    "audio": {"color": "#CC79A7", "marker": "D", "markersize": 4},
-}
-_PRESETS = {"compact": "#0072B2", "oscar": "#D55E00", "kivi": "#7F7F7F"}
-_CHANNELS: dict[str, dict[str, Any]] = {
-    "raw": {"color": "#7F7F7F", "marker": "o", "markersize": 9},
-    "balanced": {"color": "#56B4E9", "marker": "^", "markersize": 6},
-    "rotated": {"color": "#E69F00", "marker": "s", "markersize": 9},
-    "balanced, rotated": {"color": "#009E73", "marker": "D", "markersize": 5},
-}
 
 
 def require_matplotlib() -> None:
@@ -364,7 +360,7 @@ def _norms(panel: Axes, inspection: Inspection) -> None:
     places = _places(inspection)
     for name in inspection.layers[0].norms.tokens:
         spreads = [layer.norms.tokens[name] for layer in inspection.layers]
-        style, tokens = _MODALITIES[name], f"{name} ({inspection.tokens[name]:,} tokens)"
+        style, tokens = _MODALITY_STYLES[name], f"{name} ({inspection.tokens[name]:,} tokens)"
         panel.plot(places, [spread.median for spread in spreads], label=tokens, **style)
         low, high = [spread.p5 for spread in spreads], [spread.p95 for spread in spreads]
         panel.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -382,7 +378,7 @@ def _spread(panel: Axes, inspection: Inspection) -> None:
             norms = [layer.norms for layer in inspection.layers]
             spreads = [(x.heads if stage == "before" else x.scaled)[name] for x in norms]
             ratios = [spread.p95 / max(spread.p5, 1e-12) for spread in spreads]
-            style = _MODALITIES[name] | shown
+            style = _MODALITY_STYLES[name] | shown
             panel.plot(_places(inspection), ratios, label=f"{name}, {stage}", **style)
     panel.axhline(1, color="black", linewidth=1, label="after scaling per head")
 
@@ -402,7 +398,9 @@ def _divergence(panel: Axes, inspection: Inspection) -> None:
                 hollow = {"marker": "s", "markersize": 9, "markerfacecolor": "none"}
                 style = hollow | {"linestyle": "--"}
             label = f"{preset}, {'scaled' if variant.token_scaling else 'not scaled'}"
-            panel.plot(_places(inspection), values, color=_PRESETS[preset], label=label, **style)
+            panel.plot(
+                _places(inspection), values, color=_PRESET_COLOURS[preset], label=label, **style
+            )
 
 
 def _errors_of(panel: Axes, inspection: Inspection, field: str) -> None:
@@ -411,7 +409,7 @@ def _errors_of(panel: Axes, inspection: Inspection, field: str) -> None:
     panel.set_ylabel("relative error, |quantized - exact| / |exact|")
     variant, _ = PAIRS["compact"]
     for name in inspection.parts:
-        style = _MODALITIES.get(name, {"color": "black", "linestyle": ":"})
+        style = _MODALITY_STYLES.get(name, {"color": "black", "linestyle": ":"})
         values = [getattr(layer.errors[variant.label][name], field) for layer in inspection.layers]
         panel.plot(_places(inspection), values, label=name, **style)
 
@@ -420,6 +418,6 @@ def _channels(panel: Axes, inspection: Inspection) -> None:
     panel.set_title("Outlier channels of keys, in the head where they are worst")
     panel.set_ylabel("largest / median channel (root mean square)")
     panel.axhline(1, color="black", linewidth=1)
-    for name, style in _CHANNELS.items():
+    for name, style in _CHANNEL_STYLES.items():
         ratios = [layer.channels[name] for layer in inspection.layers]
         panel.plot(_places(inspection), ratios, label=name, **style)

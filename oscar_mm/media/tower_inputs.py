@@ -30,6 +30,16 @@ _BATCH_PIXELS = 1 << 21
 
 _ARGUMENTS = {"pixel_values": "image_processor", "pixel_values_videos": "video_processor"}
 """Arguments of a model's forward, and the part of a processor that makes each."""
+SAMPLES = "audio_samples"
+"""Argument of a model's forward instead of features and their mask: a list of the samples of each
+recording, (n,) float32, which stay on the CPU."""
+_MOST_SAMPLES = 3600 * RATE
+"""Most samples of a recording that a GPU makes features of. An hour takes 2.5 GB at most meanwhile,
+less than the first convolution of Qwen3-Omni's tower after it: 3 GB from 500 seconds on."""
+_EXTRACT = "_torch_extract_fbank_features"
+"""What an extractor calls with (recordings, samples) float32 of equal length and a device. Its
+__call__ copies samples twice before, which takes longer than all else on a GPU. With a version of
+transformers that lacks the method, features are made before a prompt waits."""
 
 
 class PixelScale(NamedTuple):
@@ -158,20 +168,6 @@ def _batches(images: Sequence[Image.Image]) -> Iterator[Sequence[Image.Image]]:
     cuts = [place for place, (one, two) in enumerate(pairwise(numbers), 1) if one != two]
     for start, stop in pairwise([0, *cuts, len(images)]):
         yield images[start:stop]
-
-
-SAMPLES = "audio_samples"
-"""Argument of a model's forward instead of features and their mask: a list of the samples of each
-recording, (n,) float32, which stay on the CPU."""
-
-_MOST_SAMPLES = 3600 * RATE
-"""Most samples of a recording that a GPU makes features of. An hour takes 2.5 GB at most meanwhile,
-less than the first convolution of Qwen3-Omni's tower after it: 3 GB from 500 seconds on."""
-
-_EXTRACT = "_torch_extract_fbank_features"
-"""What an extractor calls with (recordings, samples) float32 of equal length and a device. Its
-__call__ copies samples twice before, which takes longer than all else on a GPU. With a version of
-transformers that lacks the method, features are made before a prompt waits."""
 
 
 def tower_device(model: Any) -> torch.device | None:

@@ -18,6 +18,8 @@ BUNDLED = {
     "pocket-omni": "hears spoken digits and a few words, reads codes, short receipts and shapes",
 }
 """Name of each model, and what it can do; Qwen3-VL, LLaVA-v1.6 and Qwen3-Omni in this order."""
+_TIMEOUT_S = 1.5
+_TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 
 
 def bundled(model: str | Path) -> Path | None:
@@ -37,10 +39,6 @@ def description(name: str) -> str:
     millions = weights.stat().st_size / 2e6
     skills = f"{BUNDLED[name]}; it knows nothing else"
     return f"{name}, {millions:.0f}M parameters, a bundled demo model that {skills}"
-
-
-_TIMEOUT_S = 1.5
-_TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 
 
 def source_of(model: Any) -> str:

@@ -17,6 +17,10 @@ from oscar_mm.quant.quantize import unpack_stored
 
 _SCORE_ELEMENTS = 1 << 24
 """Scores computed at a time where there is no flash attention (float32: 64 MB)."""
+_TOKENS_AT_ONCE = 2048
+"""Tokens of the past that are in memory at a time, in float32, without a kernel."""
+_FEW = 16_384
+"""Most tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
 
 
 class MergedAttention:
@@ -119,12 +123,6 @@ def _without_flash(
         totals.append(scores.logsumexp(-1).flatten(1, 2))
         outputs.append((scores.softmax(-1) @ values).flatten(1, 2))
     return torch.cat(outputs, dim=2), torch.cat(totals, dim=2)
-
-
-_TOKENS_AT_ONCE = 2048
-"""Tokens of the past that are in memory at a time, in float32, without a kernel."""
-_FEW = 16_384
-"""Most tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
 
 
 def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
