@@ -1,13 +1,21 @@
 """Questions about images, videos and sound with a 2-bit KV cache.
 
 Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
-wait for torch. Even so, transformers knows attention "oscar" after the import.
+wait for torch.
+
+Even so, transformers knows ``attn_implementation="oscar"`` after the import, whichever of the two
+is imported first. So a finder stays in ``sys.meta_path`` (PEP 302) until transformers imports its
+models' base class: it lets the other finders find that module, then imports ``oscar_mm.attention``
+and removes itself. Nothing in transformers is changed.
 """
 
-import importlib
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from oscar_mm.registration import register as _register
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
@@ -50,6 +58,9 @@ _HOME = {
     "Span": "oscar_mm.modality",
     "roundtrip": "oscar_mm.inspect.quantization_errors",
 }
+_MODELS = "transformers.modeling_utils"
+"""Module of ``AttentionInterface``; every model of transformers needs it."""
+_ATTENTION = "oscar_mm.attention"
 
 
 def __getattr__(name: str) -> object:
@@ -62,6 +73,55 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+class _Registration:
+    """Finder of the module ``_MODELS``; after its import, attention "oscar" is registered."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Spec of ``_MODELS``, whose loader registers the attention too; None for other modules."""
+        if name != _MODELS:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)  # pyright: ignore[reportAttributeAccessIssue]
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs the module's own loader, then registers attention "oscar"."""
+
+    def __init__(self, loader: Any, finder: _Registration) -> None:
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        importlib.import_module(_ATTENTION)
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other member of the module's own loader, such as ``get_source``."""
+        return getattr(self._loader, name)
+
+
+def _register() -> None:
+    """Register attention "oscar" now if transformers' models are imported, else when they are."""
+    if _MODELS in sys.modules:
+        importlib.import_module(_ATTENTION)
+    elif not any(isinstance(finder, _Registration) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Registration())
 
 
 _register()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from oscar_mm import registration
-from oscar_mm.registration import MODELS, Registration
+import oscar_mm
+from oscar_mm import _MODELS, _Registration
 from tests.checkpoints import build_decoder
 from tests.test_package import run_python
 
@@ -98,10 +98,10 @@ def test_a_failed_import_may_be_tried_again(tmp_path: Path, monkeypatch) -> None
     (package / "__init__.py").touch()
     (package / "base.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registration, "MODELS", "models_of_a_test.base")
+    monkeypatch.setattr(oscar_mm, "_MODELS", "models_of_a_test.base")
     registered = []
-    monkeypatch.setattr(registration.importlib, "import_module", registered.append)
-    finder = Registration()
+    monkeypatch.setattr(oscar_mm.importlib, "import_module", registered.append)
+    finder = _Registration()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     with pytest.raises(ZeroDivisionError):
         import models_of_a_test.base
@@ -119,15 +119,15 @@ def test_a_failed_import_may_be_tried_again(tmp_path: Path, monkeypatch) -> None
 
 
 def test_registered_once_where_models_are_there(monkeypatch) -> None:
-    assert MODELS in sys.modules
+    assert _MODELS in sys.modules
     before = list(sys.meta_path)
-    registration.register()
+    oscar_mm._register()
     assert sys.meta_path == before
-    monkeypatch.delitem(sys.modules, MODELS)
+    monkeypatch.delitem(sys.modules, _MODELS)
     monkeypatch.setattr(sys, "meta_path", before)
     for _ in range(2):
-        registration.register()
-    assert sum(isinstance(finder, Registration) for finder in sys.meta_path) == 1
+        oscar_mm._register()
+    assert sum(isinstance(finder, _Registration) for finder in sys.meta_path) == 1
 
 
 def test_from_pretrained_here(folder: Path) -> None:
