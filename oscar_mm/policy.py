@@ -90,7 +90,8 @@ class KVPolicy:
             most two different widths below 16.
         key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR): whole
             pages of 128 tokens at a time. "token" quantizes each token over a group of channels
-            (QuaRot): a token takes a slot of its page as soon as it leaves the window.
+            (QuaRot): a token that has left the window takes a slot of a page, and a page begins
+            with as many tokens as take its bytes in 16 bit.
         key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
         value_group: channels of a value group: 32, 64 or 128. A head that the group does not
             divide uses the largest divisor of head_dim below it.

@@ -20,13 +20,8 @@ from oscar_mm.admission.capacity import (
 )
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.slot_growth import (
-    Growth,
-    bytes_over_time,
-    first_page_tokens,
-    pool_bytes,
-    slot_growth,
-)
+from oscar_mm.cache.rows import least_page_tokens
+from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
 from oscar_mm.cache.slots import SlotSet
 from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
@@ -181,7 +176,7 @@ class Admission:
             # other tokens may be in the window, and fewer wait for a page.
             row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
             policy = self.store.policy
-            waiting = sum(first_page_tokens(bits) for bits in policy.bits if bits.packed)
+            waiting = sum(least_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
             order = policy.window + policy.sinks + waiting
             self._check_bytes(size, np.concatenate(row)[doubt:], past, order)
 

@@ -3,8 +3,8 @@
 A forward pass brings every layer the keys and values of the same new tokens. The ledger decides
 once what is to happen to them (a ``Step``: slots to fill, slots to write) and every layer carries
 it out on its own pools. New tokens are in 16 bit. A token that has left the window is packed: it
-takes the next slot of its stream's last page or, where pages are packed as a whole, waits until a
-page is full.
+takes the next slot of its stream's last page. Where that one is full it waits until enough tokens
+do for another page, and where pages are packed as a whole until a page is full.
 Crop, fork, beam reordering, forgetting tokens and reset are changes of the ledger alone.
 """
 

@@ -16,7 +16,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import SECOND, START, Entries
 from oscar_mm.ops.store_torch import STORED_CENTER
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.policy import PLAIN, Bits
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 
 @dataclass
@@ -155,6 +155,13 @@ class Stream:
             for old, new in zip((self.pages, self.starts, self.stops), columns, strict=True)
         )
         return list(before), list(columns[0])
+
+
+def least_page_tokens(policy: KVPolicy, bits: Bits) -> int:
+    """Tokens with which a stream page begins: so many that it takes no more bytes than they do in
+    16 bit, with heads of 64 channels; with larger ones it takes less."""
+    scales = PAGE_TOKENS // min(policy.key_group, 64) + PAGE_TOKENS // min(policy.value_group, 64)
+    return 4 * (bits.keys + bits.values) + scales + policy.center
 
 
 SINK = len(Modality)

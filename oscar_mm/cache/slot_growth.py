@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
+from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream, least_page_tokens
 from oscar_mm.cache.slots import SlotAllocator, UnchangedSlots
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.modality import PADDING, Modality
@@ -28,25 +28,27 @@ _SMALL_WINDOW = 4
 """A smaller one has too few keys for a page's center."""
 
 
-def packed_of(policy: KVPolicy, bits: Bits, waiting: Count, *, begun: bool) -> Count:
+def packed_of(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Count:
     """How many of a stream's tokens that have left the window are packed.
 
-    A stream page takes any number. The first one begins when so many wait that it takes no more
-    bytes than they do in 16 bit.
+    Of a stream page those for which the last page has room, and whole pages of the others; what is
+    left of these begins a page when it is so much that the page takes no more bytes than it does in
+    16 bit. So it is the same whether tokens come one by one or together.
 
     Args:
         waiting: tokens of the stream that are in 16 bit and not in the window; of an array each
             number by itself.
-        begun: whether the stream has a page.
+        room: places that the stream's last page has for them.
     """
     if bits == PLAIN:
         return waiting * 0
     if not policy.by_token:
         return waiting // PAGE_TOKENS * PAGE_TOKENS
-    return waiting * (begun | (waiting >= first_page_tokens(bits)))
+    last = (waiting - room) * (waiting > room) % PAGE_TOKENS
+    return waiting - last * (last < least_page_tokens(policy, bits))
 
 
-def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> int:
+def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, room: int) -> int:
     """Slots of 16 bit that a sequence may have to spare when a decode step brings it a token.
 
     One, where a token leaves its slot to the next. Else so many are asked for at once, as nobody
@@ -56,17 +58,11 @@ def most_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, *, begun: bool) -> 
     Args:
         bits: of the token's stream.
         in_16_bit: tokens that the sequence has there.
-        begun: whether the stream has a page.
+        room: places that the stream's last page has.
     """
-    if begun and bits.packed and policy.by_token:
+    if room and bits.packed and policy.by_token:
         return 1
     return min(max(1, in_16_bit // 4), _MOST_SPARE)
-
-
-def first_page_tokens(bits: Bits) -> int:
-    """Tokens that in 16 bit take as much as a page of 128: 4 for each bit of keys and of values,
-    and 8 for scales, zeros and center (of head_dim 64, less of larger ones)."""
-    return PAGE_TOKENS * (bits.keys + bits.values + 2) // 32
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
@@ -159,7 +155,7 @@ class Advance:
                 self._own_stream(sequence, leaving)
                 emptied, _ = self._pack(row, sequence, leaving, [], in_window)
         before = sequence.in_16_bit + len(emptied)
-        most = most_spare(self._policy, stream.bits, before, begun=bool(stream.pages))
+        most = most_spare(self._policy, stream.bits, before, stream.room)
         if new:
             if not spare:
                 spare += self._recent.allocate(most)
@@ -177,6 +173,7 @@ class Advance:
         for stored, index in enumerate(real.tolist()[: self._policy.sinks], sequence.stored):
             codes[index] = self._stream_code(sequence, int(ids[index]), stored)
         sequence.stored += len(real)
+        before = sequence.recent(self._policy.window)
         sequence.codes += codes.tobytes()
         self._recent.release(sequence.spare)
         sequence.spare = []
@@ -186,10 +183,13 @@ class Advance:
         left = []
         for code, stream in sequence.streams.items():
             new = np.flatnonzero(codes == code)
-            emptied, unpacked = self._pack(row, sequence, code, new, recent.count(code))
-            self._recent.release(emptied)
-            if len(unpacked):
-                left.append((stream, unpacked))
+            in_window = recent.count(code)
+            # Of other streams nothing is packed, as nothing would be token by token.
+            if before.count(code) + len(new) > in_window:
+                emptied, new = self._pack(row, sequence, code, new, in_window)
+                self._recent.release(emptied)
+            if len(new):
+                left.append((stream, new))
         # At once, so that the pool grows to what is needed and no further.
         slots = self._recent.allocate(sum(len(new) for _, new in left)) if left else []
         for stream, new in left:
@@ -223,11 +223,11 @@ class Advance:
         """
         stream, policy = sequence.streams[code], self._policy
         waiting = max(0, len(stream.slots) + len(new) - in_window)
-        count = packed_of(policy, stream.bits, waiting, begun=bool(stream.pages))
+        room = stream.room if policy.by_token else 0
+        count = packed_of(policy, stream.bits, waiting, room)
         if not count:
             return [], new
         slots = self._allocators[stream.bits]
-        room = stream.room if policy.by_token else 0
         in_last = min(room, count)
         pages = [self._own_last_page(stream, slots)] if in_last else []
         begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))
@@ -348,13 +348,14 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
     left = max(0, sinks - len(codes)) if packs[Modality.TEXT] else 0
     said = {int(Modality.TEXT): np.maximum(time - left, 0)}
     said[Modality.TEXT + SINK] = np.minimum(time, left)
-    recent = np.concatenate([np.frombuffer(past.recent(policy.window), np.uint8), codes])
+    before = past.recent(policy.window)
+    recent = np.concatenate([np.frombuffer(before, np.uint8), codes])
     recent = recent[len(recent) - min(policy.window, len(recent)) :]
     held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
     # All that are packed, and those of them whose slots no past has.
     all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
-    pages: dict[int, np.ndarray] = {}
+    rooms: dict[int, np.ndarray] = {}
     for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
         modality = Modality(code % SINK)
         bits = PLAIN if code >= SINK else policy.bits_for(modality)
@@ -366,11 +367,12 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
             if code == Modality.TEXT:
                 in_window = in_window + np.minimum(said[code], np.minimum(time, policy.window))
             waiting = np.maximum(total - in_window, 0)
-            packed = packed_of(policy, bits, waiting, begun=bool(stream.pages))
             room = stream.room if policy.by_token else 0
+            leaves = before.count(code) + grown > in_window
+            packed = packed_of(policy, bits, waiting, room) * leaves
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
             held[bits] += len(set(stream.pages)) + begun
-            pages[code] = len(stream.pages) + begun
+            rooms[code] = room + begun * PAGE_TOKENS - packed
             # The page whose room is filled is copied first.
             added[bits] += begun + ((packed > 0) & (room > 0))
         all_packed += packed
@@ -380,15 +382,15 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
     # Spare slots; a prompt of one token comes as the tokens of the answer do.
     steps = [(int(codes[0]), 0)] if len(new) == len(codes) == 1 else []
     steps += [(int(Modality.TEXT), step) for step in range(1, answer + 1)]
-    before, packed, own = (
+    in_16_bit, packed, own = (
         np.concatenate([[first], counts])
         for first, counts in ((past.in_16_bit, held[PLAIN]), (0, all_packed), (0, own_packed))
     )
     spare, found = 0, np.zeros_like(time)
     for code, step in steps:
-        begun = bool(pages[code][step]) if code in pages else False
+        room = int(rooms[code][step]) if code in rooms else 0
         bits = PLAIN if code >= SINK else policy.bits_for(Modality(code))
-        most = most_spare(policy, bits, int(before[step]), begun=begun)
+        most = most_spare(policy, bits, int(in_16_bit[step]), room)
         # Without a window the new token is among those that are packed.
         is_packed = policy.window == 0 and packed[step + 1] > packed[step]
         if not is_packed:

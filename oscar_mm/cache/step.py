@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.cache.rows import Row
+from oscar_mm.cache.rows import Row, least_page_tokens
 from oscar_mm.ops.decode_tables import (
     Entries,
     Tables,
@@ -60,6 +60,11 @@ class Filling:
         """The same filling, of tokens before it, once the only new token is in a slot of 16 bit."""
         begins = {page: np.where(x >= 0, ~slot, x) for page, x in self.begins.items()}
         return replace(self, begins=begins)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of pages that it has a part of."""
+        return -(-(self.first + len(self.source)) // TILE) - self.first // TILE
 
     def whole_pages(self) -> np.ndarray:
         """(pages, 128) int32 as ``oscar_mm.ops.pack`` takes them."""
@@ -313,6 +318,10 @@ class FixedTables:
     def __init__(self, rows: int, policy: KVPolicy) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
         self.packs_at_end = policy.by_token and policy.window > 0
+        # Of the tables of a row: as many as the tokens with which a page begins need tiles.
+        self._lines = {
+            bits: -(-least_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
+        }
         self._rooms: dict[tuple[Attention, torch.device], _Room] = {}
         # Of a step's own tokens, by kind; and by kind and device what layers have asked for.
         self._tokens: dict[str, np.ndarray] = {}
@@ -346,17 +355,20 @@ class FixedTables:
         written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
         for bits in self._policy.packed_bits if self._policy.by_token else ():
             fillings = [filling for filling in step.fillings if filling.bits == bits]
-            jobs = np.full((self.rows, HEAD + TILE), -1, dtype=np.int32)
-            begins = np.full((self.rows, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
+            of_row = self._lines[bits]
+            lines = self.rows * of_row
+            jobs = np.full((lines, HEAD + TILE), -1, dtype=np.int32)
+            begins = np.full((lines, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
             if fillings:
-                jobs[[filling.row for filling in fillings]] = store_jobs(fillings)
+                found = store_jobs(fillings)
+                jobs[found[:, 2] * of_row + found[:, 1] % of_row] = found
             for filling in fillings:
                 if filling.begins:
                     if (slot := written.get(filling.row)) is not None:
                         filling = filling.after_write(slot)
-                    begins[filling.row] = filling.beginnings()
+                    begins[filling.row * of_row] = filling.beginnings()
             self._tokens[f"{bits} jobs"] = jobs
-            self._tokens[f"{bits} begins"] = begins[: self.rows * self._policy.center]
+            self._tokens[f"{bits} begins"] = begins[: lines * self._policy.center]
         for (key, _), tensor in self._on_device.items():
             _write(tensor, self._tokens[key])
 
@@ -366,12 +378,15 @@ class FixedTables:
         self.refill_tokens(step)
 
     def takes(self, step: Step) -> bool:
-        """Whether a step packs a token of each row at most; of a policy that packs whole pages,
-        none of the new tokens."""
+        """Whether there is room for what a step packs: of each row tokens of one stream, in one
+        page and in as many tiles as have those with which a page begins; of a policy that packs
+        whole pages, none of the new tokens."""
         if not self._policy.by_token:
             return not any((filling.source >= 0).any() for filling in step.fillings)
         rows = [filling.row for filling in step.fillings]
-        return len(set(rows)) == len(rows) and all(len(one.source) == 1 for one in step.fillings)
+        return len(set(rows)) == len(rows) and all(
+            len(one.pages) == 1 and one.tiles <= self._lines[one.bits] for one in step.fillings
+        )
 
     def tables(self, past: Sequence[Row], attention: Attention, device: torch.device) -> Tables:
         """``Step.tables`` of the step that ``refill`` has written."""
@@ -385,7 +400,7 @@ class FixedTables:
         return self._upload(_WRITES, device)
 
     def slots(self, device: torch.device) -> dict[Bits, Slots]:
-        """``Step.slots_on``, with a line for each row and page -1 for rows without."""
+        """``Step.slots_on``, with lines for each row and page -1 in those without."""
         return {
             bits: Slots(*(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins")))
             for bits in self._policy.packed_bits

@@ -12,6 +12,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend, mask
+from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
 
 STREAM = {"key_axis": "token", "token_scaling": None, "center": True}
@@ -187,3 +188,11 @@ def left_padded(ids: torch.Tensor, *lengths: int) -> torch.Tensor:
     for row, length in zip(rows, lengths, strict=True):
         row[: len(row) - length] = PADDING
     return rows
+
+
+def poison(store: PageStore) -> None:
+    """What nobody holds is NaN: reading it would show."""
+    for pools in store.layers.values():
+        for bits, pool in pools.by_bits.items():
+            free = [slot for slot in store.allocators[bits]._free if slot < len(pool.storage)]
+            pool.storage[free] = 0xFF if bits.packed else torch.nan

@@ -10,8 +10,7 @@ import numpy as np
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.rows import Row
-from oscar_mm.cache.slot_growth import first_page_tokens
+from oscar_mm.cache.rows import Row, least_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
@@ -36,11 +35,16 @@ class Contents:
     def read_ahead(self, step: Step) -> None:
         """What a step writes that is launched ahead: only where nothing is stored."""
         assert not step.copies
+        read = step.sources()[PLAIN]
         for row, _, slot in () if step.writes is None else step.writes.T.tolist():
             owners = self.store.allocators[PLAIN].owners(slot)
             assert owners == 0 or (owners == 1 and slot in step.past[row].spare)
+            assert slot not in read
             self.recent[slot] = -2
         for filling in step.fillings:
+            for page in filling.begins:
+                assert self.store.allocators[filling.bits].owners(page) == 0
+                self.centers[filling.bits, page] = [-2]
             for index in range(len(filling.source)):
                 number, place = divmod(filling.first + index, PAGE_TOKENS)
                 key = filling.bits, filling.pages[number]
@@ -157,8 +161,11 @@ class Numbers:
                 assert not packed & (recent | first)
                 in_window = len(recent & set(places.tolist()))
                 if stream.bits.packed:
-                    begun = first_page_tokens(stream.bits) * (not stream.pages) or 1
-                    waiting = PAGE_TOKENS if policy.key_axis == "channel" else begun
+                    least = least_page_tokens(policy, stream.bits)
+                    waiting = PAGE_TOKENS
+                    if policy.by_token:
+                        assert all(stop >= least for stop in stream.stops)
+                        waiting = 1 if stream.room else least
                     assert len(stream.slots) < waiting + in_window
 
 

@@ -9,7 +9,7 @@ import torch
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache import slot_growth as slot_growth_module
 from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.cache.rows import least_page_tokens
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers
 
@@ -65,14 +65,14 @@ def test_centers_are_of_32_keys() -> None:
     """The page's own first ones where these come together; else those before it, of the same step
     or of the page before."""
     numbers = Numbers(small_window())
-    for count in (100, 60, *[1] * 300, 30, 40, 127):
+    for count in (100, 60, *[1] * 300, 30, 47, 128):
         numbers.advance(np.zeros((1, count), dtype=int))
     numbers.check()
     stream, centers = numbers.ledger.sequences[0].streams[0], numbers.contents.centers
     begins = [centers[stream.bits, page] for page in stream.pages]
     assert begins[:2] == [[*range(32)], [*range(128, 160)]]
     assert begins[2:4] == [[*range(start, start + 32)] for start in (192, 320)]
-    assert begins[4:] == [[*range(498, 530)], [*range(625, 657)]]
+    assert begins[4:] == [[*range(505, 537)], [*range(633, 665)]]
 
 
 def test_a_page_without_these_keys_is_no_help() -> None:
@@ -84,7 +84,8 @@ def test_a_page_without_these_keys_is_no_help() -> None:
         numbers.advance(np.zeros((1, 1), dtype=int))
     numbers.check()
     stream = numbers.ledger.sequences[0].streams[0]
-    assert numbers.contents.centers[stream.bits, stream.pages[-1]] == [128]
+    waited = range(128, 128 + least_page_tokens(small_window(), stream.bits))
+    assert numbers.contents.centers[stream.bits, stream.pages[-1]] == [*waited]
 
 
 def test_the_first_page_has_the_tokens_that_waited() -> None:
@@ -95,12 +96,15 @@ def test_the_first_page_has_the_tokens_that_waited() -> None:
     assert list(centers.values()) == [[*range(min(stop, 32))]]
 
 
+@pytest.mark.parametrize("window", [0, 32])
+@pytest.mark.parametrize("before", [20, 40])
 @pytest.mark.parametrize("copied", ["forked", "loaded", "cropped"])
-def test_copies_go_on_alike(states, tmp_path: Path, copied: str) -> None:
-    cache = OscarCache(small_window())
-    pieces = [[x[:, :, a : a + 1] for x in states] for a in range(100, 150)]
-    cache.update(*(x[:, :, :100] for x in states), 0)
-    for new in pieces[:20]:
+def test_copies_go_on_alike(states, tmp_path: Path, copied: str, before: int, window: int) -> None:
+    """From before a page is full, or while tokens wait for the next one."""
+    cache, first = OscarCache(small_window(window)), 100 + window
+    pieces = [[x[:, :, a : a + 1] for x in states] for a in range(first, first + 80)]
+    cache.update(*(x[:, :, :first] for x in states), 0)
+    for new in pieces[:before]:
         cache.update(*new, 0)
     if copied == "forked":
         twin = cache.fork()
@@ -111,8 +115,8 @@ def test_copies_go_on_alike(states, tmp_path: Path, copied: str) -> None:
         twin = cache.fork()
         twin.update(*pieces[-1], 0)
         twin.crop(-1)
-    for new in pieces[20:]:
+    for new in pieces[before:]:
         for one in (cache, twin):
             one.update(*new, 0)
-    assert cache.get_seq_length() > PAGE_TOKENS
+    assert len(cache.ledger.sequences[0].streams[0].pages) == 2
     assert torch.equal(cache.unpacked(0)[0], twin.unpacked(0)[0])

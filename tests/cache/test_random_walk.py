@@ -11,7 +11,7 @@ import torch
 from oscar_mm import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
-from tests.cache.invariants import POLICIES, check_chunk, chunk, random_ids
+from tests.cache.invariants import POLICIES, check_chunk, chunk, poison, random_ids
 from tests.cache.numbers import check_slots
 
 SHAPE = {"kv_heads": 1, "group": 2, "head_dim": 64}
@@ -72,14 +72,6 @@ class Twin:
 
     def fork(self) -> Twin:
         return Twin(self.cache.fork(), self.keys, self.values, self.real)
-
-
-def poison(store: PageStore) -> None:
-    """What nobody holds is NaN: reading it would show."""
-    for pools in store.layers.values():
-        for bits, pool in pools.by_bits.items():
-            free = [slot for slot in store.allocators[bits]._free if slot < len(pool.storage)]
-            pool.storage[free] = 0xFF if bits.packed else torch.nan
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,14 @@ def taken(ledger: Ledger, new: np.ndarray, answer: int) -> list[dict[Bits, int]]
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @settings(max_examples=6, deadline=None)
-@given(first=RUNS, second=RUNS, answer=st.integers(0, 330), padding=st.integers(0, 3))
-def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, padding) -> None:
+@given(
+    first=RUNS,
+    second=RUNS,
+    answer=st.integers(0, 330),
+    padding=st.integers(0, 3),
+    change=st.tuples(st.sampled_from(["", "crop", "forget"]), st.floats(0, 1), st.floats(0, 1)),
+)
+def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, padding, change) -> None:
     store = PageStore(policy)
     ledger = Ledger(store)
     prompt = np.concatenate([np.full(padding, -1, np.int8), modalities(first)])
@@ -54,7 +60,14 @@ def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, paddi
     for bits in store.allocators:
         assert growth.held[bits].tolist() == [step[bits] for step in steps]
         assert growth.added[bits].tolist() == growth.held[bits].tolist()
-    # A turn goes on from a fork; what was there before stays until it is complete.
+    # Of a conversation that was changed a turn goes on from a fork; what was there before stays
+    # until it is complete.
+    how, *ends = change
+    start, stop = (int(end * ledger.length) for end in sorted(ends))
+    if how == "crop":
+        ledger.crop(stop - start)
+    elif how == "forget":
+        ledger.forget(0, start, stop)
     before = slots(ledger)
     later = slot_growth(policy, modalities(second), answer, ledger.sequences[0])
     twin = ledger.fork()
@@ -63,7 +76,26 @@ def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, paddi
         found = np.array([step[bits] - before[bits] for step in steps])
         assert later.added[bits].tolist() == found.tolist()
     ledger.clear()
+    if how == "forget":  # Out of the middle of a page, which is held twice once one is copied.
+        return
     assert {bits: int(later.held[bits][-1]) for bits in later.held} == slots(twin)
+
+
+def test_tokens_that_wait_beside_room() -> None:
+    """Some were forgotten before them: they take its places when the next of their stream leaves
+    the window, and not before."""
+    ledger = Ledger(PageStore(KVPolicy(bits=2, window=32, sinks=4, **STREAM)))
+    ledger.advance(modalities([(0, 4 + 128 + 20), (1, 32)])[None])
+    ledger.forget(0, 4 + 100, 4 + 128 + 3)
+    new, before = modalities([(1, 3)]), slots(ledger)
+    growth = slot_growth(ledger.policy, new, 80, ledger.sequences[0])
+    steps = taken(ledger.fork(), new, 80)
+    for bits in ledger.allocators:
+        found = [step[bits] - before[bits] for step in steps]
+        assert growth.added[bits].tolist() == found
+    # A page of the images, and that of the text, which is copied as the first of the answer leaves.
+    pages = growth.added[Bits(2, 2)]
+    assert (pages[32], pages[33]) == (1, 2)
 
 
 def test_bytes() -> None:

@@ -6,17 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from oscar_mm import OscarCache
+from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.persist import load_cache, save_cache
 from oscar_mm.cache.step_replay import StepReplay
 from oscar_mm.modality import PADDING
 from oscar_mm.policy import PLAIN
-from tests.cache.invariants import POLICIES, attend_oscar, chunk
+from tests.cache.invariants import (
+    POLICIES,
+    STREAM,
+    attend_oscar,
+    chunk,
+    left_padded,
+    poison,
+    random_ids,
+)
 
 TEXT = np.zeros((1, 1), np.int8)
 
 
-def of_two_layers(policy: str = "stream", tokens: int = 300) -> OscarCache:
+def of_two_layers(policy: str = "stream", tokens: int = 330) -> OscarCache:
     cache = OscarCache(POLICIES[policy])
     for layer in range(2):
         attend_oscar(cache, chunk(layer, tokens), layer=layer)
@@ -135,7 +143,7 @@ def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
         add(cache)
         cache.end_step()
         assert cache.step is step
-    assert cache.step is before and cache.get_seq_length() == 301
+    assert cache.step is before and cache.get_seq_length() == 331
     cache.check_complete()
     for layer, sides in enumerate(held):
         for side, found in zip(sides, cache.unpacked(layer), strict=True):
@@ -144,7 +152,7 @@ def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
     taken = cache.begin(TEXT)
     assert taken.foretold is step
     cache.replayed(taken)
-    assert cache.fork().get_seq_length() == 302
+    assert cache.fork().get_seq_length() == 332
     expected = of_two_layers(policy)
     with_room(expected)
     add(expected)
@@ -217,3 +225,59 @@ def test_a_capture_holds_for_a_version() -> None:
     assert replay.version == version
     cache.store.trim()
     assert replay.version != version
+
+
+ANSWERS = {
+    "2/2": KVPolicy(bits=2, **STREAM),
+    "4/4": KVPolicy(bits=4, **STREAM),
+    "mixed": POLICIES["stream_mixed"],
+    "short window": KVPolicy(bits=(3, 2), window=2, sinks=1, **STREAM),
+    "no window": POLICIES["stream_no_window"],
+    "no center": KVPolicy(bits=2, **STREAM | {"center": False}),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
+    """Pages begin in some of them, of one row or of several. The cache holds, bit for bit, what one
+    does whose steps are eager; nothing is read from slots that nobody has."""
+    steps, rows = 300, 3
+    ids = left_padded(random_ids(0, 60, 90, 40, 60), 250, 131, 7)
+    expected, cache = (OscarCache(ANSWERS[name]) for _ in range(2))
+    for one in (expected, cache):
+        attend_oscar(one, chunk(0, ids.shape[1], batch=rows), ids=ids)
+    for slots in cache.store.allocators.values():
+        slots.release(slots.allocate(300))
+    replay, text = StepReplay(cache, rows), np.zeros((rows, 1), np.int8)
+    pick, begun, early = np.random.default_rng(0), 0, 0
+
+    def take(seed: int) -> torch.Tensor:
+        output = attend_oscar(cache, chunk(seed, 1, batch=rows))
+        cache.end_step()
+        return output
+
+    for index in range(1, steps + 1):
+        poison(cache.store)
+        told = replay.foretell(text) if ahead and index > 1 else None
+        stays = pick.random() < 0.8
+        output = torch.empty(0)
+        if told is not None:
+            with replay.rehearsal(told):
+                output = take(index if stays else 10_000 + index)
+            if not stays:
+                cache.forget(0, 0)  # A change, of no token.
+        step = cache.begin(text)
+        begun += sum(filling.first == 0 for filling in step.fillings)
+        if step.foretold is not None and step.foretold is told:
+            early += 1
+            cache.replayed(step)
+        else:
+            assert replay.fix(step)
+            output = take(index)
+        assert torch.equal(output, attend_oscar(expected, chunk(index, 1, batch=rows)))
+        if index % 10 == 0:
+            for found, other in zip(cache.unpacked(0), expected.unpacked(0), strict=True):
+                assert torch.equal(found, other)
+    assert begun >= 5
+    assert early > 0.7 * steps if ahead else not early

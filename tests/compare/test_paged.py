@@ -149,12 +149,12 @@ BYTES_OF_A_HEAD = {
 def test_bits_are_those_counted_by_hand(name: str) -> None:
     method = next(one for one in METHODS if one.name == name)
     recorder = Recorder()
-    keys = torch.randn(2, 2, 300, 128)
-    queries = torch.randn(2, 4, 300, 128)
+    keys = torch.randn(2, 2, 330, 128)
+    queries = torch.randn(2, 4, 330, 128)
     recorder.cache.look(0, torch.nn.Module(), queries, keys, keys, 1.0)
-    back = method.restored(recorder.layers[0], torch.ones(300, dtype=torch.int8))
-    # Of each of two rows two pages; of tokens 264 are packed, which is a part of a third one.
-    tokens = 264 if method.policy.key_axis == "token" else 256
+    back = method.restored(recorder.layers[0], torch.ones(330, dtype=torch.int8))
+    # Of each of two rows two pages; of tokens 294 are packed, which is a part of a third one.
+    tokens = 294 if method.policy.key_axis == "token" else 256
     assert back.stored_values == 2 * 2 * 128 * 2 * tokens
     assert back.stored_bytes == 2 * 2 * BYTES_OF_A_HEAD[name] * tokens // 128
 

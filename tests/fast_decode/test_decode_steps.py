@@ -16,6 +16,7 @@ from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_batch
 from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.ops.store_torch import NOTHING
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM
 from tests.prompts import REQUESTS
@@ -207,8 +208,9 @@ def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch)
     assert found.recents.shape[1] >= int(found.counts.sum()) > tables.recents.shape[1]
 
 
-def test_fixed_tables_of_slots_have_a_line_for_each_row() -> None:
-    """Lines of rows that pack nothing, and of formats that nobody fills, do nothing.
+def test_fixed_tables_of_slots_have_two_lines_for_each_row() -> None:
+    """As many as the tiles of the tokens with which a page begins. Lines of rows that pack nothing,
+    and of formats that nobody fills, do nothing.
 
     The new token is named by the slot that it has at the end of the step.
     """
@@ -223,21 +225,25 @@ def test_fixed_tables_of_slots_have_a_line_for_each_row() -> None:
     begins = {4: np.array([~7, 0])}
     step = Step(
         fillings=[
-            Filling(2, text, [4], 0, np.array([~7]), begins),
+            Filling(2, text, [4], 0, ~np.arange(7, 32), begins),
             Filling(0, image, [9], 70, np.array([~3]), {}),
         ],
         writes=np.array([[0, 2], [0, 0], [11, 12]]),
     )
     assert fixed.takes(step)
     fixed.refill_tokens(step)
-    assert slots[text].jobs[:, 0].tolist() == [-1, -1, 4]
-    assert slots[text].begins[2, :6].tolist() == [4, 2, 2, 0, ~7, ~12]
+    assert slots[text].jobs[:, 0].tolist() == [-1, -1, -1, -1, 4, 4]
+    assert slots[text].jobs[4:, 1:4].tolist() == [[0, 2, 0], [1, 2, 0]]
+    assert slots[text].jobs[5, 4:].tolist() == [*range(~23, ~32, -1), *[NOTHING] * 7]
+    assert slots[text].begins[:, 0].tolist() == [-1, -1, -1, -1, 4, -1]
+    assert slots[text].begins[4, :6].tolist() == [4, 2, 2, 0, ~7, ~12]
     assert slots[image].jobs[0, :4].tolist() == [9, 4, 0, 0]
     assert slots[image].jobs[0, 4 + 70 % 16] == ~3
     assert (slots[image].begins == -1).all()
     assert not fixed.takes(Step(fillings=[*step.fillings, step.fillings[0]]))
-    many = Filling(1, text, [4], 0, np.arange(2), {})
-    assert not fixed.takes(Step(fillings=[many]))
+    for pages, first, count in (([4], 15, 17), ([4], 15, 18), ([4, 5], 127, 2)):
+        filling = Filling(1, text, pages, first, ~np.arange(count), {})
+        assert fixed.takes(Step(fillings=[filling])) == (count == 17)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "stream"])

@@ -12,9 +12,9 @@ from oscar_mm.pipelines.pipeline import Pipeline
 CARDS = sorted((Path(__file__).parents[2] / "examples" / "media" / "cards").glob("*.png"))
 LENGTHS = [*range(1, 60, 4), *range(60, 301, 24)]
 """Words of prompts; the template has some 6 to 12 tokens more."""
-PACKS_FROM = 64
+PACKS_FROM = 61
 """Tokens of one modality of which the first page takes less than they do in 16 bit: sinks, window
-and ``first_page_tokens`` of 3 and 2 bits."""
+and ``least_page_tokens`` of 3 and 2 bits."""
 
 
 @pytest.fixture(scope="module", params=["pocket-vl", "pocket-llava"])

@@ -156,18 +156,20 @@ def test_a_long_prompt(name: str, head_dim: int) -> None:
 
 
 def steps_of(page_format: PageFormat, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Jobs and begins of a decode step: a token of each of five rows, of whose pages two begin."""
-    jobs = torch.full((5, HEAD + TILE), NOTHING, dtype=torch.int32)
-    numbers = [[-1, 2, 4, 0, 1], [-1, 7, 0, 0, 3], [0, 1, 2, 3, 4], [0] * 5]
+    """Jobs and begins of a decode step: tokens of five rows, of whose pages two begin, one of them
+    with two jobs."""
+    jobs = torch.full((6, HEAD + TILE), NOTHING, dtype=torch.int32)
+    numbers = [[-1, 2, 4, 0, 1, 4], [-1, 7, 0, 0, 3, 1], [0, 1, 2, 3, 4, 2], [0] * 6]
     jobs[:, :HEAD] = torch.tensor(numbers).T
     jobs[torch.arange(5), HEAD + torch.tensor([9, 15, 0, 0, 8])] = ~torch.tensor(
         [90, 3, 0, 38, 17], dtype=torch.int32
     )
-    begins = torch.full((5, HEAD + CENTER_TOKENS), -1, dtype=torch.int32)
+    jobs[2, HEAD:], jobs[5, HEAD : HEAD + 7] = ~torch.arange(TILE), ~torch.arange(TILE, TILE + 7)
+    begins = torch.full((6, HEAD + CENTER_TOKENS), -1, dtype=torch.int32)
     for line, count in ((2, 32), (3, 1)):
         begins[line, :HEAD] = torch.tensor([jobs[line, 0], line, count, 0])
         begins[line, HEAD : HEAD + count] = ~torch.arange(count, dtype=torch.int32)
-    return jobs.to(place), begins[: 5 * page_format.center].to(place)
+    return jobs.to(place), begins[: 6 * page_format.center].to(place)
 
 
 @pytest.mark.gpu
