@@ -276,8 +276,9 @@ class Step:
         return self._made[key]
 
 
-_LEAST = 64
-"""Items, and tokens in 16 bit, that there is room for."""
+_LEAST_ITEMS, _LEAST_RECENTS = 64, 128
+"""That there is room for: of tokens in 16 bit the sinks, the window and, of the streams of a few
+modalities, those that wait for a page."""
 _WRITES = "writes"
 
 
@@ -292,7 +293,7 @@ class _Room(NamedTuple):
     def of(cls, attention: Attention, past: Sequence[Row], device: torch.device) -> _Room:
         """A new tensor with room for twice the items, and twice the tokens in 16 bit."""
         items, recents = lengths_of(arrays_of(*attention.over(past)))
-        longest = max(_LEAST, 2 * items), max(_LEAST, 2 * recents)
+        longest = max(_LEAST_ITEMS, 2 * items), max(_LEAST_RECENTS, 2 * recents)
         arrays = arrays_of(*attention.over(past), longest)
         whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
         return cls(longest, whole, Tables.within(whole, arrays))
