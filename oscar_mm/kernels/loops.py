@@ -12,11 +12,13 @@ import operator
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -24,6 +26,8 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
+_LOCK, _LONGEST_LOCK_S = "oscar_mm.lock", 120.0
+"""File that a process locks while it compiles, and seconds after which it goes without files."""
 _log = logging.getLogger(__name__)
 LANES = 16
 # Type checkers take what they return for a function of other arguments.
@@ -38,15 +42,17 @@ class compiled:  # a decorator
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         try:
-            self._compiled = njit(cache=True, **_HOW)(function)
+            self._compiled: Any = njit(cache=True, **_HOW)(function)
         except RuntimeError as error:  # No folder can be written.
             self._do_without_file(error)
+        else:
+            self._compiled.compile = partial(_compile_alone, self._compiled)
 
     def __call__(self, *arguments: Any) -> None:
         """Run the loops."""
         try:
             self._compiled(*arguments)
-        except Exception as error:  # a full disk, or a damaged file
+        except Exception as error:  # a full disk, a damaged file, or a lock that is never free
             self._do_without_file(error)
             self._compiled(*arguments)
 
@@ -54,6 +60,19 @@ class compiled:  # a decorator
         name = self._function.__name__
         _log.warning("%s is compiled at each start, which takes seconds: %s", name, error)
         self._compiled = njit(**_HOW)(self._function)
+
+
+def _compile_alone(dispatcher: Any, types: Any) -> Any:
+    """Compile a function, or find its code, while no other process does.
+
+    numba notes which file has the code for some types before it writes that file, and asks nobody
+    whether the note is taken: another process would run code for other types, or of an older
+    version, in which it writes beyond arrays.
+    """
+    folder = Path(dispatcher.stats.cache_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / _LOCK, timeout=_LONGEST_LOCK_S):
+        return type(dispatcher).compile(dispatcher, types)
 
 
 # A function that is called is there twice, once in the caller's own code, and which of the two is

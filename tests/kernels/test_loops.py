@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from oscar_mm.kernels.loops import (
     store,
     total,
 )
+from tests.processes import ROOT
 
 REVERSED_SECOND = shuffle(*(2 * LANES - 1 - lane for lane in range(LANES)))
 FLOATS = np.linspace(-3, 4, 3 * LANES, dtype=np.float32)
@@ -84,6 +86,58 @@ def test_a_file_that_cannot_be_written(folder: Path) -> None:
 def test_no_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     assert doubles()
+
+
+ADDS = """
+import sys
+import numpy as np
+from numba.core import caching
+from oscar_mm.kernels.loops import compiled
+
+save = caching.IndexDataCacheFile._save_data
+
+def save_later(self, *data):
+    print("noted", flush=True)
+    sys.stdin.read()
+    save(self, *data)
+
+@compiled
+def add_up(numbers, found):
+    for number in numbers:
+        found[0] += number
+
+if sys.argv[2] == "slow":
+    caching.IndexDataCacheFile._save_data = save_later
+numbers, found = np.arange(8).astype(sys.argv[1]), np.zeros(1)
+print("calls", flush=True)
+add_up(numbers, found)
+print(found[0], flush=True)
+"""
+
+
+def test_no_process_runs_code_for_other_types(tmp_path: Path) -> None:
+    """One has noted where its code will be, where there is code of before for other types."""
+    script = tmp_path / "adds.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "files")}
+
+    def adds(dtype: str, how: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, script, dtype, how],
+            env=environment,
+            text=True,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+        )
+
+    script.write_text(ADDS)
+    assert adds("float32", "").communicate() == ("calls\n28.0\n", "")
+    script.write_text(ADDS + "# a newer version")
+    with adds("float64", "slow") as first, adds("float64", "") as second:
+        assert first.stdout is not None and second.stdout is not None
+        assert [first.stdout.readline() for _ in range(2)] == ["calls\n", "noted\n"]
+        assert second.stdout.readline() == "calls\n"
+        time.sleep(0.5)
+        assert first.communicate() == ("28.0\n", "")
+        assert second.communicate() == ("28.0\n", "")
 
 
 @pytest.fixture
