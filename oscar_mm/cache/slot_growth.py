@@ -381,7 +381,7 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
         added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
     # Spare slots; a prompt of one token comes as the tokens of the answer do.
     steps = [(int(codes[0]), 0)] if len(new) == len(codes) == 1 else []
-    steps += [(int(Modality.TEXT), step) for step in range(1, answer + 1)]
+    steps += [(int(Modality.TEXT) + SINK * (step <= left), step) for step in range(1, answer + 1)]
     in_16_bit, packed, own = (
         np.concatenate([[first], counts])
         for first, counts in ((past.in_16_bit, held[PLAIN]), (0, all_packed), (0, own_packed))

@@ -98,6 +98,19 @@ def test_tokens_that_wait_beside_room() -> None:
     assert (pages[32], pages[33]) == (1, 2)
 
 
+def test_an_answer_whose_first_tokens_are_sinks() -> None:
+    """Earlier sinks were forgotten, but not all of a page of text: sinks stay in 16 bit all the
+    same, and need spare slots."""
+    ledger = Ledger(PageStore(KVPolicy(bits=2, window=3, sinks=40, **STREAM)))
+    ledger.advance(modalities([(0, 40 + 80)])[None])
+    ledger.forget(0, 0, 40 + 60)
+    new, before = modalities([(1, 1)]), slots(ledger)
+    growth = slot_growth(ledger.policy, new, 60, ledger.sequences[0])
+    steps = taken(ledger.fork(), new, 60)
+    for bits in ledger.allocators:
+        assert growth.added[bits].tolist() == [step[bits] - before[bits] for step in steps]
+
+
 def test_bytes() -> None:
     growth = slot_growth(KVPolicy.preset("compact"), modalities([(0, 10), (1, 260)]), 40)
     sizes = {Bits(2, 2): 1000, PLAIN: 100}
