@@ -201,9 +201,11 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     work, rates = summary["work"], summary["throughput"]
     peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
     most = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
+    # Of a run that had nothing left to do there is none.
+    memory = f"; most memory: {most}" if most else ""
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
-        f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour; most memory: {most}"
+        f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour{memory}"
     )
 
 

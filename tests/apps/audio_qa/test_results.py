@@ -9,7 +9,7 @@ import pytest
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.apps.audio_qa.engine import AnswerSettings
-from oscar_mm.apps.audio_qa.results import AnswerFile
+from oscar_mm.apps.audio_qa.results import AnswerFile, Work, print_summary, summarize
 from oscar_mm.apps.audio_qa.rows import Row
 
 HOW = AnswerSettings(KVPolicy.preset("compact")).fingerprint("a model")
@@ -171,3 +171,9 @@ def test_a_link_leads_to_the_file(tmp_path: Path) -> None:
     answers.resume([], retry_failed=True)
     answers.close()
     assert (tmp_path / "link").is_symlink() and len(path.read_bytes().splitlines()) == 1
+
+
+def test_a_run_that_had_nothing_left_to_do(capsys) -> None:
+    print_summary(summarize([], Work(0, 0.0, 0.0, 0.0, 0, 0)))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "0 rows in 0.0 s, 0.0 hours of audio per hour"
