@@ -120,7 +120,8 @@ def _register() -> None:
     """Register attention "oscar" now if transformers' models are imported, else when they are."""
     if _MODELS in sys.modules:
         importlib.import_module(_ATTENTION)
-    elif not any(isinstance(finder, _Registration) for finder in sys.meta_path):
+    # By name: if this module is loaded again, the finder that is there is of another class.
+    elif not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Registration())
 
 

@@ -32,6 +32,8 @@ ORDERS = {
     "after transformers": "import transformers\nimport oscar_mm",
     "after its models": "from transformers import LlamaForCausalLM\nimport oscar_mm",
     "by a part": "from oscar_mm.policy import KVPolicy",
+    "loaded again": "import importlib, oscar_mm\nimportlib.reload(oscar_mm)",
+    "imported anew": "import oscar_mm, sys\ndel sys.modules['oscar_mm']\nimport oscar_mm",
 }
 LOOK = (
     "{}import inspect, transformers.modeling_utils as m; "
