@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -124,16 +124,18 @@ class Pipeline:
         )
         self.store.ranks = Ranks.of(self.model)
         self.store.ranks.check(self.policy)
+        # Worked out once for this pipeline and those that ``with_policy`` makes of it.
+        self._fingerprint = lru_cache(partial(model_fingerprint, self.model))
         self.media_reader.fit = self.family.largest_image
         longest = self.model.config.get_text_config().max_position_embeddings
         most = min(max_context or longest, longest)
         self.admission = Admission(self.family, self.store, most, prefill_chunk, budget)
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Which checkpoint the model is, see ``model_fingerprint``; saved chats have it."""
-        return model_fingerprint(self.model)
+        return self._fingerprint()
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache between turns.

@@ -41,7 +41,7 @@ class Qwen3Omni(Family):
 
     ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
     checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``, and to take
-    pixels as bytes (``oscar_mm.media.tower_inputs``) and samples (``oscar_mm.media.tower_inputs``).
+    pixels as bytes, and samples (``oscar_mm.media.tower_inputs``).
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
     positions whatever comes with it (the processor would pad recordings to the longest and take

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -259,7 +259,7 @@ class ChatEngine(Protocol):
         """The model, its processor and what is special about them."""
         ...
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Which checkpoint the model is; saved chats have it."""
         ...

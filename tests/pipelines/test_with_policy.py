@@ -17,6 +17,15 @@ def pipe(qwen3_vl_folder) -> OscarVLPipeline:
     return made
 
 
+def test_both_are_of_one_checkpoint(qwen3_vl_folder) -> None:
+    """That is worked out once, whichever is asked: it waits for each weight of a GPU."""
+    pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu")
+    twin = pipe.with_policy("bf16")
+    assert twin.fingerprint is pipe.fingerprint
+    loaded = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="bf16")
+    assert loaded.fingerprint == pipe.fingerprint
+
+
 def test_it_answers_as_a_pipeline_loaded_with_the_policy(pipe, qwen3_vl_folder) -> None:
     twin = pipe.with_policy("bf16")
     assert twin.model is pipe.model and twin.lock is pipe.lock and type(twin) is type(pipe)
