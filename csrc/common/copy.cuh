@@ -24,16 +24,28 @@ __device__ __forceinline__ void copy_begin(uint64_t* barrier, uint32_t bytes, in
 #endif
 }
 
-// `bytes` and both addresses are multiples of 16.
+// `bytes` and both addresses are multiples of 16. WEIGHTS: in a step they are read once, and are the
+// first to leave L2 when it is full, so that what is small and read by many stays: instructions,
+// parameters, activations.
+template <bool WEIGHTS = false>
 __device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, uint32_t bytes,
                                            uint64_t* barrier, int lane) {
 #if USE_TMA
-  if (lane == 0)
+  if (WEIGHTS && lane == 0) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(target)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+  } else if (lane == 0) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared_address(target)),
         "l"(source), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
+  }
 #else
   for (uint32_t at = lane * 16; at < bytes; at += 512)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) + at),

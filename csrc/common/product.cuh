@@ -35,7 +35,7 @@ __device__ __forceinline__ void request_piece(const ELEMENT* row, int start, int
                                               uint8_t* target, uint64_t* barrier, int lane) {
   const uint32_t bytes = min(PIECE, width - start) * 2;
   copy_begin(barrier, bytes, lane);
-  copy_piece(target, reinterpret_cast<const uint8_t*>(row + start), bytes, barrier, lane);
+  copy_piece<true>(target, reinterpret_cast<const uint8_t*>(row + start), bytes, barrier, lane);
   copy_end(barrier);
 }
 

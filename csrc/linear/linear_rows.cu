@@ -184,21 +184,22 @@ struct Producer {
   __device__ __forceinline__ uint32_t bytes() const { return min(SPAN, width() - start) * 2; }
 
   // Copy the rows that this warp's lanes point at.
+  template <bool WEIGHTS>
   __device__ __forceinline__ void copy_rows(uint8_t* target, const ELEMENT* from,
                                             uint64_t* barrier) const {
     if (from != nullptr)
-      copy_piece(target + row * STRIDE, reinterpret_cast<const uint8_t*>(from + start), bytes(),
-                 barrier, 0);
+      copy_piece<WEIGHTS>(target + row * STRIDE, reinterpret_cast<const uint8_t*>(from + start),
+                          bytes(), barrier, 0);
   }
 
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
     const int rows = sweep.outputs() * SIDES + sweep.group.rows;
     copy_begin(&ring.full[ring.slot], bytes() * rows, row);
-    copy_rows(ring.stage(), weights, &ring.full[ring.slot]);
+    copy_rows<true>(ring.stage(), weights, &ring.full[ring.slot]);
   }
 
   __device__ __forceinline__ void request_x(const Ring& ring) const {
-    copy_rows(ring.stage() + ring.x_row * STRIDE, x, &ring.full[ring.slot]);
+    copy_rows<false>(ring.stage() + ring.x_row * STRIDE, x, &ring.full[ring.slot]);
     copy_end(&ring.full[ring.slot]);
   }
 };
