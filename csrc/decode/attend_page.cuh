@@ -75,7 +75,7 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
   constexpr uint32_t ONES = 0x3c003c00;
   constexpr int VALUE_STEPS = VALUE_GROUP / TILE, LOW = P::Values::LOW;
   const int group = lane >> 2, quad = lane & 3;
-  const bool is_partial = stop - start < PAGE_TOKENS;
+  const bool is_partial = start > part * PART_TOKENS || stop < (part + 1) * PART_TOKENS;
   // Of the first value group the state gathers probability * zero itself; others are added below.
   float zero[VALUE_GROUPS][4] = {};
   uint32_t weights[PART_TILES][2];

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from oscar_mm.ops.library import FORMAT_NUMBERS, ArgumentChecker, format_of
-from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
@@ -24,6 +24,8 @@ FEWEST_ITEMS = 8
 up the parts of many thread blocks takes longer."""
 TILE = 16
 """Tokens in 16 bit that a warp takes at a time."""
+HALF_PAGE = PAGE_TOKENS // 2
+"""Tokens that a warp takes where there are too few whole pages for all warps."""
 START = 1 << 8
 """Unit of the first token in use in a page's entry; below it is the token after the last."""
 SECOND = 1 << 16
@@ -121,6 +123,9 @@ def arrays_of(
         entries, kv_heads, columns, workers: as of ``tables_of``.
         longest: the least length of the second dimension of items and of recents.
     """
+    items = sum(1 - (-len(slots) // TILE) + 2 * len(pages) for pages, slots in entries)
+    if items * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
+        entries = [(_in_halves(pages), slots) for pages, slots in entries]
     counts = np.array([[len(slots), len(pages)] for pages, slots in entries], dtype=np.int32)
     in_16_bit, in_pages = counts.max(axis=0).tolist()
     items = np.zeros((len(entries), max(longest[0], in_pages), 2), dtype=np.int32)
@@ -130,6 +135,20 @@ def arrays_of(
         recents[row, : len(slots)] = slots
     in_items = tuple((-(-slots // TILE), pages) for slots, pages in counts.tolist())
     return assign(in_items, kv_heads, columns, workers), items, recents, counts
+
+
+def _in_halves(pages: np.ndarray) -> np.ndarray:
+    """Pages as of ``Entries``, an item for each half in use.
+
+    Where no warp has more than an item, the largest item is what takes the time.
+    """
+    halves = np.repeat(pages, 2, axis=0)
+    used = halves[:, 1]
+    first, last = used // START % START, used % START
+    first[1::2] = first[1::2].clip(HALF_PAGE)
+    last[::2] = last[::2].clip(None, HALF_PAGE)
+    halves[:, 1] = used & SECOND | first * START | last
+    return halves[first < last]
 
 
 @lru_cache(maxsize=64)

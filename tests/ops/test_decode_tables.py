@@ -70,10 +70,12 @@ def test_more_segments_than_thread_blocks_straddle() -> None:
     assert (table[:, 1] - table[:, 0]).sum() == 8 * (4 + 7)
 
 
+@pytest.mark.parametrize("workers", [10, 20])
 @pytest.mark.parametrize(
     "fields", [{}, {"key_axis": "token", "token_scaling": None, "center": True}]
 )
-def test_every_token_is_listed_once(fields: dict[str, object]) -> None:
+def test_every_token_is_listed_once(fields: dict[str, object], workers: int) -> None:
+    """Also where there are warps enough for half pages."""
     two, four = Bits(2, 2), Bits(4, 2) if fields else Bits(4, 4)
     policy = KVPolicy(bits={"text": four, "image": two}, window=16, sinks=3, **fields)
     ledger = Ledger(PageStore(policy))
@@ -85,27 +87,30 @@ def test_every_token_is_listed_once(fields: dict[str, object]) -> None:
     for start in (60, 120):
         ledger.forget(1, start, start + 30)
     entries = [row.entries((two, four)) for row in ledger.sequences]
-    tables = tables_of(entries, 2, 3, 10, torch.device("cpu"))
+    tables = tables_of(entries, 2, 3, workers, torch.device("cpu"))
+    lengths, starts_within = [], False
     for row, sequence in enumerate(ledger.sequences):
         in_16_bit, pages = tables.counts[row].tolist()
         recents = tables.recents[row, :in_16_bit].tolist()
         streams = sequence.streams.values()
         assert sorted(recents) == sorted(slot for stream in streams for slot in stream.slots)
         assert len(set(recents)) == len(recents)
-        listed, held = [], len(recents)
+        listed = []
         for slot, used in tables.items[row, :pages].tolist():
-            start, stop = used >> 8 & 0xFF, used & 0xFF
-            held += stop - start
-            listed.append((slot, start, stop, four if used >> 16 else two))
-        assert held == sum(stream.tokens for stream in streams) == (885, 825)[row]
+            start, stop, bits = used >> 8 & 0xFF, used & 0xFF, four if used >> 16 else two
+            lengths.append(stop - start)
+            starts_within |= start % 64 > 0 and stop % 64 > 0
+            listed += [(slot, token, bits) for token in range(start, stop)]
+        assert len(listed) + len(recents) == (885, 825)[row]
         assert sorted(listed) == sorted(
-            (slot, start, stop, stream.bits)
+            (slot, token, stream.bits)
             for stream in streams
             for slot, start, stop in zip(stream.pages, stream.starts, stream.stops, strict=True)
+            for token in range(start, stop)
         )
         # The rest of a row, up to the length of the longest, is nobody's token.
         assert not tables.items[row, pages:].any() and not tables.recents[row, in_16_bit:].any()
-    assert any(start and stop < 128 for _, start, stop, _ in listed)
+    assert starts_within and max(lengths) == (64 if workers == 20 else 128)
     # Work is counted in pages and in tiles of 16 tokens, the last of which need not be full.
     in_items = tuple((-(-tokens // 16), pages) for tokens, pages in tables.counts.tolist())
-    assert np.array_equal(tables.assignments.numpy(), assign(in_items, 2, 3, 10))
+    assert np.array_equal(tables.assignments.numpy(), assign(in_items, 2, 3, workers))
