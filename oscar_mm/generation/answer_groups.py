@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -59,6 +61,32 @@ class Moment:
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return earlier._event.elapsed_time(self._event) / 1e3
+
+
+_COUNTED = 9
+"""Steps that the pace is of."""
+
+
+class Pace:
+    """How long a step takes: a quarter of the last ones took less.
+
+    The first step between two layers takes longer, as a GPU waits while the host prepares it; one
+    that launches nothing takes no time.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Moment, Moment]] = deque(maxlen=_COUNTED)
+        self._seconds: deque[float] = deque(maxlen=_COUNTED)
+
+    def note(self, begin: Moment, end: Moment) -> None:
+        """Of a step."""
+        self._steps.append((begin, end))
+
+    def seconds(self) -> float:
+        """Of a step; 0 before there was one. All of them have come."""
+        self._seconds.extend(end.since(begin) for begin, end in self._steps)
+        self._steps.clear()
+        return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0
 
 
 class AnswerGroup:
@@ -179,8 +207,9 @@ class AnswerGroups:
         self.stepping = self.freed = False
         self._shared: AnswerGroup | None = None
         self._alone: list[AnswerGroup] = []
-        self._last_step: tuple[Moment, Moment] | None = None
-        """Its begin and end."""
+        self.pace = Pace()
+        self.wait_since = Moment(family.device)
+        """Since when answers wait for a step: the end of the last one, or when the first came."""
 
     @property
     def live(self) -> list[Generation]:
@@ -198,6 +227,8 @@ class AnswerGroups:
             answer: that goes on.
             alike: whether the caches of all answers are balanced alike.
         """
+        if not self.live:
+            self.wait_since = Moment(self.family.device)
         if self._shared is not None and self._shared.failed:
             self.forget_batch()
         if self.joins(answer):
@@ -228,7 +259,8 @@ class AnswerGroups:
                 group.step()
         finally:
             self.stepping = False
-            self._last_step = begin, Moment(self.family.device)
+            self.wait_since = Moment(self.family.device)
+            self.pace.note(begin, self.wait_since)
 
     def settle_ended(self) -> None:
         """Let go of answers that have ended, and of what they hold."""
@@ -283,18 +315,6 @@ class AnswerGroups:
                 hook.remove()
 
     @property
-    def _step_seconds(self) -> float:
-        """That the last step took."""
-        if self._last_step is None:
-            return 0.0
-        begin, end = self._last_step
-        return end.since(begin)
-
-    def _seconds_to(self, moment: Moment) -> float:
-        """From the end of the last step."""
-        return math.inf if self._last_step is None else moment.since(self._last_step[1])
-
-    @property
     def _groups(self) -> list[AnswerGroup]:
         return [*([] if self._shared is None else [self._shared]), *self._alone]
 
@@ -303,13 +323,33 @@ class AnswerGroups:
         return DecodeBatch(self.family.model, cache, positions.shape[:-2], positions.device)
 
 
+class _Turn(NamedTuple):
+    """Steps between two layers.
+
+    Attributes:
+        since: the end of the turn before; layers came between.
+        begin, end: of the turn; the host prepares the first step after its begin.
+        usual: seconds that its steps take elsewhere.
+    """
+
+    since: Moment
+    begin: Moment
+    end: Moment
+    usual: float
+
+    def owed(self, share: float) -> float:
+        """Seconds that answers have waited, and were not made steps for: ``share`` of a step's."""
+        lost = max(self.end.since(self.begin) - self.usual, 0.0)
+        return self.begin.since(self.since) + lost - share * self.usual
+
+
 class LayerTurns:
     """Turns of the layers of prompts and the steps of answers, while a thread reads prompts.
 
-    Whenever a layer of the decoder is done and answers have waited for as long as their last step
-    took, they make steps for as long as they have waited. Where for four answers more than one
-    further request waits, reading gets as many times as much of the time: a step of few rows takes
-    nearly as long as one of many.
+    Whenever a layer of the decoder is done and answers have waited for as long as a step takes,
+    they make steps for as long as they have waited, with what the turns between cost. Where for
+    four answers more than one further request waits, reading gets as many times as much of the
+    time: a step of few rows takes nearly as long as one of many.
 
     Args:
         groups: the answers.
@@ -334,6 +374,10 @@ class LayerTurns:
         self._layer_end: Moment | None = None
         """Of the latest layer that it has waited for since the last steps."""
         self._layer_seconds = math.inf
+        begin = groups.wait_since if self._decodes else Moment(groups.family.device)
+        self._turn = _Turn(begin, begin, begin, 0.0)
+        self._owed = 0.0
+        """Seconds that answers had waited before the last turn, and were not made steps for."""
 
     def layer_ends(self, *_: object) -> None:
         """Called where the host has launched a layer of the decoder; raises ``Cancelled``."""
@@ -345,22 +389,21 @@ class LayerTurns:
         self.stop_if_cancelled()
         if self._layer_end is None or not self._decodes:
             return
-        waited, step_seconds = self._groups._seconds_to(self._layer_end), self._groups._step_seconds
-        if waited < step_seconds or waited < step_seconds * (share := self._share):
+        step_seconds, share = self._groups.pace.seconds(), self._share
+        # No more than for a step: steps that have become slower must not keep prompts waiting.
+        owed = min(self._owed + self._turn.owed(share), share * step_seconds)
+        waited = owed + self._layer_end.since(self._turn.end)
+        if waited < share * step_seconds:
             return
         if self._launched and is_short:
             waited += len(self._launched) * self._layer_seconds
         elif self._launched:
             self._launched[-1].wait()
-            waited = self._groups._seconds_to(self._launched[-1])
+            waited = owed + self._launched[-1].since(self._turn.end)
         self._launched.clear()
-        self._layer_end = None
-        left = max(1, round(waited / share / step_seconds)) if step_seconds else 1
-        with self._cache.paused():
-            while self._groups.live and left:
-                self._groups.step()
-                self._groups._wake()
-                left -= 1
+        self._layer_end, self._owed = None, owed
+        # A step that they are not owed yet is taken off the next turn.
+        self._step(math.ceil(waited / (share * step_seconds)) if step_seconds else 1, step_seconds)
 
     def stop_if_cancelled(self, *_: object) -> None:
         """Called where the host has launched a layer of a tower, and of the decoder.
@@ -371,16 +414,25 @@ class LayerTurns:
         if threading.get_ident() == self._thread and self._cancelled and self._cancelled():
             raise Cancelled("nobody waits for the answer any more")
 
+    def _step(self, count: int, step_seconds: float) -> None:
+        """Make so many steps, as long as answers are there to make them."""
+        begin, made = Moment(self._groups.family.device), 0
+        with self._cache.paused():
+            while self._groups.live and made < count:
+                self._groups.step()
+                self._groups._wake()
+                made += 1
+        self._turn = _Turn(self._turn.end, begin, self._groups.wait_since, made * step_seconds)
+
     def _wait_for_layers(self, in_flight: int) -> None:
         """Wait for layers that were launched, but for the last ones where they come later."""
         self._launched.append(Moment(self._groups.family.device))
         if not self._launched[-1].comes_later:
             in_flight = 0
         while len(self._launched) > in_flight:
-            before, self._layer_end = self._layer_end, self._launched.pop(0)
+            before, self._layer_end = self._layer_end or self._turn.end, self._launched.pop(0)
             self._layer_end.wait()
-            if before is not None:
-                self._layer_seconds = self._layer_end.since(before)
+            self._layer_seconds = self._layer_end.since(before)
 
     @property
     def _share(self) -> float:

@@ -191,7 +191,7 @@ def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
     layers = pipe.model.get_decoder().layers
 
     def steps_come(*_: Any) -> None:
-        pipe.engine._groups._last_step = None
+        pipe.engine._groups.pace = answer_groups.Pace()
 
     hook = layers[0].register_forward_hook(steps_come)
     left, after = made(pipe, LONG), made(pipe, LONG)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarVLPipeline
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy, InputError
@@ -235,7 +236,7 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
 
     def meets(_: torch.Tensor) -> None:
         fails[0] = not first.ended
-        pipe.engine._groups._last_step = None
+        pipe.engine._groups.pace = answer_groups.Pace()
 
     monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
     pipe.engine.submit(second)
@@ -288,7 +289,7 @@ def test_answers_with_balancing_of_their_own(folders, monkeypatch) -> None:
     ]
     expected = [together(pipe, [made(pipe, **one)])[0] for one in requests]
     # Both begin before the first step.
-    monkeypatch.setattr(answer_groups.AnswerGroups, "_step_seconds", 1e9)
+    monkeypatch.setattr(answer_groups.Pace, "seconds", lambda _: 1e9)
     answers = [made(pipe, **one) for one in requests]
     right, balanced = decode_steps.DecodeSteps.__call__, []
 
@@ -526,7 +527,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     layers = pipe.model.get_decoder().layers
 
     def layer_begins(*_: Any) -> None:
-        pipe.engine._groups._last_step = None
+        pipe.engine._groups.pace = answer_groups.Pace()
         during.append(len(first[0].tokens))
 
     hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
@@ -906,17 +907,24 @@ class SimulatedMoment:
 
 
 @pytest.mark.parametrize(
-    ("layer_seconds", "later_seconds"),
-    [(0.0015, 0.0015), (0.004, 0.004), (0.036, 0.036), (0.0015, 0.009)],
+    ("layer_seconds", "later_seconds", "lost_seconds"),
+    [
+        (0.0015, 0.0015, 0.0),
+        (0.004, 0.004, 0.0),
+        (0.036, 0.036, 0.0),
+        (0.0015, 0.009, 0.0),
+        (0.0085, 0.0085, 0.002),
+    ],
 )
 def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     layer_seconds: float,
     later_seconds: float,
+    lost_seconds: float,
     qwen3_vl_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipe = loaded(qwen3_vl_folder, prefill_chunk=16)
-    step_seconds, spent = 0.008, {"layers": 0.0, "steps": 0.0}
+    step_seconds, spent = 0.008, {"layers": 0.0, "steps": 0.0, "turns": 0.0}
     right = DecodeSteps.__call__
 
     def work(kind: str, seconds: float) -> None:
@@ -932,6 +940,13 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
             begins = spent["layers"] < 50 * layer_seconds
             work("layers", layer_seconds if begins else later_seconds)
 
+    paused = OscarCache.paused
+
+    def turns(cache: OscarCache) -> Any:
+        work("turns", lost_seconds)
+        return paused(cache)
+
+    monkeypatch.setattr(OscarCache, "paused", turns)
     monkeypatch.setattr(answer_groups, "Moment", SimulatedMoment)
     monkeypatch.setattr(DecodeSteps, "__call__", step)
     running = [made(pipe, prompt, max_new_tokens=3000) for prompt in SHORT]
@@ -941,7 +956,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     layers = pipe.model.get_decoder().layers
     handles = [layer.register_forward_hook(layer_ends, with_kwargs=True) for layer in layers]
     long = made(pipe, "What is written on the sign at the corner of the street? " * 60)
-    spent.update(layers=0.0, steps=0.0)
+    spent.update(layers=0.0, steps=0.0, turns=0.0)
     pipe.engine.submit(long)
     pipe.engine.run_until(lambda: bool(long.tokens) or long.ended)
     assert not long.ended, long.complete()
@@ -951,7 +966,30 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
         answer.cancel()
     assert spent["layers"] > 50 * layer_seconds
     # The step after the last layer is one too many.
-    assert 0.9 <= (spent["steps"] - step_seconds) / spent["layers"] <= 1.25
+    reading = spent["layers"] + spent["turns"]
+    assert 0.97 <= (spent["steps"] - step_seconds) / reading <= 1.25
+
+
+def test_an_answer_after_a_pause_has_not_waited_since_the_last_one(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, right = loaded(qwen3_vl_folder, prefill_chunk=16), DecodeSteps.__call__
+
+    def step(*arguments: Any) -> torch.Tensor:
+        SimulatedMoment.clock += 0.01
+        return right(*arguments)
+
+    monkeypatch.setattr(answer_groups, "Moment", SimulatedMoment)
+    monkeypatch.setattr(DecodeSteps, "__call__", step)
+    together(pipe, [made(pipe, SHORT[0])])
+    SimulatedMoment.clock += 100.0
+    first, second = made(pipe, SHORT[0], max_new_tokens=200), made(pipe, SHORT[1] * 200)
+    for answer in (first, second):
+        pipe.engine.submit(answer)
+    pipe.engine.run_until(lambda: bool(second.tokens))
+    assert len(first.tokens) < 20
+    for answer in (first, second):
+        answer.cancel()
 
 
 def test_who_waits_for_an_answer_that_is_cancelled_before_anybody_looks(
