@@ -21,8 +21,6 @@ MEASURES = {
     "margin": ("squared error of logit margins", 1, ".3g"),
     "exact": ("exact match, %", 100, ".1f"),
 }
-
-
 ALL = "all models"
 ABLE = 0.5
 """Least exact match of the 16-bit cache; below it the model guesses."""
@@ -106,9 +104,6 @@ def _short(task: str) -> str:
     for long, short in ((" images", "i"), (" clips", "c"), (" + ", "+"), (", ", " ")):
         task = task.replace(long, short)
     return task
-
-
-Rows = Sequence[Row]
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,37 @@ python -m benchmarks.decode_step [--models qwen3-vl-8b,...] [--contexts 2048,...
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.cache_variants import VARIANTS, Decoder
-from benchmarks.record import show
-from benchmarks.sweep import (
-    STEPS,
-    WARM_UP,
-    WITHIN,
-    Rows,
-    add_variants,
-    measure_cell,
-    numbers,
-    options_of,
-    report_agrees,
-    sweep,
+import torch
+
+from benchmarks.cache_variants import VARIANTS, CacheVariant, Decoder, FilledCache, Oscar
+from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
+from benchmarks.random_model import RELEASED
+from benchmarks.record import (
+    Record,
+    Row,
+    WarningLog,
+    command,
+    device_name,
+    device_of,
+    finish,
+    now,
+    parser,
+    show,
 )
+from oscar_mm.generation.sampling import Choices, NextTokens
+from oscar_mm.ranks import Ranks
 
+MODELS = ("qwen3-vl-8b", "llava-1.6-vicuna-7b", "qwen3-vl-30b-a3b", "qwen3-omni-30b-a3b")
 CONTEXTS, TINY_CONTEXTS = (2048, 32768, 131072, 262144), (300,)
 BATCHES = (1,)
 COMPILED = "static-compiled"
@@ -33,6 +45,11 @@ AT_MOST = 1.3
 """Bound of a step of one row in its floors, for our presets as a graph."""
 BOUND_CONTEXTS = (2048, 32768, 131072)
 _BOUND = [VARIANTS[name].title for name in ("compact-graph", "standard-graph")]
+WARM_UP, STEPS = 8, 16
+WITHIN = 0.01
+"""How far our report may be off the allocator's peak, as a share."""
+_PRETENDED_BANDWIDTH = 1e10
+"""Bytes per second that a rehearsal on a CPU assumes."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. A step is the time from tokens on the host to the next ones there; tokens/s are "
@@ -50,6 +67,161 @@ NOTES = [
 ]
 
 
+def measure_cell(
+    decoder: Decoder,
+    variant: CacheVariant,
+    rows: int,
+    context: int,
+    bandwidth: float,
+    *,
+    kernels: bool = False,
+) -> Row:
+    """Fill a cache, time decode steps on it and free everything.
+
+    Args:
+        decoder: runs the steps.
+        variant: kind of the cache.
+        rows: of the batch.
+        context: tokens of each row before the first step.
+        bandwidth: bytes per second, for the floor of a step.
+        kernels: whether a profiler lists the kernels of one more step.
+
+    Returns:
+        a row of the record. "error" says why it has no figures, "out_of_memory" whether memory was
+        the reason. "memory", on a GPU, has "report", our own count of weights and cache; "peak",
+        most bytes that the allocator had handed out while steps ran; "held", how many more it had
+        handed out at the end than before. "peak" and "held" are requested bytes.
+    """
+    row: Row = {
+        "model": decoder.name,
+        "way": variant.title,
+        "batch": rows,
+        "context": context,
+        "date": now(),
+    }
+    why = variant.missing()
+    if why is not None:
+        return row | {"error": why}
+    decoder.model.set_attn_implementation({"text_config": variant.attention})
+    with torch.inference_mode() if variant.inference else torch.no_grad():
+        row |= attempt(lambda: _measured(decoder, variant, rows, context, bandwidth, kernels))
+    # Here no traceback holds the frames of a failed cell any longer.
+    variant.release()
+    release(decoder.device)
+    return row
+
+
+def attempt(figures: Callable[[], Row]) -> Row:
+    """The figures of a cell, or "error" and "out_of_memory": the other cells go on."""
+    try:
+        return figures()
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        return {
+            "error": f"{type(error).__name__}: {message}",
+            "out_of_memory": _out_of_memory(error),
+        }
+
+
+def _measured(
+    decoder: Decoder,
+    variant: CacheVariant,
+    rows: int,
+    context: int,
+    bandwidth: float,
+    kernels: bool,
+) -> Row:
+    before, start = allocated(decoder.device), perf_counter()
+    cache = variant.fill(decoder, rows, context, WARM_UP + STEPS + 2 * kernels)
+    allocated(decoder.device)  # waits, and begins a new peak
+    fill_s = perf_counter() - start
+    loop = DecodeLoop(cache, decoder.device, rows)
+    milliseconds, _ = step_ms(loop.step)
+    after, kv_bytes = allocated(decoder.device), cache.kv_bytes()
+    weights = decoder.weights(rows)
+    row = {
+        "copy_bytes_per_second": bandwidth,
+        "weights": weights,
+        "kv_bytes": kv_bytes,
+        "fill_s": fill_s,
+        "ms": milliseconds,
+        "tokens_per_s": 1e3 * rows / milliseconds,
+        "floor_ms": 1e3 * (weights + kv_bytes) / bandwidth,
+        "captures": len(cache.captures),
+        "ours": isinstance(variant, Oscar),
+    }
+    if after:
+        row["memory"] = {
+            "report": decoder.resident + kv_bytes,
+            "peak": after["peak"],
+            "held": after["requested"] - before["requested"],
+        }
+    if kernels:
+        loop.step(last=True)
+        row["kernels"] = kernel_launches(partial(loop.step, last=True), decoder.device)
+    return row
+
+
+class DecodeLoop:
+    """Greedy steps in the order of our decode loop: the next one is launched before the wait."""
+
+    def __init__(self, cache: FilledCache, device: torch.device, rows: int) -> None:
+        self._cache, self._choose = cache, Choices([None] * rows, device, Ranks())
+        # Rows that begin alike would choose the same experts.
+        self._tokens = 1 + torch.arange(rows, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.bool)
+
+    def step(self, *, last: bool = False) -> None:
+        """Run one step, from tokens on the host to the next ones there.
+
+        Args:
+            last: whether it is the last step, after which none is launched ahead.
+        """
+        choice = self._choose(self._cache.step(self._tokens, self._ended))
+        self._tokens = choice.tokens
+        if self._cache.ahead is not None and not last:
+            self._cache.ahead(self._tokens, self._ended)
+        choice.listed()
+
+
+def step_ms(step: Callable[[], None]) -> tuple[float, float]:
+    """Median milliseconds of a step after the warm-up, and of what is left of it where the host
+    does not wait for tokens."""
+    times, host = [], []
+    waits: list[float] = []
+    listed = NextTokens.listed
+
+    def timed(tokens: NextTokens) -> list[int]:
+        start = perf_counter()
+        try:
+            return listed(tokens)
+        finally:
+            waits.append(perf_counter() - start)
+
+    with patch.object(NextTokens, "listed", timed):
+        for _ in range(WARM_UP + STEPS):
+            waits.clear()
+            start = perf_counter()
+            step()
+            times.append(perf_counter() - start)
+            host.append(times[-1] - sum(waits))
+    return 1e3 * median(times[WARM_UP:]), 1e3 * median(host[WARM_UP:])
+
+
+def report_agrees(row: Row) -> bool | None:
+    """Whether our report is within 1% of the peak; None for other caches and on a CPU."""
+    if "memory" not in row or not row["ours"]:
+        return None
+    return abs(row["memory"]["peak"] / row["memory"]["report"] - 1) <= WITHIN
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    message = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in message for words in ("out of memory", "ALLOC_FAILED")
+    )
+
+
 def rows_of(
     decoder: Decoder,
     bandwidth: float,
@@ -58,7 +230,7 @@ def rows_of(
     variants: Sequence[str] | None,
     *,
     kernels: bool = False,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """A row for each batch, context and cache variant."""
     for batch in batches:
         for context in contexts:
@@ -71,7 +243,7 @@ def rows_of(
                     yield measure_cell(decoder, variant, batch, context, bandwidth, kernels=kernels)
 
 
-def report(rows: Rows) -> None:
+def report(rows: Sequence[Row]) -> None:
     """Print a table and verdicts."""
     show(
         "A decode step",
@@ -102,11 +274,11 @@ def report(rows: Rows) -> None:
             )
 
 
-def _place(row: dict[str, Any]) -> tuple[str, ...]:
+def _place(row: Row) -> tuple[str, ...]:
     return row["model"], str(row["batch"]), f"{row['context']:,}", row["way"]
 
 
-def _figures(row: dict[str, Any]) -> tuple[str, ...]:
+def _figures(row: Row) -> tuple[str, ...]:
     if "error" in row:
         return (row["error"][:30], "-", "-", "-", "-")
     memory = row.get("memory")
@@ -119,6 +291,129 @@ def _figures(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def options_of(
+    benchmark: str, description: str | None, contexts: Sequence[int]
+) -> argparse.ArgumentParser:
+    """The options that all sweeps share."""
+    options = parser(f"benchmarks.{benchmark}", description)
+    options.add_argument("--models", type=_names(RELEASED), default=MODELS, help="with commas")
+    options.add_argument(
+        "--contexts", type=numbers, default=tuple(contexts), help="tokens, with commas"
+    )
+    options.add_argument(
+        "--add", action="store_true", help="keep the file's rows that are not measured again"
+    )
+    options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
+    return options
+
+
+def add_variants(
+    options: argparse.ArgumentParser,
+    default: Sequence[str] | None,
+    variants: Sequence[str] = tuple(VARIANTS),
+) -> None:
+    """Add the choice of cache variants."""
+    options.add_argument(
+        "--ways",
+        type=_names(variants),
+        default=default,
+        help=f"of {', '.join(variants)}, with commas",
+    )
+
+
+def sweep(
+    benchmark: str,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    notes: list[str],
+    rows_of: Callable[[Decoder, float], Iterator[Row]],
+    report: Callable[[Sequence[Row]], None],
+    cell: Sequence[str],
+) -> int:
+    """Measure model by model; print and record each row at once.
+
+    Args:
+        benchmark: module below ``benchmarks``.
+        arguments: of the command line.
+        options: the arguments as ``options_of`` parses them.
+        notes: of the record.
+        rows_of: measures a decoder, given the bandwidth of a copy in bytes per second.
+        report: prints tables and verdicts.
+        cell: fields that name a cell; with --add its new rows replace its old ones.
+
+    Returns:
+        0; 1 if a model or a cell failed (to run out of memory is no failure); 2 without a GPU.
+    """
+    device = device_of(benchmark, tiny=options.tiny)
+    if device is None:
+        return 2
+    bandwidth = copy_bandwidth() if device.type == "cuda" else _PRETENDED_BANDWIDTH
+    warnings, failures, seconds = WarningLog(), {}, {}
+    line = command(f"benchmarks.{benchmark}", arguments)
+    extra = {"warnings": warnings.messages, "failures": failures, "seconds": seconds}
+    record = Record(benchmark, line, device_name(device.type), [], notes, extra)
+    earlier, new = [], []
+    if options.add and (previous := record.earlier(options.out)):
+        earlier = previous.rows
+    release(device)  # frees the gigabytes of the copy
+    for name in options.models:
+        start = perf_counter()
+        try:
+            for row in rows_of(Decoder(name, device, tiny=options.tiny), bandwidth):
+                new.append(row | {"command": line})
+                earlier = [old for old in earlier if any(old[x] != row[x] for x in cell)]
+                record.rows = earlier + new
+                record.write(options.out)
+                print(_line(row), flush=True)
+        except Exception as error:  # the other models go on
+            traceback.print_exc()
+            failures[name] = f"{type(error).__name__}: {error}"
+        release(device)
+        seconds[name] = perf_counter() - start
+        record.write(options.out)
+        print(f"{name}: {seconds[name]:.0f} s", flush=True)
+    warnings.close()
+    report(sorted(record.rows, key=lambda row: (row["model"], row["context"], row["batch"])))
+    for message in (
+        *warnings.messages,
+        *(f"FAILED {name}: {why}" for name, why in failures.items()),
+    ):
+        print(message)
+    finish(record, options.out)
+    broken = any(row.get("out_of_memory") is False for row in new)
+    return int(broken or bool(failures))
+
+
+def _line(row: Row) -> str:
+    place = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,}: "
+    if "error" in row:
+        return place + row["error"]
+    return place + f"{row['ms']:.2f} ms, {row['tokens_per_s']:.1f} tokens/s"
+
+
+def _names(choices: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if unknown := sorted(set(chosen) - set(choices)):
+            raise argparse.ArgumentTypeError(
+                f"no such name: {', '.join(unknown)}; choose from {', '.join(choices)}"
+            )
+        return chosen
+
+    return names
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1, as an option gives them with commas."""
+    try:
+        values = tuple(map(int, text.split(",")))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1, with commas")
+    return values
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; returns what ``sweep`` returns."""
     parser = options_of("decode_step", __doc__, CONTEXTS)
@@ -128,7 +423,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     contexts = TINY_CONTEXTS if options.tiny and options.contexts == CONTEXTS else options.contexts
 
-    def cells(decoder: Decoder, bandwidth: float) -> Iterator[dict[str, Any]]:
+    def cells(decoder: Decoder, bandwidth: float) -> Iterator[Row]:
         grid = (contexts, options.batches, options.ways)
         return rows_of(decoder, bandwidth, *grid, kernels=options.kernels)
 

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks.cache_variants import VARIANTS, Decoder, Oscar
-from benchmarks.profiling import allocated, free_bytes, release
-from benchmarks.record import Row, now, show
-from benchmarks.sweep import (
+from benchmarks.decode_step import (
     STEPS,
     WARM_UP,
     DecodeLoop,
-    Rows,
     add_variants,
     attempt,
     numbers,
@@ -28,6 +25,8 @@ from benchmarks.sweep import (
     step_ms,
     sweep,
 )
+from benchmarks.profiling import allocated, free_bytes, release
+from benchmarks.record import Row, now, show
 from benchmarks.throughput import until_it_fits
 from oscar_mm import OscarCache
 from oscar_mm.generation.generation import Generation
@@ -78,7 +77,7 @@ def measure_engine(
         rows: answers.
 
     Returns:
-        a row of the record, as ``sweep.measure_cell`` gives one.
+        a row of the record, as ``measure_cell`` gives one.
     """
     row: Row = {"model": decoder.name, "way": variant.policy, "batch": rows, "context": context}
     decoder.model.set_attn_implementation({"text_config": variant.attention})
@@ -234,7 +233,7 @@ def rows_of(
                 yield from until_it_fits(batch, measure)
 
 
-def bounds(rows: Rows) -> list[dict[str, Any]]:
+def bounds(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Shares of rows at the context of the bounds: the value, and whether it meets its bound."""
     checks = []
     for row in rows:
@@ -253,7 +252,7 @@ def bounds(rows: Rows) -> list[dict[str, Any]]:
     return checks
 
 
-def report(rows: Rows) -> None:
+def report(rows: Sequence[Row]) -> None:
     """Print a table and verdicts."""
     columns = ("model", "way", "batch", "context", "loop ms", "host", "ms", "host", "tokens/s")
     reading = ("of loop", "reading", "of it", "s", "alone s")

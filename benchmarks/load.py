@@ -26,8 +26,8 @@ import numpy as np
 import openai
 import torch
 
-from benchmarks.endless_server import ENTRY, endless_pipeline
 from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figures, traffic, watch
+from benchmarks.random_model import endless_pipeline
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
 from oscar_mm.generation.generation import Generation
@@ -289,7 +289,7 @@ def answering(
         yield Server(url)
         return
     further = ("--model", model, "--device", device, *["--tiny"] * tiny, *options)
-    with serving(*further, entry=ENTRY) as clients:
+    with serving(*further, endless=True) as clients:
         yield Server(f"http://127.0.0.1:{clients.port}", clients.server)
 
 

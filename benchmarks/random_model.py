@@ -1,13 +1,15 @@
 """Random stand-ins: released models with random weights, caches with random keys and values.
 
-Sizes of models are those of their config.json; they are made on the device, without the hub. Caches
-have one layer, which is filled as attention "oscar" fills it.
+Sizes of models are those of their config.json; they are made on the device, without the hub. An
+answer of an endless pipeline ends at its limit alone. Caches have one layer, which is filled as
+attention "oscar" fills it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +34,16 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+import oscar_mm.pipelines
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step import Step
 from oscar_mm.modality import Modality
 from oscar_mm.models.released import RELEASED as SHAPES
 from oscar_mm.models.released import ReleasedModel
+from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.pipelines.loading import device_of
+from oscar_mm.pipelines.pipeline import Pipeline
 from tests.tiny import llama_tokenizer, qwen_tokenizer
 from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
 from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
@@ -267,6 +273,75 @@ FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_omni_moe": _qwen3_omni,
 }
+
+
+def make_endless(pipe: Pipeline) -> Pipeline:
+    """Make a pipeline's greedy answers end at their limit alone, with text in every token.
+
+    Tokens without text, or with a part of a character, get the logit 0, below that of others: a
+    server sends no piece for such a token, so that a client could not tell when it came.
+    """
+    tokenizer = pipe.processor.tokenizer
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=True)
+    silent = [place for place, text in enumerate(texts) if not text or "\ufffd" in text]
+    weight = pipe.model.get_output_embeddings().weight
+    if weight is pipe.model.get_input_embeddings().weight:
+        raise ValueError("the output layer shares its weights with the input")
+    with torch.no_grad():
+        weight[silent] = 0
+        weight[len(texts) :] = 0
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+def random_pipeline(
+    name: str,
+    *,
+    tiny: bool = False,
+    device: str | None = None,
+    device_map: str | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> Pipeline:
+    """A pipeline of a released model with random weights.
+
+    Args:
+        name: key of ``RELEASED``.
+        tiny: whether the model is small.
+        device: of the model; by default a GPU if there is one.
+        device_map: is not supported.
+        dtype: of the model; by default bfloat16, on a CPU float32.
+        options: of the pipeline.
+    """
+    if device_map is not None:
+        raise ValueError("a model with random weights is made on one device")
+    released, target = RELEASED[name], device_of(device)
+    default = "float32" if target.type == "cpu" else "bfloat16"
+    model, processor = build(
+        released.tiny() if tiny else released, target, getattr(torch, dtype or default)
+    )
+    kind = OscarOmniPipeline if released.audio else OscarVLPipeline
+    return kind(model, processor=processor, **options)
+
+
+def endless_pipeline(
+    model: str | Path,
+    *,
+    tiny: bool = False,
+    usual: Callable[[str | Path], Callable[..., Pipeline]] = oscar_mm.pipelines.pipeline_for,
+    **options: Any,
+) -> Pipeline:
+    """A pipeline whose answers end at their limit alone.
+
+    Args:
+        model: key of ``RELEASED``, for random weights, or as of ``pipeline_for``.
+        tiny: whether a random model is small.
+        usual: finds the pipeline of other models.
+        options: of the pipeline.
+    """
+    if model in RELEASED:
+        return make_endless(random_pipeline(str(model), tiny=tiny, **options))
+    return make_endless(usual(model)(model, **options))
 
 
 def text_and_images(tokens: int) -> torch.Tensor:

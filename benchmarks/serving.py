@@ -25,13 +25,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+import oscar_mm.pipelines
+from benchmarks.random_model import RELEASED, endless_pipeline
 from benchmarks.record import Record, command, device_name, finish, parser, show
+from oscar_mm import cli
+from oscar_mm.apps import options as command_options
+from oscar_mm.models import check_source as check_model_source
+from oscar_mm.pipelines.pipeline import Pipeline
 
 CARDS = sorted(Path("examples/media/cards").glob("*.png"))
 CLIPS = sorted(Path("examples/media/clips").glob("*.wav"))
@@ -142,6 +149,8 @@ def hostile() -> list[bytes]:
     ]
 
 
+_ENDLESS = "import sys; from benchmarks import serving; serving.serve_endless(sys.argv[1:])"
+"""Program of the server whose answers end at their limit alone."""
 _Call = tuple[Callable[[bytes], tuple[int, float]], bytes, bool]
 """A function that sends a request, the body, and whether the server must answer."""
 
@@ -235,14 +244,41 @@ class Clients:
         }
 
 
+def serve_endless(arguments: Sequence[str]) -> None:
+    """`oscar-mm serve`, until a signal, with a model whose answers end at their limit alone.
+
+    Args:
+        arguments: options of the command and --tiny, which makes a random model small; the model
+            is a bundled one, a checkpoint, or one of ``RELEASED`` with random weights.
+    """
+    tiny = "--tiny" in arguments
+    usual = oscar_mm.pipelines.pipeline_for
+
+    def pipeline_for(model: str | Path) -> Callable[..., Pipeline]:
+        return partial(endless_pipeline, tiny=tiny, usual=usual)
+
+    def check_source(model: str | Path) -> None:
+        if model not in RELEASED:
+            check_model_source(model)
+
+    # The command takes the functions from there when it runs.
+    setattr(oscar_mm.pipelines, "pipeline_for", pipeline_for)  # noqa: B010
+    setattr(command_options, "check_source", check_source)  # noqa: B010
+    sys.exit(cli.run(["serve", *(option for option in arguments if option != "--tiny")]))
+
+
 @contextmanager
-def serving(
-    *options: str, entry: Sequence[str] = ("-m", "oscar_mm.cli", "serve")
-) -> Iterator[Clients]:
-    """Inside, a server runs, by these arguments of Python; gives its clients."""
+def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
+    """Inside, a server runs; gives its clients.
+
+    Args:
+        options: of `oscar-mm serve`, or of ``serve_endless``.
+        endless: whether its answers end at their limit alone.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    entry = ("-c", _ENDLESS) if endless else ("-m", "oscar_mm.cli", "serve")
     line = [sys.executable, *entry, "--port", str(port), *options]
     process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:

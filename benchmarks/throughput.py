@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from benchmarks.cache_variants import VARIANTS, CacheVariant, Decoder
-from benchmarks.profiling import free_bytes
-from benchmarks.record import Row, show
-from benchmarks.sweep import (
+from benchmarks.decode_step import (
     STEPS,
     WARM_UP,
     WITHIN,
-    Rows,
     add_variants,
     measure_cell,
     options_of,
     report_agrees,
     sweep,
 )
+from benchmarks.profiling import free_bytes
+from benchmarks.record import Row, show
 
 CONTEXTS, TINY_CONTEXTS = (32768, 131072), (400,)
 PLAIN, OURS = "dynamic", "compact-graph"
@@ -51,7 +49,7 @@ NOTES = [
 
 def largest(
     decoder: Decoder, variant: CacheVariant, context: int, bandwidth: float, free: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """A row for each batch tried; the last is the largest that fits, if one fits.
 
     Args:
@@ -83,7 +81,7 @@ def until_it_fits(rows: int, measure: Callable[[int], Row]) -> Iterator[Row]:
 
 def rows_of(
     decoder: Decoder, bandwidth: float, contexts: Sequence[int], variants: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Rows of all batches tried, for each context and cache variant."""
     for context in contexts:
         for name in variants:
@@ -91,10 +89,10 @@ def rows_of(
             yield from largest(decoder, VARIANTS[name], context, bandwidth, free)
 
 
-def bounds(rows: Rows) -> list[dict[str, Any]]:
+def bounds(rows: Sequence[Row]) -> list[Row]:
     """Bounds of compact for each model and context: the value, and whether it meets the bound."""
     best = {(row["model"], row["context"], row["way"]): row for row in rows if "error" not in row}
-    checks: list[dict[str, Any]] = []
+    checks: list[Row] = []
 
     def check(place: str, figure: str, value: float, least: float | None) -> None:
         met = None if least is None else value >= least
@@ -114,7 +112,7 @@ def bounds(rows: Rows) -> list[dict[str, Any]]:
     return checks
 
 
-def report(rows: Rows) -> None:
+def report(rows: Sequence[Row]) -> None:
     """Print a table and verdicts."""
     columns = ("batch", "KV GB", "ms", "tokens/s", "of floor", "report GB", "peak GB", "captures")
     complete = [row for row in rows if "error" not in row]
@@ -136,7 +134,7 @@ def report(rows: Rows) -> None:
             )
 
 
-def _figures(row: dict[str, Any]) -> tuple[str, ...]:
+def _figures(row: Row) -> tuple[str, ...]:
     memory = row.get("memory")
     return (
         str(row["batch"]),
@@ -156,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     contexts = TINY_CONTEXTS if options.tiny and options.contexts == CONTEXTS else options.contexts
 
-    def tries(decoder: Decoder, bandwidth: float) -> Iterator[dict[str, Any]]:
+    def tries(decoder: Decoder, bandwidth: float) -> Iterator[Row]:
         return rows_of(decoder, bandwidth, contexts, options.ways)
 
     cell = ("model", "way", "context")

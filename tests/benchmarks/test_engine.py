@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import engine, sweep
+from benchmarks import decode_step, engine
 from benchmarks.cache_variants import Decoder
+from benchmarks.decode_step import STEPS, WARM_UP
 from benchmarks.record import Record
-from benchmarks.sweep import STEPS, WARM_UP
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import Busy
 from oscar_mm.generation.sampling import NextTokens
@@ -112,7 +112,7 @@ def test_verdicts() -> None:
 
 def test_host_time_is_what_waits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(sweep, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(decode_step, "perf_counter", lambda: clock[0])
 
     def listed(tokens: NextTokens) -> list[int]:
         clock[0] += 0.003
@@ -127,5 +127,5 @@ def test_host_time_is_what_waits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 0.002
         tokens.listed()
 
-    assert sweep.step_ms(step) == pytest.approx((5.0, 2.0))
+    assert decode_step.step_ms(step) == pytest.approx((5.0, 2.0))
     assert len(steps) == WARM_UP + STEPS and NextTokens.listed is listed

@@ -13,9 +13,9 @@ pytest.importorskip("openai", reason="needs the openai package")
 pytest.importorskip("fastapi", reason="needs fastapi")
 
 from benchmarks import load
-from benchmarks.endless_server import make_endless, random_pipeline
 from benchmarks.load import KINDS, answered_kinds, figures, measure, prompts
 from benchmarks.openai_server import Exchange, Load, Server, traffic
+from benchmarks.random_model import make_endless, random_pipeline
 from benchmarks.record import Record
 from oscar_mm.generation.generation import Generation
 from oscar_mm.pipelines.pipeline import Pipeline
