@@ -18,7 +18,7 @@ from oscar_mm.apps.audio_qa.chat_client import ServerLost
 from oscar_mm.apps.audio_qa.engine import WorkerSettings
 from oscar_mm.apps.audio_qa.results import AnswerFile, Work, error_result
 from oscar_mm.apps.audio_qa.rows import Row, by_recording
-from oscar_mm.apps.audio_qa.vllm_settings import Plan, VllmSettings
+from oscar_mm.apps.audio_qa.server_worker import Plan, VllmSettings
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 

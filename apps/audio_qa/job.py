@@ -13,8 +13,7 @@ from typing import Any
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
 from oscar_mm.apps.audio_qa.results import RUN, AnswerFile, Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
-from oscar_mm.apps.audio_qa.server_worker import ServerSettings
-from oscar_mm.apps.audio_qa.vllm_settings import Plan, VllmSettings
+from oscar_mm.apps.audio_qa.server_worker import Plan, ServerSettings, VllmSettings
 from oscar_mm.apps.serve.vllm_server import check_installed
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError

@@ -12,16 +12,17 @@ from typing import Any
 import gradio as gr
 
 from oscar_mm.admission.capacity import ModelShape
+from oscar_mm.apps.demo.charts import inspection_view
 from oscar_mm.apps.demo.examples import Example
 from oscar_mm.apps.demo.memory_panel import (
     MODELS,
     capacity,
+    comparison_view,
     memory_report,
     memory_view,
     segments_view,
     status_view,
 )
-from oscar_mm.apps.demo.panels import comparison_view
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import as_markdown, history, live
@@ -266,8 +267,6 @@ class Handlers:
 
     def inspect(self, request: gr.Request) -> Iterator[str]:
         """Inspect the keys of this conversation."""
-        from oscar_mm.apps.demo.panels import inspection_view
-
         session = self._session(request)
         yield '<p class="empty">Reading …</p>'
         try:

@@ -19,10 +19,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oscar_mm.apps.demo import visitor_input
+from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
-from oscar_mm.apps.demo.panels import NOT_INSPECTED
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, MAX_CHARACTERS, MAX_NEW_TOKENS, WIDTHS

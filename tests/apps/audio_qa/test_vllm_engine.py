@@ -16,7 +16,7 @@ from oscar_mm.apps import server_process
 from oscar_mm.apps.audio_qa import audio_qa, chat_client
 from oscar_mm.apps.audio_qa.engine import AnswerSettings
 from oscar_mm.apps.audio_qa.results import print_summary
-from oscar_mm.apps.audio_qa.vllm_settings import VllmSettings
+from oscar_mm.apps.audio_qa.server_worker import VllmSettings
 from oscar_mm.cli import run
 from tests.apps.audio_qa.conftest import read_lines, write_lines
 from tests.apps.audio_qa.test_server_worker import MEDIA, clips

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from oscar_mm.apps.demo import transcript as module
-from oscar_mm.apps.demo.memory_panel import segment_table
-from oscar_mm.apps.demo.panels import mark_differences
+from oscar_mm.apps.demo.memory_panel import mark_differences, segment_table
 from oscar_mm.apps.demo.transcript import (
     Exchange,
     Preview,

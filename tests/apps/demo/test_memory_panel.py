@@ -6,14 +6,16 @@ import re
 import pytest
 
 from oscar_mm.admission.capacity import ModelShape
-from oscar_mm.apps.demo.charts import Line, chart
+from oscar_mm.apps.demo.charts import Line, chart, inspection_view
 from oscar_mm.apps.demo.measured_chat import MemoryCurve
 from oscar_mm.apps.demo.memory_panel import (
     LENGTHS,
     MODELS,
     capacity,
+    comparison_view,
     curve_events,
     format_label,
+    mark_differences,
     memory_panel,
     memory_report,
     memory_view,
@@ -21,7 +23,6 @@ from oscar_mm.apps.demo.memory_panel import (
     segments_view,
     status_view,
 )
-from oscar_mm.apps.demo.panels import comparison_view, inspection_view, mark_differences
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.generation.answer import Timings
