@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oscar_mm.fast_decode import experts as mixture_module
-from oscar_mm.fast_decode import linear_kernels
+from oscar_mm.fast_decode import linear as linear_module
 from oscar_mm.fast_decode import rope as rope_module
 from oscar_mm.fast_decode.experts import (
     ExpertKernels,
@@ -22,8 +22,7 @@ from oscar_mm.fast_decode.experts import (
     GroupedKernels,
     mixture_of_experts,
 )
-from oscar_mm.fast_decode.linear import linear
-from oscar_mm.fast_decode.linear_kernels import LinearKernel, LinearRowsKernel
+from oscar_mm.fast_decode.linear import LinearKernel, LinearRowsKernel, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import RopeKernel, rope_
 from oscar_mm.kernels.compile import KernelError
@@ -92,11 +91,11 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
             raise KernelError(specialization)
         return DecodeKernel.checked.check(specialization, device)
     if operation == "linear":
-        made = linear_kernels.Specialization(1, True, _DTYPE)
+        made = linear_module.Specialization(1, True, _DTYPE)
         verdict = LinearKernel.checked.check(made, device)
         if not verdict.agrees or not uses_tma(device):
             return verdict
-        made = linear_kernels.RowsSpecialization.of(_ROWS, True, _DTYPE)
+        made = linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)
         return LinearRowsKernel.checked.check(made, device)
     if operation == "mixture":
         verdict = ExpertKernels.checked.check(_MIXTURE, device)

@@ -20,8 +20,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
-from oscar_mm.fast_decode.linear import linear
-from oscar_mm.fast_decode.linear_kernels import (
+from oscar_mm.fast_decode.linear import (
     AT_ONCE,
     MOST_ROWS,
     PIECE,
@@ -32,6 +31,7 @@ from oscar_mm.fast_decode.linear_kernels import (
     RowsSpecialization,
     Tiling,
     depth_for,
+    linear,
     tiling_for,
 )
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows

@@ -1,23 +1,22 @@
 """linear: a few rows times weight matrices, with what a decoder layer has around them.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
+
+There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu, in front
+of which rms_norm.cu normalizes the rows. Both read the weights once at the speed of memory, and
+begin to before the launch in front of them has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from oscar_mm.fast_decode.linear_kernels import (
-    AT_ONCE,
-    MOST_COLUMNS,
-    MOST_ROWS,
-    LinearKernel,
-    LinearRowsKernel,
-    RowsSpecialization,
-    Specialization,
-)
 from oscar_mm.fast_decode.linear_torch import (
     LinearArguments,
     Norm,
@@ -25,11 +24,41 @@ from oscar_mm.fast_decode.linear_torch import (
     linear_by_torch,
     linear_on_gpu,
 )
-from oscar_mm.kernels.launch import ELEMENTS, uses_tma
+from oscar_mm.kernels.launch import (
+    ELEMENTS,
+    addresses,
+    current_stream,
+    ints,
+    multiprocessors,
+    pointers,
+    shared_limit,
+    shared_of_one,
+    uses_tma,
+)
+from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 FEW_ROWS = 2
 """Rows with which the kernel for a few is fastest; with four, matrix units take 17% less (H200)."""
+WORST_ERROR = 0.02
+"""Relative error of a kernel that is right: above the rounding of 16 bit, below that of a wrong
+row."""
+MOST_ROWS = 4
+"""Rows of the kernel for a few."""
+AT_ONCE = 256
+WARPS, PIECE = 16, 1024
+"""Of a thread block, and elements of a piece."""
+_MOST_PARTS = 3
+_ADDRESSES, _SIZES = ctypes.c_void_p * _MOST_PARTS, ctypes.c_int * _MOST_PARTS
+MOST_COLUMNS = 24
+"""Rows of x that the kernel for more rows takes. With 32, cuBLAS is as fast on an H200; with 16, a
+fifth slower, with 8, a third."""
+_FRAGMENT = 8
+"""Columns of a matrix product, and half its rows."""
+MOST_DEPTH = 16
+WIDEST_NORM = 16384
+NORM_THREADS = 512
+_FLOAT = 4
 _checker = ArgumentChecker("linear")
 
 
@@ -76,6 +105,309 @@ def _kernels(
         yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
     if rows <= MOST_ROWS:
         yield LinearKernel.of(Specialization(rows, gated, dtype), device)
+
+
+class Matrices(ctypes.Structure):
+    """``Matrices`` of csrc/linear/matrices.cuh, field for field."""
+
+    _fields_ = (
+        *((name, _ADDRESSES) for name in ("weights", "biases")),
+        *pointers("residual", "output"),
+        ("outputs", _SIZES),
+        *ints("total", "width"),
+    )
+
+    @classmethod
+    def of(cls, arguments: LinearArguments, output: torch.Tensor) -> Matrices:
+        """Matrices of a launch, whose tensors must outlive it."""
+        weights = arguments.weights
+        return cls(
+            _ADDRESSES(*addresses(*weights)),
+            _ADDRESSES(*addresses(*arguments.biases)),
+            *addresses(arguments.residual, output),
+            _SIZES(*[weight.shape[0] for weight in weights]),
+            *(output.shape[1], weights[0].shape[1]),
+        )
+
+
+class Params(ctypes.Structure):
+    """``Params`` of csrc/linear/linear.cu, field for field."""
+
+    _fields_ = (*pointers("x", "norm"), ("matrices", Matrices), ("epsilon", ctypes.c_float))
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What the kernel for a few rows is compiled for."""
+
+    rows: int
+    gated: bool
+    dtype: torch.dtype
+
+    def macros(self, depth: int, tma: bool) -> dict[str, str | int]:
+        """Macros that csrc/linear/linear.cu is compiled with."""
+        return {
+            "ROWS": self.rows,
+            "GATED": int(self.gated),
+            "ELEMENT": ELEMENTS[self.dtype],
+            "WARPS": WARPS,
+            "DEPTH": depth,
+            "PIECE": PIECE,
+            "USE_TMA": int(tma),
+        }
+
+
+def depth_for(shared_bytes: int) -> int:
+    """Pieces of a warp on their way, where a thread block may have so many bytes of shared memory.
+
+    Three, 96 KiB of a thread block, keep an H200's memory busy. What is asked for next comes after
+    all that is on its way, so with more it only comes later.
+    """
+    return 3 if shared_bytes >= 200 << 10 else 2
+
+
+class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WORST_ERROR):
+    """The kernel for up to ``MOST_ROWS`` rows."""
+
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        self._depth = depth_for(shared_limit(device))
+        macros = specialization.macros(self._depth, uses_tma(device))
+        self._kernel = self._load("linear/linear.cu", macros)
+        self._blocks, self._least_shared = multiprocessors(device), shared_of_one(device)
+
+    def takes(self, width: int, norm: bool) -> bool:
+        """Whether rows of so many elements fit its shared memory."""
+        return self._shared_bytes(width, norm) <= self._kernel.shared_limit
+
+    def _shared_bytes(self, width: int, norm: bool) -> int:
+        needed = 2 * (WARPS * self._depth * PIECE + (self.specialization.rows + norm) * width)
+        return max(needed, self._least_shared)
+
+    def __call__(self, arguments: LinearArguments) -> torch.Tensor:
+        """Launch."""
+        x, norm, output = arguments.x, arguments.norm, arguments.result()
+        matrices = Matrices.of(arguments, output)
+        self._kernel.launch(
+            (self._blocks, 1, 1),
+            (WARPS * 32, 1, 1),
+            self._shared_bytes(x.shape[1], norm is not None),
+            Params(*addresses(x, norm), matrices, arguments.epsilon),
+            current_stream(x.device),
+            dependent=True,
+        )
+        return output
+
+    @staticmethod
+    def disagreement(
+        specialization: Specialization,
+        kernel: Callable[[Any], torch.Tensor],
+        device: torch.device,
+    ) -> float:
+        """Largest relative error of a row."""
+        rows, gated = specialization.rows, specialization.gated
+        many = (3000, 3000) if gated else (3000, 7, 31)
+        problems = (rows, 256, (5, 5)), (rows, PIECE + 768, many)
+        return worst_error(kernel, gated, specialization.dtype, device, problems)
+
+
+class RowsParams(ctypes.Structure):
+    """``Params`` of csrc/linear/linear_rows.cu, field for field."""
+
+    _fields_ = (
+        *pointers("x"),
+        ("matrices", Matrices),
+        *pointers("groups", "count", "rows_of"),
+        *ints("rows", "step", "depth"),
+    )
+
+
+class NormParams(ctypes.Structure):
+    """``Params`` of csrc/linear/rms_norm.cu, field for field."""
+
+    _fields_ = (
+        *pointers("x", "weight", "output"),
+        *ints("width"),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class RowsSpecialization:
+    """What the kernel for more rows is compiled for."""
+
+    columns: int
+    """Rows of x, rounded up to whole fragments."""
+    gated: bool
+    dtype: torch.dtype
+    grouped: bool = False
+    """Groups of rows, each with matrices of its own; ``columns`` is of a group."""
+
+    @classmethod
+    def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
+        """For so many rows of x."""
+        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype)
+
+
+class Launch(NamedTuple):
+    """How a problem is cut up.
+
+    Attributes:
+        step: outputs of a sweep.
+        depth: stages in shared memory.
+        shared_bytes: of a thread block.
+    """
+
+    step: int
+    depth: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of a thread block and its stages; names as in csrc/linear/linear_rows.cu."""
+
+    consumers: int = 8
+    producers: int = 4
+    tile: int = 16
+    sweep: int = 64
+    span: int = 512
+
+    def macros(self, specialization: RowsSpecialization) -> dict[str, str | int]:
+        """Macros that csrc/linear/linear_rows.cu is compiled with."""
+        return {
+            "COLUMNS": specialization.columns,
+            "GATED": int(specialization.gated),
+            "GROUPED": int(specialization.grouped),
+            "ELEMENT": ELEMENTS[specialization.dtype],
+            "CONSUMERS": self.consumers,
+            "PRODUCERS": self.producers,
+            "TILE": self.tile,
+            "SWEEP": self.sweep,
+            "SPAN": self.span,
+            "USE_TMA": 1,
+        }
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return (self.consumers + self.producers) * 32
+
+    def outputs(self, gated: bool) -> int:
+        """Of a sweep at most."""
+        return self.sweep // (2 if gated else 1)
+
+    def launch(self, specialization: RowsSpecialization, outputs: int, limit: int) -> Launch:
+        """Cut up the outputs of a thread block.
+
+        Args:
+            specialization: of the kernel.
+            outputs: of the thread block that has most.
+            limit: bytes of shared memory that a thread block may have.
+
+        Returns:
+            With a depth below 2 where the shared memory is too small.
+        """
+        sides = 2 if specialization.gated else 1
+        sweeps = -(-outputs * sides // self.sweep)
+        step = -(-outputs // sweeps)
+        weight_rows = -(-step // _FRAGMENT) * 2 * _FRAGMENT if specialization.gated else step
+        weight_rows = -(-weight_rows // self.tile) * self.tile
+        stage = (weight_rows + specialization.columns) * (self.span * 2 + 16)
+        partials = self.consumers * specialization.columns * (self.tile + 4) * _FLOAT
+        depth = min(MOST_DEPTH, (limit - partials) // stage)
+        return Launch(step, depth, partials + depth * stage)
+
+
+def tiling_for(shared_bytes: int) -> Tiling:
+    """Where a thread block may have so many bytes of shared memory."""
+    return Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
+
+
+class LinearRowsKernel(
+    OperationKernel[RowsSpecialization], operation="linear_rows", bound=WORST_ERROR
+):
+    """The kernel for 3 to ``MOST_COLUMNS`` rows, by matrix units, with that of the norm."""
+
+    def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        self.tiling = tiling_for(shared_limit(device))
+        macros = self.tiling.macros(specialization)
+        self._kernel = self._load("linear/linear_rows.cu", macros)
+        self._norm = self._load("linear/rms_norm.cu", {"ELEMENT": macros["ELEMENT"]})
+        self._blocks = multiprocessors(device)
+
+    def takes(self, width: int, norm: bool) -> bool:
+        """Whether rows may have so many elements."""
+        fits = self._cut(self.tiling.sweep * self._blocks).depth >= 2
+        return fits and width % 32 == 0 and not (norm and width > WIDEST_NORM)
+
+    def __call__(self, arguments: LinearArguments) -> torch.Tensor:
+        """Launch; with a gate no bias is added."""
+        x, stream, output = arguments.x, current_stream(arguments.x.device), arguments.result()
+        if arguments.norm is not None:
+            x = self._normalized(x, arguments.norm, arguments.epsilon, stream)
+        step, depth, shared_bytes = self._cut(output.shape[1])
+        matrices = Matrices.of(arguments, output)
+        params = RowsParams(*addresses(x), matrices, None, None, None, len(x), step, depth)
+        grid, block = (self._blocks, 1, 1), (self.tiling.threads, 1, 1)
+        self._kernel.launch(grid, block, shared_bytes, params, stream, dependent=True)
+        return output
+
+    def _cut(self, total: int) -> Launch:
+        outputs = -(-total // self._blocks)
+        return self.tiling.launch(self.specialization, outputs, self._kernel.shared_limit)
+
+    def _normalized(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, stream: int
+    ) -> torch.Tensor:
+        output = torch.empty_like(x)
+        params = NormParams(*addresses(x, weight, output), x.shape[1], epsilon)
+        self._norm.launch((len(x), 1, 1), (NORM_THREADS, 1, 1), 0, params, stream, dependent=True)
+        return output
+
+    @staticmethod
+    def disagreement(
+        specialization: RowsSpecialization, kernel: LinearRowsKernel, device: torch.device
+    ) -> float:
+        """Over whole and part fragments, one sweep and two, a part of a stage and many stages."""
+        columns, gated = specialization.columns, specialization.gated
+        many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
+        problems = (
+            (columns - 3, 256, (5, 5)),
+            (columns, 4096 + 32, (3000, 3000) if gated else (3000, 7, 31)),
+            (columns - 1, 256, (many, many)),
+        )
+        return worst_error(kernel, gated, specialization.dtype, device, problems)
+
+
+def worst_error(
+    kernel: Callable[[LinearArguments], torch.Tensor],
+    gated: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    problems: Iterable[tuple[int, int, tuple[int, ...]]],
+) -> float:
+    """Largest relative error of a row of a kernel's, with and without norm, bias and residual.
+
+    Args:
+        kernel: takes x and weights of ``dtype``.
+        problems: rows, width, and outputs of each of the weights.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    # In the dtype at once: this runs beside a model, and float32 copies would count.
+    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    errors = []
+    for rows, width, outputs in problems:
+        x = random(rows, width)
+        weights = [random(count, width).div_(width**0.5) for count in outputs]
+        biases = () if gated else [random(count) for count in outputs]
+        residual = None if gated else random(rows, sum(outputs))
+        for around in (((), None, None), (biases, Norm(random(width), 1e-5), residual)):
+            arguments = LinearArguments.of(x, weights, *around, gated)
+            errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
+    # Not Python's max(), which would drop NaN.
+    return float(torch.tensor(errors).max())
 
 
 def _linear(arguments: LinearArguments) -> torch.Tensor:

@@ -27,8 +27,7 @@ from oscar_mm.fast_decode.experts import (
     experts_by_torch,
     grouped_tilings,
 )
-from oscar_mm.fast_decode.linear import linear
-from oscar_mm.fast_decode.linear_kernels import RowsParams
+from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
 

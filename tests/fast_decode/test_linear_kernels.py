@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from oscar_mm.fast_decode import linear_kernels as module
-from oscar_mm.fast_decode.linear import kernel_for
-from oscar_mm.fast_decode.linear_kernels import (
+from oscar_mm.fast_decode import linear as module
+from oscar_mm.fast_decode.linear import (
     LinearKernel,
     LinearRowsKernel,
     Matrices,
     NormParams,
     RowsParams,
     RowsSpecialization,
+    kernel_for,
 )
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import compile_text, csrc_folder

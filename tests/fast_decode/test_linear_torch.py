@@ -7,7 +7,7 @@ from math import isnan
 import pytest
 import torch
 
-from oscar_mm.fast_decode.linear_kernels import worst_error
+from oscar_mm.fast_decode.linear import worst_error
 from oscar_mm.fast_decode.linear_torch import LinearArguments, in_rows, linear_by_torch
 
 PROBLEMS = ((3, 64, (5, 5)), (2, 96, (7, 7)))
