@@ -19,8 +19,7 @@ from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.methods import BACKENDS, not_installed, stored_bytes
-from oscar_mm.fast_decode.decode_steps import DecodeSteps
-from oscar_mm.fast_decode.graphs import record_cuda_graph
+from oscar_mm.fast_decode.decode_steps import DecodeSteps, record_cuda_graph
 from oscar_mm.modality import Modality
 from oscar_mm.policy import Bits
 

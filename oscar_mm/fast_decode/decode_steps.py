@@ -10,8 +10,11 @@ rows have ended, and the device goes on as if none had.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +23,22 @@ from torch import nn
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.step_replay import StepReplay
-from oscar_mm.fast_decode.decoder import FastDecoder, devices, sees_all, supports
-from oscar_mm.fast_decode.graphs import Record, recorder
+from oscar_mm.fast_decode.decoder import FastDecoder, Record, devices, sees_all, supports
+from oscar_mm.kernels.launch import switched_off
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ranks import Ranks
+
+SWITCH = "OSCAR_MM_CUDA_GRAPHS"
+"""Environment variable: "off" leaves steps eager."""
+Result = TypeVar("Result")
+_CAPTURES = threading.Lock()
+_BROKEN = list[torch.cuda.CUDAGraph]()
+"""Graphs whose capture has failed. They stay, as torch's allocators go on asking them."""
+_log = logging.getLogger("oscar_mm")
+_TRIES = 4
+"""Captures that may fail one after the other before all further steps are eager."""
+_EAGER_STEPS = 16
+"""Steps between a capture that failed and the next try: other threads may have broken it."""
 
 
 class EarlyStep(NamedTuple):
@@ -45,13 +60,6 @@ class EarlyStep(NamedTuple):
     def is_step(self, tokens: torch.Tensor, step: Step) -> bool:
         """Whether it has done what a step with these tokens does."""
         return tokens is self.tokens and step.foretold is self.step
-
-
-_log = logging.getLogger("oscar_mm")
-_TRIES = 4
-"""Captures that may fail one after the other before all further steps are eager."""
-_EAGER_STEPS = 16
-"""Steps between a capture that failed and the next try: other threads may have broken it."""
 
 
 class DecodeSteps:
@@ -230,3 +238,55 @@ class DecodeSteps:
 def _codes(ended: torch.Tensor) -> np.ndarray:
     """(batch, 1) modality ids of a step's tokens, as the ledger takes them."""
     return np.where(ended.numpy(), np.int8(PADDING), np.int8(Modality.TEXT))[:, None]
+
+
+def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
+    """Capture a function's work on a GPU; what comes back launches it and returns the same tensors
+    again.
+
+    Other threads may use the GPU meanwhile, but not wait for all of it, which breaks the capture.
+
+    Raises:
+        Exception: what the function raises, or torch as the capture is broken. Another try may
+            succeed.
+    """
+    graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
+    # One capture at a time, as they share a stream. Other threads may allocate meanwhile: they are
+    # not part of it.
+    with _CAPTURES:
+        with torch.cuda.device(device):
+            # A thread's first product makes a handle of cuBLAS, which allocates: no capture may.
+            torch.cuda.current_blas_handle()
+        try:
+            # Out of the stream again also where the capture fails at its end.
+            with (
+                torch.cuda.stream(aside),
+                torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
+            ):
+                result = function()
+        except BaseException:
+            _BROKEN.append(graph)
+            raise
+
+    def replay() -> Result:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def recorder(devices: set[torch.device]) -> Record | None:
+    """CUDA graphs where they can be had, for steps that attend by our kernels.
+
+    Args:
+        devices: on which steps compute.
+    """
+    if switched_off() or os.environ.get(SWITCH) == "off":
+        return None
+    return record_cuda_graph if all(device.type == "cuda" for device in devices) else None
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one that graphs of a GPU are captured on: cuBLAS keeps 32 MiB for every stream it saw."""
+    return torch.cuda.Stream(device)

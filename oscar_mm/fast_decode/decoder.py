@@ -27,12 +27,14 @@ from torch import nn
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.fast_decode.experts import Experts, MixtureArguments, expert_kernels
-from oscar_mm.fast_decode.graphs import Record
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.ranks import Ranks, is_dtensor, own_part
 
+Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
+"""Makes of a function on fixed tensors of a device one that does the same again, maybe without
+running it."""
 KNOWN_LAYERS = (
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
@@ -346,7 +348,7 @@ class FastDecoder:
         """The same as a function that does it again, each part recorded; called once before.
 
         Args:
-            record: of ``oscar_mm.fast_decode.graphs``.
+            record: records a part.
             ids, positions: at addresses that stay.
         """
         given = ids, positions

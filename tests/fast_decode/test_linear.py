@@ -10,7 +10,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from oscar_mm.fast_decode import linear as module
-from oscar_mm.fast_decode.graphs import record_cuda_graph
+from oscar_mm.fast_decode.decode_steps import record_cuda_graph
 from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import compile_text, csrc_folder

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.fast_decode.decode_steps import DecodeSteps
-from oscar_mm.fast_decode.graphs import record_cuda_graph
+from oscar_mm.fast_decode.decode_steps import DecodeSteps, record_cuda_graph
 from oscar_mm.generation import decode_batch
 from oscar_mm.kernels.address_range import AddressRange, bytes_in_ranges
 from tests.models.test_answers import CARDS

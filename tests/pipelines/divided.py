@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.fast_decode import graphs
+from oscar_mm.fast_decode import decode_steps
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.generation import decode_batch
@@ -50,8 +50,8 @@ def captures() -> Iterator[list[torch.device]]:
         found.append(device)
         return record(function, device)
 
-    record = graphs.record_cuda_graph
-    with patch.object(graphs, "record_cuda_graph", noted):
+    record = decode_steps.record_cuda_graph
+    with patch.object(decode_steps, "record_cuda_graph", noted):
         yield found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oscar_mm.fast_decode.graphs import record_cuda_graph, recorder
+from oscar_mm.fast_decode.decode_steps import record_cuda_graph, recorder
 
 CUDA = torch.device("cuda", 0)
 
