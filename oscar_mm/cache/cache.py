@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from oscar_mm.cache.announcements import Announcements
 from oscar_mm.cache.layer import LinearLayer, OscarLayer, layers_unstorable, pack_together
-from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.ledger import Announcements, Ledger
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.pending import Chunk, KeyLength
 from oscar_mm.cache.slots import SlotSet
