@@ -20,8 +20,10 @@ from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Family
 from oscar_mm.media import MediaLimits
-from oscar_mm.media.headers import PictureSize, sampled, silence
+from oscar_mm.media.audio import silence
+from oscar_mm.media.image import PictureSize
 from oscar_mm.media.media import Media
+from oscar_mm.media.video import sampled
 from oscar_mm.modality import Modality
 from oscar_mm.models import source_of
 from oscar_mm.models.released import ReleasedModel, released_model

@@ -13,7 +13,14 @@ from av.error import FFmpegError, InvalidDataError
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.mono import RATE, Audio, Mono, MonoPiece
-from oscar_mm.media.source import describe, existing_file, is_address, read_bytes
+from oscar_mm.media.source import (
+    describe,
+    existing_file,
+    is_address,
+    local_source,
+    none_if_unreadable,
+    read_bytes,
+)
 from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
 from oscar_mm.threads import in_threads
 
@@ -105,6 +112,32 @@ def load_audio(
         f"{name}: {type(source).__name__} is not a recording; pass a path, bytes or a pair "
         "(samples, rate)"
     )
+
+
+@none_if_unreadable
+def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
+    """Silence as long as the recording that ``load_audio`` would read, by its header alone; None
+    where that does not say, something is wrong, or the source is an address."""
+    seconds = _seconds(source)
+    limits.check_audio(seconds, "")
+    return silence(seconds)
+
+
+def _seconds(source: Any) -> float:
+    if isinstance(source, tuple):
+        samples, rate = source if isinstance(source[0], np.ndarray) else source[::-1]
+        return max(samples.shape) / rate
+    local = local_source(source)
+    local = local if isinstance(local, Path) else local.getvalue()
+    if (file := sound_file(local, "")) is None:
+        return container_seconds(local)
+    with file:
+        return file.frames / file.samplerate
+
+
+def silence(seconds: float) -> Audio:
+    """A silent recording of ``seconds``: a single sample, broadcast."""
+    return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
 
 
 def has_sound(path: Path, label: str) -> bool:
@@ -279,7 +312,7 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
             raise InputError(f"{label}: has no audio track; pass a recording")
         stream = container.streams.audio[0]
         stream.thread_type = "AUTO"
-        promised = promised_seconds(container, stream, source, label)
+        promised = _promised_seconds(container, stream, source, label)
         limits.check_audio(promised, label)
         # Not a plane for each channel: PyAV reads behind the last of eight or more.
         packed = av.AudioResampler(format="flt")
@@ -311,7 +344,7 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
                 raise
 
 
-def promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
+def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
     """Seconds of sound in an ``opened`` source by its header; 0 if the header does not say."""
     if container.format.name == "mp3":
         return mp3_seconds(source, label)
@@ -325,8 +358,14 @@ def promised_seconds(container: Any, stream: Any, source: Path | bytes, label: s
     return seconds
 
 
+def container_seconds(source: Path | bytes) -> float:
+    """Length of the sound in a container that FFmpeg reads; 0 where the header does not say."""
+    with opened(source, "") as container:
+        return _promised_seconds(container, container.streams.audio[0], source, "")
+
+
 def _is_exact(container: Any, stream: Any) -> bool:
-    """Whether ``promised_seconds`` are exact. A film's are not: its sound may have gaps."""
+    """Whether ``_promised_seconds`` are exact. A film's are not: its sound may have gaps."""
     formats = container.format.name.split(",")
     if "mov" in formats:
         return bool(stream.duration) and not container.streams.video

@@ -4,14 +4,14 @@ import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, JpegImagePlugin
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import LARGE_PIXELS, MediaLimits, PixelCount
-from oscar_mm.media.source import describe, read_bytes
+from oscar_mm.media.source import describe, local_source, none_if_unreadable, read_bytes
 
 # Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
 # read further files, and no camera, browser or scanner writes their formats.
@@ -30,6 +30,13 @@ _LYING = 5
 """EXIF orientations from here on turn a picture by a quarter."""
 
 _DEFAULTS = MediaLimits()
+
+
+class PictureSize(NamedTuple):
+    """Width and height in pixels; stands for an image where only these count."""
+
+    width: int
+    height: int
 
 
 def load_image(
@@ -93,7 +100,7 @@ def load_image(
         ) from error
     with opened:
         _count(opened, count, name)
-        used = drafted(opened, fit, limits, name)
+        used = _drafted(opened, fit, limits, name)
         large = opened.width * opened.height > LARGE_PIXELS
         with nullcontext() if count is None else count.turn(large=large):
             return _decode(opened, limits, name, fit, used, in_place=True)
@@ -111,7 +118,7 @@ def opened_image(source: Path | BinaryIO) -> Image.Image:
     return Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
 
 
-def drafted(
+def _drafted(
     image: Image.Image, fit: Fit | None, limits: MediaLimits, label: str
 ) -> tuple[int, int] | None:
     """Let an opened JPEG be decoded at a half, a quarter or an eighth if ``fit`` uses no more.
@@ -126,16 +133,16 @@ def drafted(
     if fit is None or image.format != "JPEG" or "progressive" in image.info:
         return None
     limits.check_photo(*image.size, label)
-    turned = -1 if lies(image) else 1
+    turned = -1 if _lies(image) else 1
     width, height = image.size[::turned]
-    used = fitting(width, height, fit)
+    used = _fitting(width, height, fit)
     across, down = used[::turned]
     if (across, down) != image.size:
         image.draft(None, (across, down))
     return used
 
 
-def lies(image: Image.Image) -> bool:
+def _lies(image: Image.Image) -> bool:
     """Whether the EXIF data of an opened picture turn it by a quarter."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1) >= _LYING
@@ -143,7 +150,7 @@ def lies(image: Image.Image) -> bool:
         return False
 
 
-def fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
+def _fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
     """The size to which an upright picture is scaled down; its own if it is not."""
     if fit is None or width * height <= _SMALL:
         return width, height
@@ -156,7 +163,40 @@ def eighth(width: int, height: int) -> tuple[int, int]:
     return max(1, width // 8), max(1, height // 8)
 
 
-def _count(image: Image.Image, count: PixelCount | None, label: str) -> None:
+@none_if_unreadable
+def image_size(
+    source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: PixelCount | None = None
+) -> PictureSize | None:
+    """Size of the image that ``load_image`` would return, by its header alone.
+
+    Args:
+        source, limits, fit, count: as of ``load_image``.
+
+    Returns:
+        None where the header does not say, something is wrong, or the source is an address.
+    """
+    if isinstance(source, np.ndarray | Image.Image):
+        is_array = isinstance(source, np.ndarray)
+        size = PictureSize(*source.shape[1::-1]) if is_array else _upright(source)
+        _count(size, count, "")
+        limits.check_frame(*size, "")
+        return PictureSize(*_fitting(*size, fit))
+    with opened_image(local_source(source)) as image:
+        upright = _upright(image)
+        _count(upright, count, "")
+        used = _drafted(image, fit, limits, "")
+        limits.check_frame(*image.size, "")
+    return PictureSize(*(used or _fitting(*upright, fit)))
+
+
+def _upright(image: Image.Image) -> PictureSize:
+    # Where a PNG's header has no EXIF data, Pillow would decode the pixels to look for them; the
+    # size of a TIFF is upright already.
+    has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
+    return PictureSize(*(image.size[::-1] if has_exif and _lies(image) else image.size))
+
+
+def _count(image: Image.Image | PictureSize, count: PixelCount | None, label: str) -> None:
     if count is not None:
         count.add(image.width * image.height, label)
 
@@ -184,7 +224,7 @@ def _finished(
     image: Image.Image, fit: Fit | None, used: tuple[int, int] | None = None
 ) -> Image.Image:
     picture = _to_rgb(image)
-    size = used or fitting(*picture.size, fit)
+    size = used or _fitting(*picture.size, fit)
     if size != picture.size:
         return picture.resize(size, Image.Resampling.BICUBIC)
     return picture.copy() if picture is image else picture

@@ -16,12 +16,12 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
-from oscar_mm.media.headers import audio_outline, image_size, video_outline
-from oscar_mm.media.image import Fit
+from oscar_mm.media.audio import audio_outline
+from oscar_mm.media.image import Fit, image_size
 from oscar_mm.media.limits import LARGE_BYTES, PixelCount
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import describe, is_address, is_fetched
-from oscar_mm.media.video import Video
+from oscar_mm.media.video import Video, video_outline
 from oscar_mm.modality import Modality
 from oscar_mm.threads import in_threads
 

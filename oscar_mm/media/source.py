@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import http.client
+import io
 import re
 import socket
 import threading
@@ -12,12 +13,16 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Self, TypeGuard, TypeVar
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
+
+T = TypeVar("T")
 
 SUFFIXES = {
     "images": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff"),
@@ -100,6 +105,27 @@ def existing_file(source: str | Path, label: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{label}: cannot be used as a path ({reason})") from error
     return path
+
+
+def local_source(source: Any) -> Any:
+    """A path or bytes that a parser can open; None, which no parser takes, for an address or a
+    data URI."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return io.BytesIO(source)
+    return None if is_address(source) else existing_file(source, "")
+
+
+def none_if_unreadable(read: Callable[..., T]) -> Callable[..., T | None]:
+    """A function that gives None where ``read`` raises: decoding the medium reports the error."""
+
+    @wraps(read)
+    def guarded(*args: Any, **kwargs: Any) -> T | None:
+        try:
+            return read(*args, **kwargs)
+        except Exception:  # any error of any parser: the bytes are not trusted
+            return None
+
+    return guarded
 
 
 def read_bytes(source: str | Path, *, allow_remote: bool, limits: MediaLimits, label: str) -> bytes:

@@ -9,20 +9,24 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 from av.error import FFmpegError
 from av.stream import Disposition
 from PIL import Image
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.audio import LENIENT, has_sound, load_audio
+from oscar_mm.media.audio import LENIENT, container_seconds, has_sound, load_audio, silence
 from oscar_mm.media.image import load_image
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaLimits
 from oscar_mm.media.mono import LEAST_SHARE, Audio
-from oscar_mm.media.source import describe, existing_file
+from oscar_mm.media.source import describe, existing_file, local_source, none_if_unreadable
 from oscar_mm.media.truncation import check_whole
 
 # Formats of videos that FFmpeg may read, without playlists (hls, concat, dash): they open others.
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
+
+_SOURCE_FPS = 30.0
+"""Assumed frames per second of a source whose frames are not read."""
 
 _DEFAULTS = MediaLimits()
 
@@ -117,6 +121,65 @@ def load_video(
     )
 
 
+@none_if_unreadable
+def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) -> Video | None:
+    """The video that ``load_video`` would make of a source, without its pixels, by its header.
+
+    The outline of a file may have one frame less. None where the header does not say, something is
+    wrong, or the source is an address.
+    """
+    if isinstance(source, str | Path):
+        path = local_source(source)
+        with _opened_video(path, "") as (container, stream):
+            seconds, size = _clip_seconds(container, stream), (stream.width, stream.height)
+            audio = silence(container_seconds(path)) if sound and container.streams.audio else None
+        limits.check_video(*size, seconds, "")
+        video = sampled(seconds, size, fps, limits, audio)
+        # Whether the last frame is kept depends on the times of the frames.
+        count = max(2, len(video.frames) - 1)
+        return replace(
+            video, frames=video.frames[:count], frame_indices=video.frame_indices[:count]
+        )
+    first = source[0]
+    height, width = first.size[::-1] if isinstance(first, Image.Image) else first.shape[:2]
+    limits.check_video(width, height, len(source) / fps, "")
+    return _outline(len(source), (width, height), 1 / fps, len(source) / fps, None)
+
+
+def sampled(
+    seconds: float, size: tuple[int, int], fps: float, limits: MediaLimits, sound: Audio | None
+) -> Video:
+    """The video that ``load_video`` keeps of a file, with frames on the device meta.
+
+    Args:
+        seconds: length of the file, above 0.
+        size: width and height of the file's frames, in pixels.
+        fps: frames per second to keep, if the limits allow it.
+        limits: bounds on frames and pixels.
+        sound: sound of the video, if that counts.
+    """
+    step, most = _kept_frames(seconds, fps, limits)
+    # Frames are kept at 0, step, 2 step, ... as long as the clip lasts.
+    count = max(2, min(most, math.ceil(seconds / step - 1e-6)))
+    return _outline(count, _kept_size(*size, most, limits), step, seconds, sound)
+
+
+def _outline(
+    count: int, size: tuple[int, int], step: float, seconds: float, sound: Audio | None
+) -> Video:
+    # Processors take tensors too, and work on their shapes alone on the device meta.
+    count = max(2, count)
+    frames: Any = torch.empty((count, *size[::-1], 3), dtype=torch.uint8, device="meta")
+    return Video(
+        frames=frames,
+        seconds=seconds,
+        source_fps=_SOURCE_FPS,
+        source_frames=round(seconds * _SOURCE_FPS),
+        frame_indices=tuple(round(index * step * _SOURCE_FPS) for index in range(count)),
+        sound=sound,
+    )
+
+
 def _from_frames(
     source: np.ndarray | Sequence[Image.Image | np.ndarray],
     fps: float,
@@ -159,12 +222,12 @@ def _video(
 
 
 def _from_file(path: Path, fps: float, limits: MediaLimits, label: str) -> Video:
-    with opened_video(path, label) as (container, stream):
+    with _opened_video(path, label) as (container, stream):
         return _sample(container, stream, fps, limits, label)
 
 
 @contextmanager
-def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
+def _opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
     """A PyAV container and its stream of pictures.
 
     Raises:
@@ -190,7 +253,7 @@ def opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def clip_seconds(container: Any, stream: Any) -> float:
+def _clip_seconds(container: Any, stream: Any) -> float:
     """Length of an opened video by its header; 0 if the header does not say."""
     seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
     return seconds or (container.duration or 0) / 1e6
@@ -204,10 +267,10 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     """
     stream.thread_type = "AUTO"
     rate = float(stream.average_rate or stream.guessed_rate or 24)
-    seconds = clip_seconds(container, stream)
+    seconds = _clip_seconds(container, stream)
     limits.check_video(stream.width, stream.height, seconds, label)
 
-    step, capacity = kept_frames(seconds, fps, limits)
+    step, capacity = _kept_frames(seconds, fps, limits)
     buffer: np.ndarray | None = None
     indices: list[int] = []
     count, start, time, due = 0, 0.0, 0.0, 0.0
@@ -221,7 +284,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
             continue
         if buffer is None:
             limits.check_video(frame.width, frame.height, 0.0, label)
-            size = kept_size(frame.width, frame.height, capacity, limits)
+            size = _kept_size(frame.width, frame.height, capacity, limits)
             quarter_turns = round(frame.rotation / 90)
             shape = size if quarter_turns % 2 else size[::-1]
             buffer = np.empty((capacity, *shape, 3), np.uint8)
@@ -246,7 +309,7 @@ def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label:
     return _video(buffer[: len(indices)], indices, end, rate, total)
 
 
-def kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float, int]:
+def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float, int]:
     """Seconds from one kept frame to the next, and the largest number of kept frames.
 
     Args:
@@ -260,7 +323,7 @@ def kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float,
     return step, min(most, math.ceil(seconds / step) + 1)
 
 
-def kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
+def _kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
     """Width and height of kept frames in pixels, so that ``frames`` of them fit the limit."""
     scale = min(1.0, math.sqrt(limits.max_video_pixels / (width * height * frames)))
     width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (width, height))

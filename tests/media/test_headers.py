@@ -9,7 +9,9 @@ import pytest
 from PIL import Image
 
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
-from oscar_mm.media.headers import audio_outline, image_size, video_outline
+from oscar_mm.media.audio import audio_outline
+from oscar_mm.media.image import image_size
+from oscar_mm.media.video import video_outline
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
 

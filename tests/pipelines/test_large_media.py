@@ -12,7 +12,7 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.errors import NoRoom
-from oscar_mm.media.headers import PictureSize
+from oscar_mm.media.image import PictureSize
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3_vl import image_tokens, largest_image
 from tests.prompts import noise
