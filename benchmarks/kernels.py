@@ -20,9 +20,9 @@ from benchmarks.profiling import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidt
 from benchmarks.random_model import begin_step, synthetic_cache
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import KVPolicy
-from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.layer import OscarLayer, TokenPlaces
 from oscar_mm.cache.pending import attend_stored
-from oscar_mm.cache.rows import Row, TokenPlaces
+from oscar_mm.cache.slots import Row
 from oscar_mm.cache.step import Step
 from oscar_mm.ops.decode import decode_kernel
 

@@ -20,9 +20,8 @@ from oscar_mm.admission.capacity import (
 )
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.rows import least_page_tokens
 from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
-from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.slots import SlotSet, least_page_tokens
 from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family

@@ -10,7 +10,7 @@ import torch
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.layer import OscarLayer, layers_unstorable
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.rows import Row
+from oscar_mm.cache.slots import Row
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.rows import Row
+from oscar_mm.cache.slots import Row
 from oscar_mm.cache.step import Step
 from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.decode_tables import upload

@@ -1,6 +1,7 @@
 """OscarLayer: one layer of a cache, which moves its bytes in and out of the store's pools.
 
-LinearLayer: a layer of linear attention in the same cache.
+TokenPlaces: where it reads the tokens of streams. LinearLayer: a layer of linear attention in the
+same cache.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from oscar_mm.cache.rows import Row, TokenPlaces
+from oscar_mm.cache.slots import Row, Stream
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
@@ -24,7 +25,7 @@ from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis, sigma_from_prompt, sigma_of_weights
 from oscar_mm.ranks import Ranks
 
@@ -61,6 +62,56 @@ class LayerCache(Protocol):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(length of the keys in the coming forward pass, 0)."""
         ...
+
+
+class Pages(NamedTuple):
+    """Packed pages of one format.
+
+    Attributes:
+        slots: (n,) int32.
+        used: first token of each page that is in use, and the one after the last; None if all
+            tokens are.
+    """
+
+    slots: torch.Tensor
+    used: list[tuple[int, int]] | None
+
+
+class TokenPlaces(NamedTuple):
+    """Where a layer reads all tokens of some streams: those in pages first, stream by stream.
+
+    Attributes:
+        pages: bits -> pages.
+        slots: (n,) int64, of the tokens in 16 bit.
+    """
+
+    pages: dict[Bits, Pages]
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, streams: Iterable[Stream], device: torch.device) -> TokenPlaces:
+        """The places of all tokens of these streams, for layers on a device."""
+        packed: dict[Bits, list[Stream]] = {}
+        slots: list[int] = []
+        for stream in streams:
+            if stream.pages:
+                packed.setdefault(stream.bits, []).append(stream)
+            slots += stream.slots
+        return cls(
+            {bits: _pages(found, device) for bits, found in packed.items()},
+            torch.tensor(slots, dtype=torch.int64, device=device),
+        )
+
+
+def _pages(streams: list[Stream], device: torch.device) -> Pages:
+    slots = [page for stream in streams for page in stream.pages]
+    used = [
+        tokens for stream in streams for tokens in zip(stream.starts, stream.stops, strict=True)
+    ]
+    return Pages(
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        None if all(tokens == (0, PAGE_TOKENS) for tokens in used) else used,
+    )
 
 
 class OscarLayer(CacheLayerMixin):

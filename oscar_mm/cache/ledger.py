@@ -22,9 +22,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.cache.rows import NOWHERE, Row, Stream
 from oscar_mm.cache.slot_growth import Advance, real_tokens
-from oscar_mm.cache.slots import NoRoomError, SlotAllocator, SlotSet, UnchangedSlots
+from oscar_mm.cache.slots import (
+    NOWHERE,
+    NoRoomError,
+    Row,
+    SlotAllocator,
+    SlotSet,
+    Stream,
+    UnchangedSlots,
+)
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError

@@ -15,8 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.in_line import Run, attend_in_line, can_attend_in_line, runs_of
-from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.rows import TokenPlaces
+from oscar_mm.cache.layer import OscarLayer, TokenPlaces
 from oscar_mm.cache.step import Attention, Step
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS, DecodeKernel, decode, decode_kernel

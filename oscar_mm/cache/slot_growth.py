@@ -13,8 +13,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream, least_page_tokens
-from oscar_mm.cache.slots import SlotAllocator, UnchangedSlots
+from oscar_mm.cache.slots import (
+    NOWHERE,
+    SINK,
+    Row,
+    SlotAllocator,
+    Stream,
+    UnchangedSlots,
+    least_page_tokens,
+)
 from oscar_mm.cache.step import Filling, Step
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.store_torch import CENTER_TOKENS

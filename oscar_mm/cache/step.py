@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.cache.rows import Row, least_page_tokens
+from oscar_mm.cache.slots import Row, least_page_tokens
 from oscar_mm.ops.decode_tables import (
     Entries,
     Tables,

@@ -17,8 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from oscar_mm.cache.rows import Row
-from oscar_mm.cache.slots import SlotAllocator, SlotSet
+from oscar_mm.cache.slots import Row, SlotAllocator, SlotSet
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality

@@ -11,8 +11,7 @@ import torch
 
 from oscar_mm.cache.checked_file import Kind
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.rows import NOWHERE, SINK, Row, Stream
-from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.slots import NOWHERE, SINK, Row, SlotSet, Stream
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy

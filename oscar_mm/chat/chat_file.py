@@ -19,7 +19,7 @@ import torch
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content
 from oscar_mm.cache.persist import SavedCache, cache_content, load_cache, save_cache
-from oscar_mm.cache.rows import NOWHERE
+from oscar_mm.cache.slots import NOWHERE
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.cache.tables_file import SavedTables
 from oscar_mm.chat.conversation import ChatEngine, Conversation, Turn

@@ -10,7 +10,7 @@ import numpy as np
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.rows import Row, least_page_tokens
+from oscar_mm.cache.slots import Row, least_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING

@@ -9,7 +9,7 @@ import torch
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache import slot_growth as slot_growth_module
 from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.cache.rows import least_page_tokens
+from oscar_mm.cache.slots import least_page_tokens
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers
 

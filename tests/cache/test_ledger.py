@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.rows import Row, least_page_tokens
-from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.slots import Row, SlotSet, least_page_tokens
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING, Modality

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from oscar_mm import KVPolicy
 from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.rows import least_page_tokens
 from oscar_mm.cache.slot_growth import packed_of
+from oscar_mm.cache.slots import least_page_tokens
 from oscar_mm.cache.store import PageStore
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import PLAIN

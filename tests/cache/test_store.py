@@ -13,8 +13,7 @@ import torch
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache import store as store_module
-from oscar_mm.cache.rows import Row, Stream
-from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.slots import Row, SlotSet, Stream
 from oscar_mm.cache.store import PageStore, Pool
 from oscar_mm.policy import Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar_mm.cache.rows import TokenPlaces
+from oscar_mm.cache.layer import TokenPlaces
 from tests.cache.invariants import POLICIES, filled, random_ids
 
 
