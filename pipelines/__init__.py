@@ -4,7 +4,7 @@ from pathlib import Path
 
 from oscar_mm.pipelines.loading import reader
 from oscar_mm.pipelines.omni import OscarOmniPipeline
-from oscar_mm.pipelines.vision import OscarVLPipeline
+from oscar_mm.pipelines.pipeline import OscarVLPipeline
 
 __all__ = ["OscarOmniPipeline", "OscarVLPipeline", "pipeline_for"]
 
