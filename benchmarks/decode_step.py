@@ -260,7 +260,7 @@ def report(rows: Sequence[Row]) -> None:
             )
         if "memory" not in row:
             continue
-        place = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,} tokens"
+        place = f"{_cell(row)} tokens"
         if row["way"] in _BOUND and row["batch"] == 1:
             floors = row["ms"] / row["floor_ms"]
             if row["context"] in BOUND_CONTEXTS:
@@ -384,11 +384,14 @@ def sweep(
     return int(broken or bool(failures))
 
 
+def _cell(row: Row) -> str:
+    return f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,}"
+
+
 def _line(row: Row) -> str:
-    place = f"{row['model']}, {row['way']}, {row['batch']} x {row['context']:,}: "
     if "error" in row:
-        return place + row["error"]
-    return place + f"{row['ms']:.2f} ms, {row['tokens_per_s']:.1f} tokens/s"
+        return f"{_cell(row)}: {row['error']}"
+    return f"{_cell(row)}: {row['ms']:.2f} ms, {row['tokens_per_s']:.1f} tokens/s"
 
 
 def _names(choices: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, ...]]:

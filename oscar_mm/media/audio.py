@@ -125,7 +125,7 @@ def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
 
 def _seconds(source: Any) -> float:
     if isinstance(source, tuple):
-        samples, rate = source if isinstance(source[0], np.ndarray) else source[::-1]
+        samples, rate = _pair(source, "")
         return max(samples.shape) / rate
     local = local_source(source)
     local = local if isinstance(local, Path) else local.getvalue()
