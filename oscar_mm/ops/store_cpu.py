@@ -28,6 +28,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 from oscar_mm.quant.quantize import Recipe
+from oscar_mm.quant.score_error import CHANGES, FLOOR
 
 
 class _Side(NamedTuple):
@@ -39,6 +40,7 @@ class _Side(NamedTuple):
         rounds: of the least-squares fit; 0 for the least and the largest value.
         part: of the range from which the fit starts.
         unbiased: whether scales are corrected once the codes are known.
+        changes: most codes of a vector that change to lower the error of scores.
         planes: (planes, 3) int64: first byte in a head, bits, and the first bit of a code that they
             are.
         elements, channels: (planes, 128, d) int64: ``PageFormat.token_elements``.
@@ -52,6 +54,7 @@ class _Side(NamedTuple):
     rounds: int
     part: float
     unbiased: bool
+    changes: int
     planes: np.ndarray
     elements: np.ndarray
     channels: np.ndarray
@@ -76,6 +79,7 @@ class _Side(NamedTuple):
             rounds=LSQ_ROUNDS if recipe.fit == "lsq" else 0,
             part=first_range(bits, group),
             unbiased=unbiased == "unbiased" and (recipe.fit == "lsq" or not is_key),
+            changes=CHANGES if is_key and recipe.lowers_score_error else 0,
             planes=np.array(
                 [[page_format.fields[plane].offset, width, first] for plane, first, width in planes]
             ),
@@ -149,6 +153,8 @@ def _store(
     vector, apart = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     center = np.empty(head_dim, np.float32)
     codes, other_codes = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
+    weights, turned = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
+    steps, gradient = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     word = np.empty(1, np.uint32)
     for job in range(len(jobs)):
         slot, tile, row = jobs[job, 0], jobs[job, 1], jobs[job, 2]
@@ -167,6 +173,9 @@ def _store(
                     vector[channel] = (
                         raw[channel] if is_value else raw[channel] / sigma[head, channel]
                     )
+                if side.changes:
+                    for channel in range(head_dim):
+                        weights[channel] = vector[channel] * vector[channel]
                 if rotate:
                     rotate_vector(vector)
                 groups, has_center = head_dim // side.group, side.center.shape[1] > 0
@@ -191,13 +200,23 @@ def _store(
                     for channel in range(head_dim):
                         codes[channel] = other_codes[channel]
                     for group in range(groups):
-                        scale, zero = scales[group]
-                        scale = _half_bits(scale, word)
-                        zero = _half_bits(zero, word)
+                        scale = _half_bits(scales[group, 0], word)
+                        zero = _half_bits(scales[group, 1], word)
                         if (scale & 0x7C00) == 0x7C00 or (zero & 0x7C00) == 0x7C00:
                             not_finite[0] = 1
                         page[numbers[0, place, group]] = scale ^ (0x8000 if centered else 0)
                         page[numbers[1, place, group]] = zero
+                        for channel in range(group * side.group, (group + 1) * side.group):
+                            steps[channel], gradient[channel] = scales[group]
+                if side.changes:
+                    for channel in range(head_dim):
+                        less = center[channel] if centered else np.float32(0)
+                        turned[channel] = center[channel] if has_center else np.float32(0)
+                        gradient[channel] += codes[channel] * steps[channel]
+                        gradient[channel] -= vector[channel] - less
+                    rotate_vector(turned)
+                    _weigh(weights, turned)
+                    _lower_score_error(codes, gradient, steps, weights, turned, side)
                 start = head * head_bytes
                 for plane in range(len(side.planes)):
                     offset, width, first = side.planes[plane]
@@ -270,6 +289,53 @@ def _fit(vector, start, side, codes, found, word):
         error += apart * apart
     found[0], found[1] = scale, zero
     return error
+
+
+@inlined
+def _weigh(weights, center):
+    """``score_weights``: of the squares of a key in ``weights`` and its center, to ``weights``."""
+    count = len(weights)
+    half, total = count // 2, np.float32(0)
+    for index in range(half):
+        other = index + half
+        energy = weights[index] + weights[other]
+        energy += center[index] * center[index] + center[other] * center[other]
+        weights[index] = energy
+        total += energy
+    floor = np.float32(FLOOR) * (total / np.float32(half))
+    for index in range(half):
+        weights[index] += floor
+        weights[index + half] = weights[index]
+
+
+@inlined
+def _lower_score_error(codes, gradient, steps, weights, turned, side):
+    """``lower_score_error``; ``gradient`` has the errors of the codes, and is written over."""
+    count, most = len(codes), np.float32((1 << side.bits) - 1)
+    factor = np.float32(1 / np.sqrt(np.float64(count)))
+    # H D H has the number i ^ j of (D H) / sqrt(n) in its row i and column j.
+    for index in range(count):
+        turned[index] = weights[index] * factor
+    rotate_vector(turned)
+    rotate_vector(gradient)
+    for index in range(count):
+        gradient[index] *= weights[index]
+    rotate_vector(gradient)
+    for _ in range(side.changes):
+        best, chosen = np.float32(0), -1
+        for index in range(count):
+            changed = codes[index] + (np.float32(-1) if gradient[index] > 0 else np.float32(1))
+            step = steps[index]
+            gain = step * (np.float32(2) * abs(gradient[index]) - turned[0] * step)
+            if gain > best and changed >= 0 and changed <= most:
+                best, chosen = gain, index
+        if chosen < 0:
+            break
+        change = np.float32(-1) if gradient[chosen] > 0 else np.float32(1)
+        codes[chosen] += change
+        change *= steps[chosen]
+        for index in range(count):
+            gradient[index] += change * turned[index ^ chosen]
 
 
 @inlined

@@ -9,7 +9,7 @@ import torch
 
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import KVPolicy
-from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.basis import Basis, hadamard
 from oscar_mm.quant.fit import (
     KEY_RUN,
     VALUE_RUN,
@@ -20,6 +20,7 @@ from oscar_mm.quant.fit import (
     token_rms,
     unbiased_scale,
 )
+from oscar_mm.quant.score_error import lower_score_error, score_weights
 
 _CHUNK_ELEMENTS = 1 << 22
 """Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""
@@ -40,6 +41,12 @@ class Recipe:
         """The recipe that a policy gives pages of a format."""
         how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
         return cls(page_format, *how)
+
+    @property
+    def lowers_score_error(self) -> bool:
+        """Whether codes of a token's key are those of ``quant.score_error``, not the nearest."""
+        unbiased = self.fit == "lsq" and self.norm == "unbiased"
+        return self.page_format.by_token and self.rotate and unbiased
 
 
 def quantize(
@@ -90,18 +97,29 @@ def quantize_tokens(
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
     # Basis takes tokens behind heads.
-    keys, values = (
-        of(x[:, :, None])[:, :, 0] for of, x in ((basis.keys_in, keys), (basis.values_in, values))
+    balanced, keys, values = (
+        of(x[:, :, None])[:, :, 0]
+        for of, x in (
+            (basis.balanced, keys),
+            (basis.keys_in, keys),
+            (basis.values_in, values),
+        )
     )
     unbiased = recipe.fit == "lsq" and recipe.norm == "unbiased"
     group, bits = page_format.key_group, page_format.bits
     codes, scale, zero, error = _in_codes(keys, bits.keys, group, recipe.fit, unbiased)
     if centers is not None:
         apart = _in_codes(keys - centers, bits.keys, group, recipe.fit, unbiased)
-        nearer = apart[3] < error
-        codes = torch.where(nearer[..., None], apart[0], codes)
-        scale = torch.where(nearer[..., None], -apart[1], scale)
-        zero = torch.where(nearer[..., None], apart[2], zero)
+        nearer = (apart[3] < error)[..., None]
+        codes = torch.where(nearer, apart[0], codes)
+        scale = torch.where(nearer, -apart[1], scale)
+        zero = torch.where(nearer, apart[2], zero)
+        keys = torch.where(nearer, keys - centers, keys)
+    if recipe.lowers_score_error:
+        plain = None if centers is None else centers @ hadamard(keys.shape[-1], keys.device)
+        scales, zeros = (x.repeat_interleave(group, -1) for x in (scale.abs(), zero))
+        weights = score_weights(balanced, plain)
+        codes = lower_score_error(keys, codes, scales, zeros, weights, bits.keys)
     unbiased, group = recipe.value_scale == "unbiased", page_format.value_group
     of_values = _in_codes(values, bits.values, group, recipe.fit, unbiased)
     arrays = {

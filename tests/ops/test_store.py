@@ -13,7 +13,7 @@ from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import unpack_stored
+from oscar_mm.quant.quantize import _in_codes, unpack_stored
 from tests.ops.arguments import stream_policy
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_a_token_does_not_depend_on_its_job(name: str, head_dim: int) -> None:
 def test_centers_and_what_is_relative_to_them(
     name: str, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> None:
-    """Centers are means in float64; a key is stored the way that loses less."""
+    """Centers are means in float64; a key is stored the way whose nearest codes lose less."""
     states, page, policy, basis = problem(name, 64, dtype, rows)
     pages, _ = run(states, page, policy, basis)
     keys, _, recent, jobs, begins = states
@@ -114,17 +114,14 @@ def test_centers_and_what_is_relative_to_them(
     if not page.center:
         assert not page.read(pages, "key_scales").signbit().any()
         return
-    raw = run((*states[:4], begins[:0]), replace(page, center=False), policy, basis)[0]
-    of_raw = unpack_stored(raw, replace(page, center=False))[0].double()
-    stored, relative = unpack_stored(pages, page)[0].double(), page.read(pages, "key_scales")
+    how = page.bits.keys, page.key_group, policy.fit, policy.norm == "unbiased"
+    relative, centers = page.read(pages, "key_scales"), page.read(pages, "center")
     chosen = []
     for slot, place, row, source in jobs_of(jobs):
-        expected = turned(row, source)
-        loss = (stored[slot, :, place] - expected).square().sum(1)
-        other = (of_raw[slot, :, place] - expected).square().sum(1)
+        key = turned(row, source).float()
+        loss, other = (_in_codes(x, *how)[3] for x in (key - centers[slot], key))
         centered = relative[slot, :, place, 0].signbit()
-        assert (loss <= other * 1.001 + 1e-9).all()
-        assert (centered | ((loss - other).abs() <= 1e-3 * other)).all()
+        assert ((centered == (loss < other)) | ((loss - other).abs() <= 1e-3 * other)).all()
         chosen.append(centered)
     share = torch.stack(chosen).float().mean()
     assert 0.1 < share < 0.9, "both ways are used"
