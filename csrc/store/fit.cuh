@@ -69,6 +69,21 @@ struct RawCodes {
     words[word_of(step, half)] += __float_as_uint(raised) << shift_of(step, half, odd);
   }
 
+  // The code of element i of a lane's keys: step, half of 8 channels, odd.
+  __device__ __forceinline__ uint32_t code(int i) const {
+    const int step = i / 4, half = i / 2 % 2, odd = i % 2;
+    return words[word_of(step, half)] >> shift_of(step, half, odd) & ((1u << BITS) - 1);
+  }
+
+  // Make that code 1 more, or 1 less; i need not be known to the compiler.
+  __device__ __forceinline__ void change(int i, int by) {
+    const int step = i / 4, half = i / 2 % 2, odd = i % 2;
+#pragma unroll
+    for (int word = 0; word < WORDS; ++word)
+      if (word == word_of(step, half))
+        words[word] += static_cast<uint32_t>(by) << shift_of(step, half, odd);
+  }
+
   // Add them to codes of a lane, as the byte `byte` (and byte + 2) of each word.
   __device__ __forceinline__ void join(Codes<BITS>& codes, int byte) const {
 #pragma unroll

@@ -19,13 +19,15 @@
 //
 // Compiled with, besides page.cuh's (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT (__half,
 // __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS
-// (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1).
+// (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1), SCORE_CHANGES, SCORE_FLOOR (score_error.cuh; no
+// changes: 0).
 
 #include "common/hadamard.cuh"
 #include "common/overlap.cuh"
 #include "common/rounding.cuh"
 #include "common/rows.cuh"
 #include "store/fit.cuh"
+#include "store/score_error.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
@@ -90,8 +92,24 @@ __device__ __forceinline__ float write_fit(uint8_t* scales, uint8_t* zeros, int 
   return (fit.scale + fit.zero) * 0.0f;
 }
 
+// The elements of a page's center that a lane has of a token's keys: take(i, first, second).
+template <typename Take>
+__device__ __forceinline__ void for_center(const uint8_t* page, int quad, Take take) {
+#pragma unroll
+  for (int run = 0; run < RUNS; ++run) {
+    const uint4 eight = load16(page + P::center + (run * 4 + quad) * 16);
+    const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 center = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+      take(8 * run + 2 * i, center.x, center.y);
+    }
+  }
+}
+
+// shared: of the warp, for lower_score_error.
 __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer, const int* job,
-                                            int head, int lane) {
+                                            int head, float* shared, int lane) {
   const int group = lane >> 2, quad = lane & 3, tile = job[1];
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, job[2], head,
                                  work.kv_heads);
@@ -108,17 +126,19 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
     const uint8_t* row = rows.row(has[half] ? source : 0) + quad * 4;
     // Elements of a lane: step, half of 8 channels, odd.
     float x[OF_KEY];
+    auto balanced = [&](auto take) {
 #pragma unroll
-    for (int i = 0; i < OF_KEY / 2; ++i) {
-      const uint32_t two =
-          has[half] ? *reinterpret_cast<const uint32_t*>(row + 16 * i) : 0u;
-      const float2 pair = unpacked(two, ELEMENT());
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-      if (layer.sigma != nullptr) {
-        const float* by = layer.sigma + first + 8 * i;
-        x[2 * i] *= reciprocal(by[0]), x[2 * i + 1] *= reciprocal(by[1]);
+      for (int i = 0; i < OF_KEY; i += 2) {
+        const uint32_t two = has[half] ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0u;
+        float2 pair = unpacked(two, ELEMENT());
+        if (layer.sigma != nullptr) {
+          const float* by = layer.sigma + first + 4 * i;
+          pair.x *= reciprocal(by[0]), pair.y *= reciprocal(by[1]);
+        }
+        take(i, pair.x, pair.y);
       }
-    }
+    };
+    balanced([&](int i, float even, float odd) { x[i] = even, x[i + 1] = odd; });
 #if ROTATE
     hadamard<OF_KEY, 1, 4>(x, lane);
 #endif
@@ -129,16 +149,7 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
         [&](int i, float raised) { raw.add(raised, i / 4, i / 2 % 2, i % 2); });
     bool centered = false;
 #if CENTER
-#pragma unroll
-    for (int run = 0; run < RUNS; ++run) {
-      const uint4 eight = load16(page + P::center + (run * 4 + quad) * 16);
-      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 center = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
-        x[8 * run + 2 * i] -= center.x, x[8 * run + 2 * i + 1] -= center.y;
-      }
-    }
+    for_center(page, quad, [&](int i, float even, float odd) { x[i] -= even, x[i + 1] -= odd; });
     RawCodes<KEY_BITS, true> apart;
     apart.clear();
     const Fit other = fit_group<KEY_BITS, 1, 4, UNBIASED_KEYS, true, 0, OF_KEY>(
@@ -146,6 +157,24 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
         [&](int i, float raised) { apart.add(raised, i / 4, i / 2 % 2, i % 2); });
     centered = other.error < fit.error;
     if (centered) fit = other, raw = apart;
+#endif
+#if SCORE_CHANGES
+    float energy[OF_KEY] = {};
+#if CENTER
+    const float share = centered ? 0.0f : 1.0f;
+    for_center(page, quad, [&](int i, float even, float odd) {
+      x[i] = fmaf(share, even, x[i]), x[i + 1] = fmaf(share, odd, x[i + 1]);
+      energy[i] = even, energy[i + 1] = odd;
+    });
+    hadamard<OF_KEY, 1, 4>(energy, lane);
+#endif
+    // Loaded again: there are no registers to keep them in.
+    balanced([&](int i, float even, float odd) {
+      energy[i] = fmaf(even, even, energy[i] * energy[i]);
+      energy[i + 1] = fmaf(odd, odd, energy[i + 1] * energy[i + 1]);
+    });
+    score_weights(energy);
+    lower_score_error(raw, x, energy, fit, shared, lane);
 #endif
     raw.join(codes, half);
     const int place = tile / 4 * 64 + group * 8 + tile % 4 * 2 + half;
@@ -338,6 +367,8 @@ __device__ __forceinline__ float begin_page(const Work& work, const Layer& layer
 __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int item = blockIdx.x * WARPS + warp, side = item % 2;
+  // Every other warp has keys.
+  __shared__ float shared[WARPS / 2][SCORE_CHANGES ? 32 * (OF_KEY + 1) : 1];
   const int which = item / 2 / work.kv_heads, head = item / 2 % work.kv_heads;
   if (which >= work.count) return;
   const int* job = work.jobs + static_cast<int64_t>(which) * (JOB_HEAD + TILE);
@@ -347,19 +378,25 @@ __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer)
   if (!side) not_finite = begin_page(work, layer, job, head, lane);
 #endif
   not_finite += side ? store_values(work, layer, job, head, lane)
-                     : store_keys(work, layer, job, head, lane);
+                     : store_keys(work, layer, job, head, shared[warp / 2], lane);
   if (isnan(not_finite)) *layer.not_finite = 1;
 }
 
-// Five thread blocks: what the compiler chooses by itself spills a register on some GPUs.
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
+// Of a multiprocessor: what the compiler chooses by itself spills a register on some GPUs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int BLOCKS = 3;
+#else
+constexpr int BLOCKS = 4;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     store(const __grid_constant__ Params params) {
   let_next_begin();
   wait_for_previous();
   store_jobs(params.work, params.layer);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     store_layers(const __grid_constant__ LayersParams params) {
   let_next_begin();
   wait_for_previous();

@@ -44,6 +44,7 @@ from oscar_mm.ops.store_torch import (
 )
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.quantize import Recipe
+from oscar_mm.quant.score_error import CHANGES, FLOOR
 
 _WARPS = 4
 """Of a thread block: each has the keys, or the values, of one head of a job."""
@@ -111,6 +112,8 @@ class Specialization(NamedTuple):
             "VALUE_BITS": bits.values,
             "UNBIASED_KEYS": int(recipe.fit == "lsq" and recipe.norm == "unbiased"),
             "UNBIASED_VALUES": int(recipe.value_scale == "unbiased"),
+            "SCORE_CHANGES": CHANGES if recipe.lowers_score_error else 0,
+            "SCORE_FLOOR": f"{FLOOR}f",
         }
 
 
