@@ -100,7 +100,8 @@ class KVPolicy:
             key; "refit" stores the norm of least squared error; "unbiased" stores the one with
             <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
             <K^ - mean, K - mean> = |K - mean|^2 in each group, so that neither scores nor their
-            differences shrink on average.
+            differences shrink on average. With ``rotate`` a few codes of keys that have scales of
+            their own (``key_axis="token"``) are then changed so that errors of scores fall.
         value_scale: what values are fitted to: "plain" keeps the fitted scale, which shrinks each
             group towards its mean; "unbiased", only with ``fit="lsq"``, makes
             <V^ - mean, V - mean> = |V - mean|^2 in each group.

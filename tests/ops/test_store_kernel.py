@@ -64,8 +64,8 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
     )
     for report in reports.values():
         assert (report.spill_stores, report.spill_loads) == (0, 0)
-        most = 168 if arch == "sm_120" else 128
-        assert report.registers <= most, "so that a multiprocessor holds four thread blocks, or three"
+        # So that a multiprocessor holds four thread blocks, or three.
+        assert report.registers <= (168 if arch == "sm_120" else 128)
     return reports
 
 
