@@ -19,8 +19,8 @@
 //
 // Compiled with, besides page.cuh's (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT (__half,
 // __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS
-// (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1), SCORE_CHANGES, SCORE_FLOOR (score_error.cuh; no
-// changes: 0).
+// (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1), SCORE_CHANGES (0 for none) and
+// SCORE_FLOOR (score_error.cuh).
 
 #include "common/hadamard.cuh"
 #include "common/overlap.cuh"

@@ -68,11 +68,8 @@ _COUNTED = 9
 
 
 class Pace:
-    """How long a step takes: a quarter of the last ones took less.
-
-    The first step between two layers takes longer, as a GPU waits while the host prepares it; one
-    that launches nothing takes no time.
-    """
+    """How long a step takes: a quarter of the last ones took less. The first step between two
+    layers takes longer, as a GPU waits while the host prepares it."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[Moment, Moment]] = deque(maxlen=_COUNTED)
@@ -260,7 +257,8 @@ class AnswerGroups:
         finally:
             self.stepping = False
             self.wait_since = Moment(self.family.device)
-            self.pace.note(begin, self.wait_since)
+            if self.live:  # The last step of all may have been launched early: then this took none.
+                self.pace.note(begin, self.wait_since)
 
     def settle_ended(self) -> None:
         """Let go of answers that have ended, and of what they hold."""
