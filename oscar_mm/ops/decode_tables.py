@@ -123,8 +123,8 @@ def arrays_of(
         entries, kv_heads, columns, workers: as of ``tables_of``.
         longest: the least length of the second dimension of items and of recents.
     """
-    items = sum(1 - (-len(slots) // TILE) + 2 * len(pages) for pages, slots in entries)
-    if items * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
+    with_halves = sum(1 - (-len(slots) // TILE) + 2 * len(pages) for pages, slots in entries)
+    if with_halves * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
         entries = [(_in_halves(pages), slots) for pages, slots in entries]
     counts = np.array([[len(slots), len(pages)] for pages, slots in entries], dtype=np.int32)
     in_16_bit, in_pages = counts.max(axis=0).tolist()

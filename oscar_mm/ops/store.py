@@ -110,7 +110,7 @@ class Specialization(NamedTuple):
         return recipe_macros(*self) | {
             "KEY_BITS": bits.keys,
             "VALUE_BITS": bits.values,
-            "UNBIASED_KEYS": int(recipe.fit == "lsq" and recipe.norm == "unbiased"),
+            "UNBIASED_KEYS": int(recipe.unbiased_keys),
             "UNBIASED_VALUES": int(recipe.value_scale == "unbiased"),
             "SCORE_CHANGES": CHANGES if recipe.lowers_score_error else 0,
             "SCORE_FLOOR": f"{FLOOR}f",

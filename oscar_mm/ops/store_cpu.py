@@ -206,8 +206,9 @@ def _store(
                             not_finite[0] = 1
                         page[numbers[0, place, group]] = scale ^ (0x8000 if centered else 0)
                         page[numbers[1, place, group]] = zero
-                        for channel in range(group * side.group, (group + 1) * side.group):
-                            steps[channel], gradient[channel] = scales[group]
+                    if side.changes:
+                        for channel in range(head_dim):
+                            steps[channel], gradient[channel] = scales[channel // side.group]
                 if side.changes:
                     for channel in range(head_dim):
                         less = center[channel] if centered else np.float32(0)

@@ -43,10 +43,14 @@ class Recipe:
         return cls(page_format, *how)
 
     @property
+    def unbiased_keys(self) -> bool:
+        """Whether the scales of keys are those of ``unbiased_scale``."""
+        return self.fit == "lsq" and self.norm == "unbiased"
+
+    @property
     def lowers_score_error(self) -> bool:
         """Whether codes of a token's key are those of ``quant.score_error``, not the nearest."""
-        unbiased = self.fit == "lsq" and self.norm == "unbiased"
-        return self.page_format.by_token and self.rotate and unbiased
+        return self.page_format.by_token and self.rotate and self.unbiased_keys
 
 
 def quantize(
@@ -97,29 +101,25 @@ def quantize_tokens(
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
     # Basis takes tokens behind heads.
-    balanced, keys, values = (
-        of(x[:, :, None])[:, :, 0]
-        for of, x in (
-            (basis.balanced, keys),
-            (basis.keys_in, keys),
-            (basis.values_in, values),
-        )
+    vectors, values = (
+        of(x[:, :, None])[:, :, 0] for of, x in ((basis.keys_in, keys), (basis.values_in, values))
     )
-    unbiased = recipe.fit == "lsq" and recipe.norm == "unbiased"
     group, bits = page_format.key_group, page_format.bits
-    codes, scale, zero, error = _in_codes(keys, bits.keys, group, recipe.fit, unbiased)
+    codes, scale, zero, error = _in_codes(
+        vectors, bits.keys, group, recipe.fit, recipe.unbiased_keys
+    )
     if centers is not None:
-        apart = _in_codes(keys - centers, bits.keys, group, recipe.fit, unbiased)
+        apart = _in_codes(vectors - centers, bits.keys, group, recipe.fit, recipe.unbiased_keys)
         nearer = (apart[3] < error)[..., None]
         codes = torch.where(nearer, apart[0], codes)
         scale = torch.where(nearer, -apart[1], scale)
         zero = torch.where(nearer, apart[2], zero)
-        keys = torch.where(nearer, keys - centers, keys)
+        vectors = torch.where(nearer, vectors - centers, vectors)
     if recipe.lowers_score_error:
         plain = None if centers is None else centers @ hadamard(keys.shape[-1], keys.device)
         scales, zeros = (x.repeat_interleave(group, -1) for x in (scale.abs(), zero))
-        weights = score_weights(balanced, plain)
-        codes = lower_score_error(keys, codes, scales, zeros, weights, bits.keys)
+        weights = score_weights(basis.balanced(keys[:, :, None])[:, :, 0], plain)
+        codes = lower_score_error(vectors, codes, scales, zeros, weights, bits.keys)
     unbiased, group = recipe.value_scale == "unbiased", page_format.value_group
     of_values = _in_codes(values, bits.values, group, recipe.fit, unbiased)
     arrays = {
@@ -164,7 +164,7 @@ def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
     grouped = unit.unflatten(2, (-1, page_format.key_group))
     scale, zero = fit_group(grouped, page_format.bits.keys, recipe.fit, dim, KEY_RUN)
     codes = assign_codes(grouped, scale, zero, page_format.bits.keys)
-    if recipe.norm == "unbiased" and recipe.fit == "lsq":
+    if recipe.unbiased_keys:
         scale, zero = unbiased_scale(grouped, codes, scale, zero, dim)
     arrays = {
         "key_codes": codes.view_as(keys),
