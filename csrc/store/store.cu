@@ -107,13 +107,29 @@ __device__ __forceinline__ void for_center(const uint8_t* page, int quad, Take t
   }
 }
 
+// The elements of a token's keys that a lane has, balanced: take(i, first, second). Zeros without
+// a token, whose row is any other's. (No lambda: NVRTC 13.0 takes a generic one for the host's.)
+template <typename Take>
+__device__ __forceinline__ void for_key(const uint8_t* row, const float* sigma, bool has,
+                                        Take take) {
+#pragma unroll
+  for (int i = 0; i < OF_KEY; i += 2) {
+    const uint32_t two = has ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0u;
+    float2 pair = unpacked(two, ELEMENT());
+    if (sigma != nullptr) pair.x *= reciprocal(sigma[4 * i]), pair.y *= reciprocal(sigma[4 * i + 1]);
+    take(i, pair.x, pair.y);
+  }
+}
+
 // shared: of the warp, for lower_score_error.
 __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer, const int* job,
                                             int head, float* shared, int lane) {
   const int group = lane >> 2, quad = lane & 3, tile = job[1];
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, job[2], head,
                                  work.kv_heads);
-  const int first = sigma_index(layer, job[2], head) + 2 * quad;
+  const float* sigma = layer.sigma == nullptr
+                           ? nullptr
+                           : layer.sigma + sigma_index(layer, job[2], head) + 2 * quad;
   uint8_t* page = head_of(work, layer, job[0], head);
   Codes<KEY_BITS> codes = {};
   bool has[2];
@@ -126,19 +142,8 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
     const uint8_t* row = rows.row(has[half] ? source : 0) + quad * 4;
     // Elements of a lane: step, half of 8 channels, odd.
     float x[OF_KEY];
-    auto balanced = [&](auto take) {
-#pragma unroll
-      for (int i = 0; i < OF_KEY; i += 2) {
-        const uint32_t two = has[half] ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0u;
-        float2 pair = unpacked(two, ELEMENT());
-        if (layer.sigma != nullptr) {
-          const float* by = layer.sigma + first + 4 * i;
-          pair.x *= reciprocal(by[0]), pair.y *= reciprocal(by[1]);
-        }
-        take(i, pair.x, pair.y);
-      }
-    };
-    balanced([&](int i, float even, float odd) { x[i] = even, x[i + 1] = odd; });
+    for_key(row, sigma, has[half],
+            [&](int i, float even, float odd) { x[i] = even, x[i + 1] = odd; });
 #if ROTATE
     hadamard<OF_KEY, 1, 4>(x, lane);
 #endif
@@ -169,7 +174,7 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
     hadamard<OF_KEY, 1, 4>(energy, lane);
 #endif
     // Loaded again: there are no registers to keep them in.
-    balanced([&](int i, float even, float odd) {
+    for_key(row, sigma, has[half], [&](int i, float even, float odd) {
       energy[i] = fmaf(even, even, energy[i] * energy[i]);
       energy[i + 1] = fmaf(odd, odd, energy[i + 1] * energy[i + 1]);
     });
