@@ -50,7 +50,7 @@ from oscar_mm.quant.quantize import Recipe
 
 KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
-_WHOLE_PAGE_POLICY = KVPolicy.preset("compact")
+_WHOLE_PAGE_POLICY = KVPolicy.preset("channel")
 """The policy of ``pack``, which the default policy does not use."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024

@@ -31,12 +31,13 @@ SHOWN = {
     "per token, least squares": "^",
     "OScaR, published": "D",
     "standard": "p",
-    "compact": "o",
-    "compact, balance None": "<",
-    "compact, norm plain": ">",
-    "compact, key group 64": "h",
-    "compact, groups 32": "P",
-    "compact, 4 bit": "*",
+    "compact": "d",
+    "channel": "o",
+    "channel, balance None": "<",
+    "channel, norm plain": ">",
+    "channel, key group 64": "h",
+    "channel, groups 32": "P",
+    "channel, 4 bit": "*",
 }
 _FLOOR = 1e-7
 
@@ -267,7 +268,7 @@ def plot(rows: Rows, folder: Path, device: str) -> Path | None:
                 if (row["family"], row["condition"]) == (family, condition) and "kl" in row
             ]
             for name, (bits, kl) in _points(panel).items():
-                ours = name in ("standard", "compact", "compact, groups 32")
+                ours = name in ("standard", "compact", "channel", "channel, groups 32")
                 colour = "tab:red" if ours else "black"
                 axis.plot(bits, kl, SHOWN[name], label=name, color=colour, fillstyle="none")
             axis.set_yscale("log")

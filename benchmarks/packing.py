@@ -25,11 +25,12 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 TOKENS, KV_HEADS, HEAD_DIM = 131_072, 8, 128
 BATCHES = (1, 8, 32)
 POLICIES = {
-    "compact": KVPolicy.preset("compact"),
     "standard": KVPolicy.preset("standard"),
-    "compact, value scale plain": KVPolicy.preset("compact", value_scale="plain"),
+    "compact": KVPolicy.preset("compact"),
+    "channel": KVPolicy.preset("channel"),
+    "channel, value scale plain": KVPolicy.preset("channel", value_scale="plain"),
     "oscar": KVPolicy.preset("oscar"),
-    "compact, 4 bit": KVPolicy.preset("compact", bits=4),
+    "channel, 4 bit": KVPolicy.preset("channel", bits=4),
 }
 MOST_FLOORS, MOST_APPEND_US = 3.0, 8.0
 """Targets: time of pack in its floors, device time of append in a layer."""

@@ -88,10 +88,10 @@ class KVPolicy:
             ``(3, 2)``, for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
             (modalities not named get 2). 16, of keys and values alike, means ``PLAIN``. At
             most two different widths below 16.
-        key_axis: "channel" quantizes each key channel over a group of tokens (KIVI, OScaR): whole
-            pages of 128 tokens at a time. "token" quantizes each token over a group of channels
-            (QuaRot): a token that has left the window takes a slot of a page, and a page begins
-            with as many tokens as take its bytes in 16 bit.
+        key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that has
+            left the window takes a slot of a page, and a page begins with as many tokens as take
+            its bytes in 16 bit. "channel" quantizes each key channel over a group of tokens
+            (KIVI, OScaR): whole pages of 128 tokens at a time.
         key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
         value_group: channels of a value group: 32, 64 or 128. A head that the group does not
             divide uses the largest divisor of head_dim below it.
@@ -125,7 +125,7 @@ class KVPolicy:
     """
 
     bits: _Bits = _Bits()
-    key_axis: str = "channel"
+    key_axis: str = "token"
     key_group: int = 128
     value_group: int = 128
     fit: str = "lsq"
@@ -133,8 +133,8 @@ class KVPolicy:
     value_scale: str = "unbiased"
     rotate: bool = True
     balance: str | None = "auto"
-    token_scaling: str | None = "per_head"
-    center: bool = False
+    token_scaling: str | None = None
+    center: bool = True
     window: int = 32
     sinks: int = 4
 
@@ -299,19 +299,18 @@ def _checked_width(name: str, width: Any) -> Bits:
 
 DEFAULT = "standard"
 """Name of the preset that applies where none is chosen."""
+_WHOLE_PAGES: dict[str, Any] = {"key_axis": "channel", "center": False}
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Keys deserve more bits than values; stream pages, 2.8 bits per value in all.
-    "standard": {
-        "bits": (3, 2),
-        "key_axis": "token",
-        "token_scaling": None,
-        "center": True,
-    },
-    # The smallest, 2.31 bits per value: least-squares fit, unbiased per-head norm and values,
-    # balancing, groups of 128.
+    # Keys deserve more bits than values: 2.8 bits per value in all.
+    "standard": {"bits": (3, 2)},
+    # The smallest: 2.3 bits per value.
     "compact": {},
+    # OScaR's whole pages with what made them better: least-squares fit, unbiased per-head norm
+    # and values, balancing, groups of 128; 2.31 bits per value.
+    "channel": {**_WHOLE_PAGES, "token_scaling": "per_head"},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {
+        **_WHOLE_PAGES,
         "key_group": 32,
         "value_group": 32,
         "fit": "minmax",
@@ -323,6 +322,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
     # KIVI (arXiv:2402.02750): keys per channel, values per token, no rotation.
     "kivi": {
+        **_WHOLE_PAGES,
         "key_group": 32,
         "value_group": 32,
         "fit": "minmax",
@@ -330,21 +330,17 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "value_scale": "plain",
         "rotate": False,
         "balance": None,
-        "token_scaling": None,
         "sinks": 0,
     },
     # QuaRot (arXiv:2404.00456): rotated, keys and values per token over a whole head of 128.
     "quarot": {
-        "key_axis": "token",
-        "key_group": 128,
-        "value_group": 128,
         "fit": "minmax",
         "norm": "plain",
         "value_scale": "plain",
         "balance": None,
-        "token_scaling": None,
+        "center": False,
         "sinks": 0,
     },
     # Everything in the model's own 16-bit dtype (float32 in a float32 model), same pages.
-    "bf16": {"bits": 16, "window": 0, "sinks": 0},
+    "bf16": {**_WHOLE_PAGES, "token_scaling": "per_head", "bits": 16, "window": 0, "sinks": 0},
 }

@@ -15,7 +15,7 @@ MORE = {"prompt": "Is there more?", "max_new_tokens": 6}
 
 def packed_pipeline(folder: Path) -> OscarVLPipeline:
     """Over packed pages; answers have all their tokens."""
-    pipe = OscarVLPipeline(folder, policy="compact", device="cpu")
+    pipe = OscarVLPipeline(folder, policy="channel", device="cpu")
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe
 

@@ -86,7 +86,7 @@ def test_left_padded_rows(policy: str) -> None:
     assert not keys.transpose(1, 2)[~real].any() and keys.transpose(1, 2)[real].any(-1).all()
 
 
-@pytest.mark.parametrize("policy", ["compact", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "bf16"])
 def test_row_of_padding_only(policy: str) -> None:
     ids = torch.zeros(2, 200, dtype=torch.int64)
     ids[1] = PADDING
@@ -111,7 +111,7 @@ def test_prefill_in_pieces_is_prefill_in_one(pieces: tuple[int, ...]) -> None:
     assert torch.equal(cache.unpacked(0)[0], whole[1])
 
 
-@pytest.mark.parametrize("policy", ["compact", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "bf16"])
 @pytest.mark.parametrize("window", [1, 50, 300, 420, 1000])
 def test_sliding_window(policy: str, window: int) -> None:
     ids = left_padded(random_ids(3, 100, 300), 400, 250)
@@ -122,7 +122,7 @@ def test_sliding_window(policy: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "oscar", "bf16"])
 def test_half_precision(policy: str, dtype: torch.dtype) -> None:
     cache = OscarCache(policy)
     attend_oscar(cache, tuple(x.to(dtype) for x in chunk(0, 400)))
@@ -203,7 +203,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("policy", ["compact", "oscar", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "oscar", "bf16"])
 def test_memory_of_a_later_turn_does_not_grow_with_the_past(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +232,7 @@ def test_other_caches_and_none_get_sdpa() -> None:
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
 def test_models_that_pages_do_not_know(name: str) -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     cache.get_mask_sizes(4)
     cache.attend_packed(None)
     queries, keys, values = chunk(0, 4)
@@ -247,7 +247,7 @@ def test_balancing_from_the_modules_norms() -> None:
     nn.init.uniform_(module.k_norm.weight, 1, 9)
     caches = {}
     for balance in ("auto", "weights", "prompt", None):
-        cache = caches[balance] = OscarCache(KVPolicy(balance=balance))
+        cache = caches[balance] = OscarCache(KVPolicy.preset("channel", balance=balance))
         check_chunk(cache, chunk(0, 200), module=module)
         check_chunk(cache, chunk(1, 3), module=module)
     assert torch.equal(caches["auto"].layers[0].sigma, caches["weights"].layers[0].sigma)
@@ -255,4 +255,4 @@ def test_balancing_from_the_modules_norms() -> None:
     assert caches["prompt"].layers[0].sigma.shape == (2, 64)
     assert caches[None].layers[0].sigma is None
     with pytest.raises(ValueError, match="layer 0: balance='weights' needs a model with QK-norm"):
-        attend_oscar(OscarCache(KVPolicy(balance="weights")), chunk(0, 200))
+        attend_oscar(OscarCache(KVPolicy.preset("channel", balance="weights")), chunk(0, 200))

@@ -20,11 +20,13 @@ CHOICES = {
     "token_scaling": (None, "shared", "per_head"),
     "center": (True, False),
 }
-BY_TOKEN = {"key_axis": "token", "token_scaling": None}
+BY_CHANNEL = {"key_axis": "channel", "center": False}
 NEEDS = {
     # What a choice needs of other fields.
-    ("key_axis", "token"): BY_TOKEN,
-    ("center", True): BY_TOKEN,
+    ("key_axis", "channel"): BY_CHANNEL,
+    ("norm", "refit"): BY_CHANNEL,
+    ("token_scaling", "shared"): BY_CHANNEL,
+    ("token_scaling", "per_head"): BY_CHANNEL,
 }
 BAD = [
     ("key_axis", "head"),
@@ -150,18 +152,18 @@ def test_every_documented_choice_is_taken(field: str) -> None:
     ("fields", "message"),
     [
         (
-            {"key_axis": "token"},
+            {"token_scaling": "per_head"},
             "token_scaling='per_head' with key_axis='token': must be None, as a token's scale",
         ),
         (
-            {"key_axis": "token", "token_scaling": "shared"},
+            {"token_scaling": "shared"},
             "token_scaling='shared' with key_axis='token': must be None",
         ),
         (
-            BY_TOKEN | {"norm": "refit"},
+            {"norm": "refit"},
             "norm='refit' with key_axis='token': must be 'plain' or 'unbiased', as keys have",
         ),
-        ({"center": True}, "center=True with key_axis='channel': must be False"),
+        ({"key_axis": "channel"}, "center=True with key_axis='channel': must be False"),
     ],
 )
 def test_fields_that_exclude_each_other(fields: dict[str, object], message: str) -> None:
@@ -210,9 +212,11 @@ def test_immutable() -> None:
 
 def test_presets() -> None:
     presets = {name: KVPolicy.preset(name) for name in KVPolicy.preset_names()}
-    assert set(presets) == {"standard", "compact", "oscar", "kivi", "quarot", "bf16"}
-    assert len(set(presets.values())) == 6 and DEFAULT == "standard"
-    assert presets["compact"] == KVPolicy()
+    assert set(presets) == {"standard", "compact", "channel", "oscar", "kivi", "quarot", "bf16"}
+    assert len(set(presets.values())) == 7 and DEFAULT == "standard"
+    assert presets["compact"] == KVPolicy() == KVPolicy.preset("standard", bits=2)
+    channel = presets["channel"]
+    assert channel.key_axis == "channel" and channel.token_scaling == "per_head"
     oscar = presets["oscar"]
     assert (oscar.key_group, oscar.value_group, oscar.fit, oscar.norm) == (
         32,

@@ -26,7 +26,7 @@ def test_files_of_ranks() -> None:
 
 
 def test_norms_of_all_heads_need_all_heads() -> None:
-    with pytest.raises(InputError, match=r"token_scaling='shared'.*2 ranks.*'compact'"):
+    with pytest.raises(InputError, match=r"token_scaling='shared'.*2 ranks.*'channel'"):
         Ranks(2, 0).check(KVPolicy.preset("oscar"))
     Ranks(2, 0).check(KVPolicy.preset("oscar", token_scaling="per_head"))
-    Ranks(2, 0).check(KVPolicy.preset("compact"))
+    Ranks(2, 0).check(KVPolicy.preset("channel"))

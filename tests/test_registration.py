@@ -23,7 +23,7 @@ assert "oscar" in AttentionInterface() and "oscar" in AttentionMaskInterface()
 assert "oscar_mm.cache.cache" not in sys.modules
 assert not [x for x in sys.meta_path if type(x).__module__.startswith("oscar_mm")]
 from oscar_mm import OscarCache
-cache = OscarCache("compact")
+cache = OscarCache("channel")
 model.generate(torch.arange(3, 203)[None], past_key_values=cache, max_new_tokens=4)
 """
 FRESH = "import oscar_mm"

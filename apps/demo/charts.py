@@ -219,7 +219,7 @@ def _channels(inspection: Inspection) -> str:
 
 
 def _errors(inspection: Inspection) -> str:
-    variant, _ = PAIRS["compact"]
+    variant, _ = PAIRS["channel"]
     lines = [
         Line(
             name,
@@ -229,5 +229,5 @@ def _errors(inspection: Inspection) -> str:
         )
         for name in inspection.parts
     ]
-    title = "Error of packed keys by modality (compact)"
+    title = "Error of packed keys by modality (channel)"
     return _over_layers(inspection, lines, title, "Relative error of keys in 2-bit pages")

@@ -144,16 +144,15 @@ class Named(Protocol):
 
 
 N = TypeVar("N", bound=Named)
-REFERENCE, DEFAULT, COMPACT, PUBLISHED = "16 bit", "standard", "compact", "OScaR, published"
-FINE = "compact, groups 32"
+REFERENCE, DEFAULT, COMPACT, CHANNEL = "16 bit", "standard", "compact", "channel"
+PUBLISHED, FINE = "OScaR, published", "channel, groups 32"
 _STANDARD = KVPolicy.preset(DEFAULT)
-_COMPACT = KVPolicy.preset(COMPACT)
+_COMPACT, _CHANNEL = KVPolicy.preset(COMPACT), KVPolicy.preset(CHANNEL)
 _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
 """All methods keep the same tokens in 16 bit: methods are compared, not windows."""
 _FINE = {"key_group": 32, "value_group": 32}
-_OTHER_GROUP = next(size for size in (64, 128) if size != _COMPACT.key_group)
-"""Key group, in tokens, of the rows that differ from ``compact`` in it."""
-_WHOLE_HEADS = {"key_axis": "token", "key_group": 128, "token_scaling": None}
+_OTHER_GROUP = next(size for size in (64, 128) if size != _CHANNEL.key_group)
+"""Key group, in tokens, of the rows that differ from ``channel`` in it."""
 _PLAIN_VALUES = {"value_scale": "plain"}
 _MINMAX = {"fit": "minmax", "value_scale": "plain"}
 _NAIVE = {**_MINMAX, "norm": "plain", "balance": None}
@@ -173,8 +172,8 @@ def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
     ]
 
 
-def _compact(**changes: Any) -> KVPolicy:
-    return replace(_COMPACT, **changes)
+def _channel(**changes: Any) -> KVPolicy:
+    return replace(_CHANNEL, **changes)
 
 
 def main_methods() -> list[Method]:
@@ -183,35 +182,35 @@ def main_methods() -> list[Method]:
     return [
         Paged(REFERENCE, KVPolicy.preset("bf16")),
         # One group for each head, and nothing else.
-        Paged("INT2 per token", _compact(**_WHOLE_HEADS, rotate=False, **_NAIVE)),
+        Paged("INT2 per token", replace(_COMPACT, rotate=False, center=False, **_NAIVE)),
         Paged("KIVI", plain["kivi"]),  # arXiv:2402.02750
         Paged("QuaRot", plain["quarot"]),  # arXiv:2404.00456
         Paged(PUBLISHED, plain["oscar"]),
         Paged(DEFAULT, _STANDARD),
-        Paged("standard, 2 bit", replace(_STANDARD, bits=2)),
+        Paged(COMPACT, _COMPACT),
         Paged("standard, keys 4 bit", replace(_STANDARD, bits=(4, 2))),
         Paged("standard, 3 bit", replace(_STANDARD, bits=3)),
         Paged("standard, 4 bit", replace(_STANDARD, bits=4)),
         Paged("standard, center False", replace(_STANDARD, center=False)),
         Paged("standard, balance None", replace(_STANDARD, balance=None)),
         Paged("standard, norm plain", replace(_STANDARD, norm="plain")),
-        Paged(COMPACT, _COMPACT),
-        Paged("compact, balance None", _compact(balance=None)),
-        Paged("compact, balance weights", _compact(balance="weights")),
-        Paged("compact, balance prompt", _compact(balance="prompt")),
-        Paged("compact, norm plain", _compact(norm="plain")),
-        Paged("compact, norm refit", _compact(norm="refit")),
-        Paged(f"compact, key group {_OTHER_GROUP}", _compact(key_group=_OTHER_GROUP)),
-        Paged(FINE, _compact(**_FINE)),
-        Paged("groups 32, balance None", _compact(**_FINE, balance=None)),
-        Paged("groups 32, norm plain", _compact(**_FINE, norm="plain")),
-        Paged("groups 32, norm refit", _compact(**_FINE, norm="refit")),
-        Paged("compact, 4 bit", _compact(bits=4)),
+        Paged(CHANNEL, _CHANNEL),
+        Paged("channel, balance None", _channel(balance=None)),
+        Paged("channel, balance weights", _channel(balance="weights")),
+        Paged("channel, balance prompt", _channel(balance="prompt")),
+        Paged("channel, norm plain", _channel(norm="plain")),
+        Paged("channel, norm refit", _channel(norm="refit")),
+        Paged(f"channel, key group {_OTHER_GROUP}", _channel(key_group=_OTHER_GROUP)),
+        Paged(FINE, _channel(**_FINE)),
+        Paged("groups 32, balance None", _channel(**_FINE, balance=None)),
+        Paged("groups 32, norm plain", _channel(**_FINE, norm="plain")),
+        Paged("groups 32, norm refit", _channel(**_FINE, norm="refit")),
+        Paged("channel, 4 bit", _channel(bits=4)),
         *(
-            Paged(f"compact, {name} in 16 bit", _compact(bits={name: 16}))
+            Paged(f"channel, {name} in 16 bit", _channel(bits={name: 16}))
             for name in ("text", "image", "audio")
         ),
-        *quantized_cache_methods(Paged(COMPACT, _COMPACT)),
+        *quantized_cache_methods(Paged(CHANNEL, _CHANNEL)),
     ]
 
 
@@ -227,7 +226,7 @@ def block_methods() -> list[Blocks]:
 
 
 def ablation_methods() -> list[Paged]:
-    """``compact`` with one change each, without the rows of the main table."""
+    """``channel`` with one change each, without the rows of the main table."""
     other = f"key group {_OTHER_GROUP}"
     changes: dict[str, dict[str, Any]] = {
         "rotate False": {"rotate": False},
@@ -247,9 +246,9 @@ def ablation_methods() -> list[Paged]:
         "sinks 64": {"sinks": 64},
     }
     return [
-        *(Paged(f"compact, {name}", _compact(**change)) for name, change in changes.items()),
-        Paged("groups 32, value scale plain", _compact(**_FINE, **_PLAIN_VALUES)),
-        Paged("compact, mixed pages", _COMPACT, mixed=True),
-        Paged("groups 32, mixed pages", _compact(**_FINE), mixed=True),
+        *(Paged(f"channel, {name}", _channel(**change)) for name, change in changes.items()),
+        Paged("groups 32, value scale plain", _channel(**_FINE, **_PLAIN_VALUES)),
+        Paged("channel, mixed pages", _CHANNEL, mixed=True),
+        Paged("groups 32, mixed pages", _channel(**_FINE), mixed=True),
         Paged("OScaR, published, mixed pages", KVPolicy.preset("oscar", **_RECENT), mixed=True),
     ]

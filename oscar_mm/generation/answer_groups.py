@@ -31,6 +31,9 @@ _READING = 4.0
 request waits."""
 _MOST_READING = 8.0
 """How many times as long prompts are read as answers make steps, at most."""
+_MOST_OWED = 3
+"""Steps for whose time answers are made up later, at most. With one of them answers had 0.49 of
+their pace, with three 0.50."""
 _SHORT_S = 0.01
 """Seconds of a GPU for a layer of a short prompt. Two such layers stay in flight while the host
 launches a step, which takes it 3 ms for 64 rows; longer ones would keep the answers waiting."""
@@ -388,8 +391,8 @@ class LayerTurns:
         if self._layer_end is None or not self._decodes:
             return
         step_seconds, share = self._groups.pace.seconds(), self._share
-        # No more than for a step: steps that have become slower must not keep prompts waiting.
-        owed = min(self._owed + self._turn.owed(share), share * step_seconds)
+        # No more than for a few steps: those that have become slower must not keep prompts waiting.
+        owed = min(self._owed + self._turn.owed(share), _MOST_OWED * share * step_seconds)
         waited = owed + self._layer_end.since(self._turn.end)
         if waited < share * step_seconds:
             return

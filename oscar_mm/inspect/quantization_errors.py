@@ -23,7 +23,7 @@ SAMPLE_TOKENS = 8192
 QUERY_TOKENS = 64
 """Number of last tokens of the prompt, whose attention is compared."""
 ALL = "all"
-_PRESETS = ("compact", "oscar", "kivi")
+_PRESETS = ("channel", "oscar", "kivi")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from oscar_mm.inspect.quantization_errors import ALL, PAIRS, QUERY_TOKENS, VARIA
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_USUAL_PRESET = "compact"
+_USUAL_PRESET = "channel"
 _MATTERS = 0.1
 """Relative change of the divergence up to which token scaling hardly matters."""
 _DIFFERS = 1.05
@@ -49,7 +49,7 @@ _MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "video": {"color": "#009E73", "marker": "^", "markersize": 6},
     "audio": {"color": "#CC79A7", "marker": "D", "markersize": 4},
 }
-_PRESET_COLOURS = {"compact": "#0072B2", "oscar": "#D55E00", "kivi": "#7F7F7F"}
+_PRESET_COLOURS = {"channel": "#0072B2", "oscar": "#D55E00", "kivi": "#7F7F7F"}
 _CHANNEL_STYLES: dict[str, dict[str, Any]] = {
     "raw": {"color": "#7F7F7F", "marker": "o", "markersize": 9},
     "balanced": {"color": "#56B4E9", "marker": "^", "markersize": 6},
@@ -106,7 +106,7 @@ def _on_scaling(inspection: Inspection) -> list[str]:
         parts.append(f"{preset} {before:.4f} without, {after:.4f} with ({with_it.token_scaling})")
     return [
         "Divergence of attention weights (KL, in nats, mean over layers): "
-        f"{'; '.join(parts)}. Without token scaling, compact also goes without its correction of "
+        f"{'; '.join(parts)}. Without token scaling, channel also goes without its correction of "
         "norms."
     ]
 
@@ -193,7 +193,7 @@ def tables(inspection: Inspection) -> list[Table]:
 
 def _by_layer(inspection: Inspection) -> Table:
     modalities = list(inspection.layers[0].norms.tokens)
-    pair = PAIRS["compact"]
+    pair = PAIRS["channel"]
     heads = ["layer", *modalities, "ratio", f"over {LONG:g}x", "raw", "stored"]
     if inspection.has_pages:
         heads += ["scaled", "plain"]
@@ -215,7 +215,7 @@ def _by_layer(inspection: Inspection) -> Table:
         f"{LONG:g} times their modality's median; largest channel over median, raw and as stored"
     )
     if inspection.has_pages:
-        title += "; KL of attention weights with compact, tokens scaled and plain"
+        title += "; KL of attention weights with channel, tokens scaled and plain"
     return Table(title, heads, rows)
 
 
@@ -405,9 +405,9 @@ def _divergence(panel: Axes, inspection: Inspection) -> None:
 
 def _errors_of(panel: Axes, inspection: Inspection, field: str) -> None:
     what = "keys" if field == "keys" else "attention, where only one modality is quantized"
-    panel.set_title(f"Error of {what} (compact)")
+    panel.set_title(f"Error of {what} (channel)")
     panel.set_ylabel("relative error, |quantized - exact| / |exact|")
-    variant, _ = PAIRS["compact"]
+    variant, _ = PAIRS["channel"]
     for name in inspection.parts:
         style = _MODALITY_STYLES.get(name, {"color": "black", "linestyle": ":"})
         values = [getattr(layer.errors[variant.label][name], field) for layer in inspection.layers]

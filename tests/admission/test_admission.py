@@ -24,7 +24,7 @@ from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 
 PICTURES = [noise(300, 300, seed) for seed in range(6)]
-POLICIES = ("compact", "oscar", "bf16")
+POLICIES = ("channel", "oscar", "bf16")
 
 
 @pytest.fixture(scope="module")

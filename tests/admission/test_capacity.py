@@ -26,8 +26,8 @@ LLAMA_LIKE = ModelShape(layers=32, kv_heads=8, head_dim=128, parameters=8 * GB)
 POCKET = ModelShape(layers=4, kv_heads=2, head_dim=64, parameters=0)
 POLICIES = [
     *KVPolicy.preset_names(),
-    KVPolicy(bits={"image": 4, "text": 16}),
-    KVPolicy(window=200, sinks=40),
+    KVPolicy.preset("channel", bits={"image": 4, "text": 16}),
+    KVPolicy.preset("channel", window=200, sinks=40),
     KVPolicy(bits=(3, 2), **STREAM),
     KVPolicy(bits={"text": (4, 2), "image": 2}, window=0, sinks=0, **STREAM),
 ]
@@ -65,7 +65,7 @@ def test_a_short_conversation_takes_no_more_than_in_16_bit(shape: ModelShape) ->
 
 
 def test_how_many_fit() -> None:
-    tokens, compact = {"text": 1000, "image": 31_000}, KVPolicy.preset("compact")
+    tokens, compact = {"text": 1000, "image": 31_000}, KVPolicy.preset("channel")
     one = LLAMA_LIKE.kv_bytes(compact, tokens)
     room = 80 * GB * (1 - RESERVED) - 16 * GB
     count = LLAMA_LIKE.conversations(80 * GB, compact, tokens)
@@ -117,7 +117,7 @@ MORE = {"prompt": "And now?", "images": [noise(64, 64)], "max_new_tokens": 4}
 
 
 def pipeline(folder: Path, **options: Any) -> OscarVLPipeline:
-    pipe = OscarVLPipeline(folder, device="cpu", **{"policy": "compact"} | options)
+    pipe = OscarVLPipeline(folder, device="cpu", **{"policy": "channel"} | options)
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe
 
@@ -230,7 +230,7 @@ def test_a_chat_that_answers_stays(qwen3_vl_folder, tmp_path) -> None:
     assert len(files(tmp_path)) == 1 and first.memory.kv_bytes == 0
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_forgetting_what_a_fork_holds_too_needs_no_room(qwen3_vl_folder, policy: str) -> None:
     """Not a byte is to spare, and nothing can be spilled."""
     pipe = pipeline(qwen3_vl_folder, policy=policy, kv_budget="1GB", spill=False)

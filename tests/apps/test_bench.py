@@ -34,16 +34,16 @@ def asked(questions: Path, *more: str) -> list[str]:
 
 def test_a_table_and_its_rows(questions: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "rows.json"
-    names = ("INT2", "compact", "audio", "compact, image in 16 bit")
+    names = ("INT2", "compact", "audio", "channel, image in 16 bit")
     chosen = ["--model", "pocket-vl", *(f"--methods={name}" for name in names)]
     assert run(asked(questions, *chosen, "--out", str(out), "--max-new-tokens", "12")) == 0
     captured = capsys.readouterr()
     assert captured.err == "" and "pocket-vl: 2 questions" in captured.out
-    assert "no such tokens: compact, audio in 16 bit" in " ".join(captured.out.split())
+    assert "no such tokens: channel, audio in 16 bit" in " ".join(captured.out.split())
     record = json.loads(out.read_text())
     assert record["compared"] == 2 and record["policies"]["compact"]["window"] == 32
     rows = {row["method"]: row for row in record["rows"]}
-    assert {"KIVI", "QuaRot", "compact, norm plain"}.isdisjoint(rows)
+    assert {"KIVI", "QuaRot", "channel, norm plain"}.isdisjoint(rows)
     exact, packed = rows["16 bit"], rows["compact"]
     assert (exact["kl"], exact["exact"], exact["agreement"]) == (0, 1, 1)
     # The second card is digits, which the model reads surely.
@@ -51,7 +51,7 @@ def test_a_table_and_its_rows(questions: Path, tmp_path: Path, capsys) -> None:
     page_bits = PageFormat.of(KVPolicy(), Bits(2, 2), 1, 128).bits_per_value
     assert packed["page_bits"] == page_bits < packed["held_bits"] < exact["held_bits"]
     assert packed["prompts"] == 2 and 0 < packed["kl"] < rows["INT2 per token"]["kl"]
-    assert rows["compact, image in 16 bit"]["kl"] == 0
+    assert rows["channel, image in 16 bit"]["kl"] == 0
     assert f"{1000 * packed['kl']:.3g}" in captured.out
 
 
@@ -61,11 +61,11 @@ def test_recordings_and_pictures_of_a_model_that_hears(tmp_path: Path, capsys) -
     row = {"audio": clips, "images": cards, "question": "What is the code in picture 3?"}
     path, out = tmp_path / "q.jsonl", tmp_path / "rows.json"
     path.write_text(json.dumps(row))
-    chosen = [f"--methods={name}" for name in ("compact", "compact, image in 16 bit")]
+    chosen = [f"--methods={name}" for name in ("compact", "channel, image in 16 bit")]
     assert run(asked(path, *chosen, "--out", str(out), "--max-new-tokens", "6")) == 0
     assert "pocket-omni: 1 questions" in capsys.readouterr().out
     rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["compact"]["held_bits"] < rows["compact, image in 16 bit"]["held_bits"]
+    assert rows["compact"]["held_bits"] < rows["channel, image in 16 bit"]["held_bits"]
     assert rows["compact"]["tokens"] > 1 and rows["compact"]["kl"] > 0
 
 

@@ -24,13 +24,13 @@ def words(tmp_path: Path) -> Path:
 def test_accuracy(folder: Path, words: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "rows.json"
     asked = ["bench", "accuracy", "--model", str(folder), "--text", str(words), "--device", "cpu"]
-    names = [f"--methods={name}" for name in (PUBLISHED, DEFAULT, "compact, audio in 16 bit")]
+    names = [f"--methods={name}" for name in (PUBLISHED, DEFAULT, "channel, audio in 16 bit")]
     sizes = ["--tokens", "300", "--passages", "3", "--max-new-tokens", "20"]
     assert run([*asked, *names, *sizes, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert captured.err == "" and "\u2026" not in captured.out
     assert "3 passages of 300 tokens and more" in " ".join(captured.out.split())
-    assert "no such tokens: compact, audio in 16 bit" in " ".join(captured.out.split())
+    assert "no such tokens: channel, audio in 16 bit" in " ".join(captured.out.split())
     record = json.loads(out.read_text())
     about = {"tokens": 300, "passages": 3, "texts": [str(words)], "max_new_tokens": 20}
     assert record.items() >= about.items() and record["policies"][DEFAULT]["window"] == 32

@@ -146,7 +146,7 @@ def test_command_line_records_and_reports(
     assert record.extra == {"seed": accuracy.SEED, "prompts": 2, "model": "pocket-vl"}
     assert {row["method"] for row in record.rows} == {
         *(REFERENCE, PUBLISHED, "OScaR, published, mixed pages"),
-        *("compact, sinks 0", "compact, sinks 64", DEFAULT),
+        *("channel, sinks 0", "channel, sinks 64", DEFAULT),
     }
     [drawn] = tmp_path.glob("accuracy-*.png")
     drawn.unlink()
@@ -187,8 +187,8 @@ def test_the_verdict_states_each_bound() -> None:
         row(PUBLISHED, "plain", 0.020, 0.9),
         row(PUBLISHED, "plain", 0.020, 0.9, "copy"),
         row(PUBLISHED, "stress", 0.030, 0.9),
-        row("compact, groups 32", "plain", 0.005, 0.9),
-        row("compact, groups 32", "plain", 0.015, 0.9, "copy"),
+        row("channel, groups 32", "plain", 0.005, 0.9),
+        row("channel, groups 32", "plain", 0.015, 0.9, "copy"),
     ]
     bounds = {bound.what: bound for bound in verdict(rows)}
     assert {what: bound.met for what, bound in bounds.items()} == {
@@ -199,7 +199,7 @@ def test_the_verdict_states_each_bound() -> None:
         "points of exact match lost, ask, stress": False,
         "mean KL of standard to that of OScaR, published, plain": False,
         "mean KL of standard to that of OScaR, published, stress": False,
-        "mean KL of compact, groups 32 to that of OScaR, published, plain": True,
+        "mean KL of channel, groups 32 to that of OScaR, published, plain": True,
     }
     ratio = bounds["mean KL of standard to that of OScaR, published, plain"]
     assert ratio.value == pytest.approx(1.5) and "NOT met" in str(ratio)

@@ -104,10 +104,10 @@ def test_our_pools_are_as_large_as_needed_from_the_start(decoder: Decoder, polic
 
 
 def test_slots_of_a_row() -> None:
-    """Of 1,100 tokens 192 are text, 4 of them sinks; 32 are in the window. So 1 page is full of
-    text and 7 of image tokens. After 1,024 tokens 4 + 124 + 128 were in 16 bit. In 16 bit alone an
-    answer takes 32 slots at a time."""
+    """Of 1,100 tokens 4 are sinks and 32 are in the window; the others, and 20
+    more, take 9 pages. A step writes one token. In 16 bit alone an answer takes 32 slots at a
+    time."""
     policy = KVPolicy.preset("compact")
     assert (policy.sinks, policy.window) == (4, 32)
-    assert VARIANTS["compact-graph"].slots(1100, 20) == {Bits(2, 2): 1 + 7, PLAIN: 4 + 124 + 128}
+    assert VARIANTS["compact-graph"].slots(1100, 20) == {Bits(2, 2): 9, PLAIN: 4 + 32 + 1}
     assert VARIANTS["bf16-graph"].slots(1100, 20) == {PLAIN: 1100 + 32}

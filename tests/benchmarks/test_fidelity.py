@@ -10,10 +10,10 @@ from tests.quant.synthetic import relative_error
 
 def test_fidelity_rows_are_those_of_roundtrip() -> None:
     scenario = fidelity.SCENARIOS["all four"]
-    policies = {"compact": KVPolicy(), "bf16": KVPolicy.preset("bf16")}
+    policies = {"channel": KVPolicy.preset("channel"), "bf16": KVPolicy.preset("bf16")}
     compact, plain = fidelity.measure([3], policies, {"one": scenario}, tokens=1024)
     queries, keys, values, ids = scenario.inputs(3, 1024)
-    back = roundtrip(keys, values, "compact", ids, q=queries)
+    back = roundtrip(keys, values, "channel", ids, q=queries)
     assert compact["bits_per_value"] == back.bits_per_value
     assert compact["key_error"] == relative_error(back.k, keys)
     assert compact["value_error"] == relative_error(back.v, values)

@@ -61,13 +61,13 @@ def test_bytes_read_are_pages_and_tokens_in_16_bit(generator: torch.Generator) -
     token = 2 * SMALL.kv_heads * SMALL.head_dim * 2
     plain = kernels.LayerCall(kernels.POLICIES["bf16"], SMALL, generator)
     assert kernels.bytes_read(plain.layer, plain.step) == 2 * (SMALL.context - 1) * token
-    compact = kernels.LayerCall(kernels.POLICIES["compact"], SMALL, generator)
+    channel = kernels.LayerCall(kernels.POLICIES["channel"], SMALL, generator)
     two = Bits(2, 2)
-    partial = sum(len(filling.pages) for filling in compact.step.fillings)
-    full = compact.cache.ledger.allocators[two].used - partial
+    partial = sum(len(filling.pages) for filling in channel.step.fillings)
+    full = channel.cache.ledger.allocators[two].used - partial
     in_16_bit = 2 * (SMALL.context - 1) - 128 * full
-    pages = full * compact.layer.formats[two].page_bytes
-    assert full and kernels.bytes_read(compact.layer, compact.step) == pages + in_16_bit * token
+    pages = full * channel.layer.formats[two].page_bytes
+    assert full and kernels.bytes_read(channel.layer, channel.step) == pages + in_16_bit * token
 
 
 def test_an_error_is_seen() -> None:
@@ -95,14 +95,14 @@ def test_kernel_rows_without_a_gpu(
     kernels._tables(rows)
     kernels.compare(rows, path)
     text = capsys.readouterr().out
-    assert "NOT by the decode kernel, but by PyTorch operations: bf16, compact" in text
+    assert "NOT by the decode kernel, but by PyTorch operations: bf16, channel" in text
     assert "not captured in a graph: compact: no GPU" in text
     assert text.count("1.000") == len(rows)
 
 
 def test_bounds_are_judged_by_both_measures() -> None:
     peers = [{"us": {"cold": us, "graph": us / 2}} for us in (300.0, 260.0)]
-    row = {"name": "compact", "bytes": 155_000_000, "us": {"cold": 45.0, "graph": 60.0}}
+    row = {"name": "channel", "bytes": 155_000_000, "us": {"cold": 45.0, "graph": 60.0}}
     rate(row, peers, bandwidth=4.3e12)
     floor, speed = check(QWEN_BATCH, row)
     assert floor["found"]["cold"] == pytest.approx(155e6 / 4.3e12 * 1e6 / 45)
@@ -111,7 +111,7 @@ def test_bounds_are_judged_by_both_measures() -> None:
     assert verdict(floor["met"]) == "NOT met (graph)"
     assert verdict({"cold": True, "graph": None}) == "met (graph not measured)"
     assert verdict({"cold": True, "graph": True}) == "met"
-    assert [bound["least"] for bound in check(QWEN_SHORT, row)] == [2.0]
+    assert [bound["least"] for bound in check(QWEN_SHORT, row | {"name": "compact"})] == [2.0]
     assert check(HEAD_64, row) == []
     assert {bound.policy for bound in BOUNDS} <= set(kernels.POLICIES)
     assert all(shape in SHAPES for bound in BOUNDS for shape in bound.shapes)

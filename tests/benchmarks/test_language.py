@@ -55,17 +55,17 @@ def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch,
     assert {"same_error", "greedy_error", "kl_ratio_error"} <= set(rows[300, alone[1]])
     before = rows[300, DEFAULT]
     # Another length and another method; what was measured stays.
-    options = ["--stepwise", "0", "--add", "--methods", "compact, 4 bit"]
+    options = ["--stepwise", "0", "--add", "--methods", "channel, 4 bit"]
     assert run(folder, words, out, "--tokens", "300", "250", *options) == 0
     longer, rows = load(out)
     assert longer.command.startswith(record.command + "; ") and len(longer.rows) == 14
-    assert rows[300, DEFAULT] == before and (250, "compact, 4 bit") in rows
+    assert rows[300, DEFAULT] == before and (250, "channel, 4 bit") in rows
     # The same cell is replaced; without --add the file begins anew.
-    arguments = ["--tokens", "300", "--stepwise", "0", "--methods", "compact, 4 bit"]
+    arguments = ["--tokens", "300", "--stepwise", "0", "--methods", "channel, 4 bit"]
     assert run(folder, words, out, *arguments, "--add", "--passages", "3") == 0
-    assert load(out)[1][300, "compact, 4 bit"]["prompts"] == 3
+    assert load(out)[1][300, "channel, 4 bit"]["prompts"] == 3
     assert run(folder, words, out, *arguments) == 0
-    assert set(load(out)[1]) == {(300, "compact, 4 bit")}
+    assert set(load(out)[1]) == {(300, "channel, 4 bit")}
     json.loads(next(out.glob("*.json")).read_text(), parse_constant=pytest.fail)
 
 

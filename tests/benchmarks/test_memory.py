@@ -33,10 +33,10 @@ def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.G
 
 
 def test_longer_contexts_come_nearer_to_the_page_format() -> None:
-    rows = memory.measure([1024, 4096], ["compact"])
+    rows = memory.measure([1024, 4096], ["channel"])
     assert rows[0]["ratio"] < rows[1]["ratio"] < 16 / rows[1]["page_bits"]
     page_bits = PageFormat.of(
-        KVPolicy(), Bits(2, 2), memory.KV_HEADS, memory.HEAD_DIM
+        KVPolicy.preset("channel"), Bits(2, 2), memory.KV_HEADS, memory.HEAD_DIM
     ).bits_per_value
     assert rows[0]["page_bits"] == page_bits
 

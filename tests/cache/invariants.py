@@ -17,11 +17,11 @@ from oscar_mm.modality import PADDING
 
 STREAM = {"key_axis": "token", "token_scaling": None, "center": True}
 POLICIES = {
-    name: KVPolicy.preset(name) for name in ("compact", "oscar", "kivi", "quarot", "bf16")
+    name: KVPolicy.preset(name) for name in ("channel", "oscar", "kivi", "quarot", "bf16")
 } | {
-    "four": KVPolicy(bits=4),
-    "mixed": KVPolicy(bits={"text": 4, "image": 2, "audio": 16}),
-    "no_window": KVPolicy(window=0, sinks=0, balance="prompt"),
+    "four": KVPolicy.preset("channel", bits=4),
+    "mixed": KVPolicy.preset("channel", bits={"text": 4, "image": 2, "audio": 16}),
+    "no_window": KVPolicy.preset("channel", window=0, sinks=0, balance="prompt"),
     "stream": KVPolicy(bits=(3, 2), **STREAM),
     "stream_mixed": KVPolicy(bits={"text": (4, 2), "image": 2, "audio": 16}, **STREAM),
     "stream_no_window": KVPolicy(window=0, sinks=0, **STREAM),

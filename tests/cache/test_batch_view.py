@@ -14,7 +14,7 @@ from tests.checkpoints import build_decoder
 
 LENGTHS = (300, 40, 0, 137)
 NEW = (5, 3, 7, 1)
-POLICIES = ("bf16", "compact", "standard")
+POLICIES = ("bf16", "channel", "standard")
 
 
 @pytest.fixture(scope="module")
@@ -246,15 +246,15 @@ def test_a_row_that_leaves_takes_its_slots_along(model, gone: str) -> None:
 
 
 def test_what_is_no_row(model) -> None:
-    store = PageStore("compact")
+    store = PageStore("channel")
     view = BatchView(store, alike=True)
-    assert view.can_take(OscarCache("compact", store=store))
-    assert not view.can_take(OscarCache("compact"))
+    assert view.can_take(OscarCache("channel", store=store))
+    assert not view.can_take(OscarCache("channel"))
     with pytest.raises(InputError, match="fork the caches"):
         view.fork()
 
 
-@pytest.mark.parametrize("policy", ["compact", "standard"])
+@pytest.mark.parametrize("policy", ["channel", "standard"])
 def test_rows_that_are_balanced_by_their_prompts(policy: str) -> None:
     plain = build_decoder("llama")
     plain.set_attn_implementation("oscar")

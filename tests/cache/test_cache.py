@@ -24,7 +24,7 @@ def test_update_returns_past_and_new_in_sequence_order(policy: str) -> None:
     cache = OscarCache(KVPolicy.of(POLICIES[policy]))
     wants_queries = cache.policy.balance == "prompt"
     if wants_queries:
-        cache = OscarCache(KVPolicy(window=0, sinks=0, balance=None))
+        cache = OscarCache(KVPolicy.preset("channel", window=0, sinks=0, balance=None))
     _, keys, values = chunk(0, 380, batch=2)
     cache.expect(ids)
     found = cache.update(keys, values, 0)
@@ -45,7 +45,7 @@ def test_update_returns_past_and_new_in_sequence_order(policy: str) -> None:
         assert error < 0.6 if cache.policy.packs else error == 0
 
 
-@pytest.mark.parametrize("name", ["compact", "oscar", "kivi", "quarot", "stream"])
+@pytest.mark.parametrize("name", ["channel", "oscar", "kivi", "quarot", "stream"])
 def test_sinks_and_window_stay_exact(name: str) -> None:
     policy = dataclasses.replace(KVPolicy.of(POLICIES[name]), sinks=7, window=50)
     ids = random_ids(0, 100, 500, 300)
@@ -54,14 +54,14 @@ def test_sinks_and_window_stay_exact(name: str) -> None:
         given = given.bfloat16().float()
         assert torch.equal(stored[:, :, :7], given[:, :, :7])
         assert torch.equal(stored[:, :, -50:], given[:, :, -50:])
-        assert not torch.equal(stored[:, :, 7:100], given[:, :, 7:100]) or name == "compact"
+        assert not torch.equal(stored[:, :, 7:100], given[:, :, 7:100]) or name == "channel"
         assert not torch.equal(stored[:, :, 300:400], given[:, :, 300:400])
 
 
 def test_what_is_not_packed_of_a_float32_model_is_in_16_bit() -> None:
-    tokens = {name: filled(name, random_ids(0, 30))[0] for name in ("compact", "standard", "bf16")}
+    tokens = {name: filled(name, random_ids(0, 30))[0] for name in ("channel", "standard", "bf16")}
     bytes_of = {name: cache.memory().by_kind["tails"] for name, cache in tokens.items()}
-    assert bytes_of["compact"] == bytes_of["standard"] == bytes_of["bf16"] / 2
+    assert bytes_of["channel"] == bytes_of["standard"] == bytes_of["bf16"] / 2
     keys = chunk(0, 30)[1]
     assert torch.equal(tokens["bf16"].unpacked(0)[0], keys)
     assert torch.equal(tokens["standard"].unpacked(0)[0], keys.bfloat16().float())
@@ -70,8 +70,8 @@ def test_what_is_not_packed_of_a_float32_model_is_in_16_bit() -> None:
 def test_layers_are_independent() -> None:
     """Three layers of one cache hold what three caches of one layer do."""
     ids = random_ids(6, 90, 200, 100)
-    alone = [OscarCache("compact") for _ in range(3)]
-    together = OscarCache("compact")
+    alone = [OscarCache("channel") for _ in range(3)]
+    together = OscarCache("channel")
     for step, tokens in enumerate((390, 1, 140)):
         new_ids = ids if not step else torch.zeros(1, tokens, dtype=torch.int64)
         for layer, cache in enumerate(alone):
@@ -85,7 +85,7 @@ def test_layers_are_independent() -> None:
 
 
 def test_expected_tokens_are_used_up() -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     cache.expect(torch.tensor([[1] * 30 + [2] * 10 + [3] * 5]))
     for tokens in (20, 15, 10, 7):
         _, keys, values = chunk(0, tokens)
@@ -94,7 +94,7 @@ def test_expected_tokens_are_used_up() -> None:
 
 
 def test_expected_rows_are_repeated_for_beams() -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     cache.expect(torch.tensor([[1, 1, PADDING], [3, 0, 0]]))
     _, keys, values = chunk(0, 3, batch=6)
     cache.update(keys, values, 0)
@@ -102,7 +102,7 @@ def test_expected_rows_are_repeated_for_beams() -> None:
 
 
 def test_expected_mask() -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     ids = torch.tensor([[1, 1, 0], [3, 0, 0]])
     mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
     cache.expect(ids, attention_mask=mask)
@@ -110,7 +110,7 @@ def test_expected_mask() -> None:
     _, keys, values = chunk(0, 3, batch=2)
     cache.update(keys, values, 0)
     assert tokens_of(cache) == {"text": 2, "image": 1, "audio": 1}
-    alone = OscarCache("compact")
+    alone = OscarCache("channel")
     alone.expect(attention_mask=mask)
     alone.update(keys, values, 0)
     assert tokens_of(alone) == {"text": 4}
@@ -150,7 +150,7 @@ def test_tokens_that_were_not_announced(shape: tuple[int, int]) -> None:
 
 def test_warning_for_an_unannounced_batch() -> None:
     _, keys, values = chunk(0, 5, batch=2)
-    policy = KVPolicy(balance=None)
+    policy = KVPolicy.preset("channel", balance=None)
     with pytest.warns(UserWarning, match=r"without expect\(attention_mask"):
         OscarCache(policy).update(keys, values, 0)
     announced = OscarCache(policy)
@@ -164,7 +164,7 @@ def test_warning_for_an_unannounced_batch() -> None:
 
 
 def test_another_batch_size() -> None:
-    cache, _ = filled("compact", FULL)
+    cache, _ = filled("channel", FULL)
     with pytest.raises(InputError, match="holds 1 sequences, the new keys 2"):
         attend_oscar(cache, chunk(0, 1, batch=2))
     attend_oscar(cache, chunk(0, 1))
@@ -192,7 +192,7 @@ def test_interrupted_forward_pass(broken: int, packed: bool) -> None:
 
     for fresh in (True, False):
         for tokens in (1, 5, 200):
-            cache = OscarCache("compact")
+            cache = OscarCache("channel")
             if not fresh:
                 forward(cache, 150)
             forward(cache, 5, layers=broken)
@@ -226,7 +226,7 @@ def test_nan_in_a_prompt(policy: str, tokens: int, side: int, bad: float) -> Non
         attend_oscar(cache, new, layer=1)
 
 
-@pytest.mark.parametrize("policy", ["compact", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "bf16"])
 def test_infinity_in_one_token_is_found(policy: str) -> None:
     cache = OscarCache(policy)
     attend_oscar(cache, chunk(0, 100), ids=torch.zeros(1, 100))
@@ -238,7 +238,7 @@ def test_infinity_in_one_token_is_found(policy: str) -> None:
         attend_oscar(cache, chunk(1, 1))
 
 
-@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi"])
+@pytest.mark.parametrize("policy", ["channel", "oscar", "kivi"])
 def test_what_no_page_can_hold_is_found_when_it_is_packed(policy: str) -> None:
     cache = OscarCache(KVPolicy.preset(policy, window=0, sinks=0))
     attend_oscar(cache, chunk(0, 100), ids=torch.zeros(1, 100))
@@ -266,19 +266,19 @@ def test_what_no_place_can_hold_is_found_when_it_leaves_the_window(policy: str, 
 def test_padding_may_be_nan() -> None:
     ids = left_padded(torch.ones(1, 300, dtype=torch.int64), 300, 150)
     new = chunk(0, 300, batch=2)
-    expected = OscarCache("compact")
+    expected = OscarCache("channel")
     attend_oscar(expected, new, ids=ids)
     poisoned = tuple(x.clone() for x in new)
     for x in poisoned:
         x[1, :, :150] = torch.nan
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     assert attend_oscar(cache, poisoned, ids=ids).isfinite().all()
     assert torch.equal(cache.unpacked(0)[0], expected.unpacked(0)[0])
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_no_graph_of_gradients_is_kept(packed: bool) -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     for tokens in (300, 1, 150):
         new = tuple(x.requires_grad_() for x in chunk(0, tokens))
         attend_oscar(cache, new) if packed else cache.update(*new[1:], 0)
@@ -290,7 +290,7 @@ def test_no_graph_of_gradients_is_kept(packed: bool) -> None:
 
 def test_inference_mode_and_then_not() -> None:
     with torch.inference_mode():
-        cache, _ = filled("compact", FULL)
+        cache, _ = filled("channel", FULL)
     for tokens in (1, 150):
         new = tuple(x.requires_grad_() for x in chunk(0, tokens))
         assert attend_oscar(cache, new).isfinite().all()
@@ -298,7 +298,7 @@ def test_inference_mode_and_then_not() -> None:
 
 
 def test_what_transformers_asks() -> None:
-    cache, _ = filled("compact", FULL)
+    cache, _ = filled("channel", FULL)
     assert (cache.get_seq_length(), type(cache.get_seq_length())) == (200, int)
     assert cache.get_mask_sizes(5) == (205, 0) and cache.get_max_length() == -1
     assert not cache.is_compileable and not any(cache.is_sliding)
@@ -312,7 +312,7 @@ def test_what_transformers_asks() -> None:
         with pytest.raises(ValueError, match="cache of 200"):
             cache.crop(wrong)
     assert cache.get_seq_length() == 200
-    assert "compact" not in repr(copy.copy(cache)) and "OscarCache" in repr(cache)
+    assert "channel" not in repr(copy.copy(cache)) and "OscarCache" in repr(cache)
 
 
 def test_bf16_pool_of_every_modality() -> None:

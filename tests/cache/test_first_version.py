@@ -157,7 +157,7 @@ def test_the_same_tokens_come_back(tmp_path: Path, name: str, width: int) -> Non
         assert torch.equal(again.unpacked(layer)[0], cache.unpacked(layer)[0])
 
 
-@pytest.mark.parametrize("policy", ["compact", "kivi", "four", "mixed", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "kivi", "four", "mixed", "bf16"])
 def test_whole_pages_are_as_they_were(tmp_path: Path, policy: str) -> None:
     """A cache of a long history, its tokens in 16 bit put into blocks: it goes on as before."""
     cache, path = history(POLICIES[policy]), tmp_path / "old"

@@ -13,7 +13,7 @@ IDS = random_ids(3, 60, 400, 50, 300)
 
 def test_forget_is_seen_by_no_attention() -> None:
     """With and without a sliding window, in all streams and in the tails."""
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     real = torch.ones(1, 810, dtype=torch.bool)
     for start, stop in ((0, 3), (50, 300), (600, 640), (780, 809)):
         cache.forget(start, stop)
@@ -73,7 +73,7 @@ def test_a_model_goes_on_as_if_forgotten_tokens_were_masked(
 
 
 def test_everything_forgotten_is_an_empty_past() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     cache.forget(0, 810)
     assert cache.store.memory().used_bytes == 0
     past = torch.zeros(1, 810, dtype=torch.bool)
@@ -81,7 +81,7 @@ def test_everything_forgotten_is_an_empty_past() -> None:
 
 
 def test_forget_refuses() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     with pytest.raises(InputError, match=r"tokens 5 to 811 of a cache of 810"):
         cache.forget(5, 811)
     with pytest.raises(InputError, match=r"row 1 of a cache of 1 sequences"):
@@ -91,7 +91,7 @@ def test_forget_refuses() -> None:
 
 
 def test_layers_forget_alike() -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     for layer in range(3):
         attend_oscar(cache, chunk(0, 810), ids=IDS, layer=layer)
     twin = cache.fork()

@@ -15,7 +15,7 @@ from tests.tiny import randomize
 
 DECODERS = ("llama", "mistral", "mistral_window", "qwen2", "qwen3")
 IMPLEMENTATIONS = ("sdpa", "eager", "oscar")
-PACKED = ("compact", "oscar", "kivi", "quarot")
+PACKED = ("channel", "oscar", "kivi", "quarot")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_16_bit_beams_and_sampling(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_assisted_decoding(models, policy: str, implementation: str) -> None:
     """Candidates come and go by crop; the answer is that of greedy decoding."""
     model = models["llama"]
@@ -230,7 +230,9 @@ def biased(size: float) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("size", [30, 100])
-@pytest.mark.parametrize("policy", ["oscar", "kivi", KVPolicy(balance=None)], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["oscar", "kivi", KVPolicy.preset("channel", balance=None)], ids=str
+)
 def test_large_key_biases(policy: str | KVPolicy, size: float) -> None:
     """Zero points take constants out, also rotated; keys quantized per token do not survive."""
     found = divergence(size, policy)
@@ -239,11 +241,13 @@ def test_large_key_biases(policy: str | KVPolicy, size: float) -> None:
 
 
 def test_large_key_biases_balanced() -> None:
-    assert divergence(30, "compact") < 0.2
+    assert divergence(30, "channel") < 0.2
 
 
 def test_larger_key_biases_balanced() -> None:
-    assert divergence(100, "compact") < 1.2 * divergence(100, KVPolicy(balance=None))
+    assert divergence(100, "channel") < 1.2 * divergence(
+        100, KVPolicy.preset("channel", balance=None)
+    )
 
 
 def test_language_model_of_qwen3_vl() -> None:
@@ -280,7 +284,7 @@ def test_language_model_of_qwen3_vl() -> None:
     for implementation in IMPLEMENTATIONS:
         found = states(OscarCache("bf16"), implementation)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     packed = states(cache, "oscar")
     torch.testing.assert_close(packed[:, :250], expected[:, :250], rtol=1e-4, atol=1e-4)
     assert cache.layers[0].sigma.shape == (1, 32)  # from the QK-norm weights
@@ -298,7 +302,7 @@ def test_exception_in_the_middle_layer(models, implementation: str, where: str) 
         raise KeyboardInterrupt
 
     for past in (0, 150):
-        cache = OscarCache("compact")
+        cache = OscarCache("channel")
         if past:
             logits(model, cache, prompt(past))
         hook = module.register_forward_hook(broken)
@@ -310,4 +314,4 @@ def test_exception_in_the_middle_layer(models, implementation: str, where: str) 
                 logits(model, cache, prompt(tokens))
         cache.reset()
         found = logits(model, cache, prompt(20))
-        assert torch.equal(found, logits(model, OscarCache("compact"), prompt(20)))
+        assert torch.equal(found, logits(model, OscarCache("channel"), prompt(20)))

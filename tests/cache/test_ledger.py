@@ -279,7 +279,7 @@ def test_forgetting_in_the_middle_of_the_last_page_costs_no_page() -> None:
 
 
 def test_forgotten_tokens_in_16_bit_free_their_slots() -> None:
-    numbers = Numbers(KVPolicy(bits=16, window=0, sinks=0))
+    numbers = Numbers(KVPolicy.preset("channel", bits=16, window=0, sinks=0))
     numbers.advance(np.zeros((1, 1000), dtype=int))
     twin = numbers.fork()
     twin.forget(0, 40, 700)
@@ -293,7 +293,7 @@ def test_forgotten_tokens_in_16_bit_free_their_slots() -> None:
 
 def test_decoding_after_a_long_gap_finds_the_window() -> None:
     """A window of tokens from before what was forgotten, or from before padding."""
-    numbers = Numbers(KVPolicy(window=100, sinks=0))
+    numbers = Numbers(KVPolicy.preset("channel", window=100, sinks=0))
     numbers.advance(np.zeros((1, 200), dtype=int))
     numbers.advance(np.ones((1, 3000), dtype=int))
     numbers.forget(0, 200, 3200)
@@ -305,7 +305,7 @@ def test_decoding_after_a_long_gap_finds_the_window() -> None:
 
 
 def test_clear_gives_back_all_slots() -> None:
-    numbers = Numbers(KVPolicy())
+    numbers = Numbers(KVPolicy.preset("channel"))
     numbers.advance(np.random.default_rng(0).integers(-1, 4, (3, 900)))
     numbers.ledger.clear()
     assert numbers.ledger.length == 0
@@ -313,7 +313,7 @@ def test_clear_gives_back_all_slots() -> None:
 
 
 def test_impossible_requests() -> None:
-    ledger = Ledger(PageStore(KVPolicy()))
+    ledger = Ledger(PageStore(KVPolicy.preset("channel")))
     ledger.advance(np.zeros((2, 5), dtype=np.int8))
     for count in (6, -1):
         with pytest.raises(ValueError, match=f"{count} tokens from a cache of 5"):

@@ -80,7 +80,7 @@ def test_every_byte_is_counted(policy: str) -> None:
 
 def test_within_a_forward_pass() -> None:
     """Some layers have carried the step out, others not yet."""
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     for step, tokens in enumerate((300, 150)):
         for layer in range(3):
             attend_oscar(cache, chunk(step, tokens), layer=layer)
@@ -88,7 +88,7 @@ def test_within_a_forward_pass() -> None:
 
 
 def test_numbers_of_a_report() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     report = cache.memory()
     real = (IDS != -1).sum(1)
     assert sum(report.tokens.values()) == int(real.sum())
@@ -102,7 +102,7 @@ def test_numbers_of_a_report() -> None:
     assert json.loads(json.dumps(report.to_dict()))["kv_bytes"] == report.kv_bytes
 
 
-@pytest.mark.parametrize("policy", ["compact", "mixed", "bf16", "stream", "stream_mixed"])
+@pytest.mark.parametrize("policy", ["channel", "mixed", "bf16", "stream", "stream_mixed"])
 def test_bytes_of_tokens(policy: str) -> None:
     cache, _ = filled(POLICIES[policy], IDS)
     report = cache.memory()
@@ -145,7 +145,7 @@ def test_table() -> None:
 
 def test_table_of_a_short_prompt_says_what_tails_are() -> None:
     """Its ratio may be below 1, which nobody would understand otherwise."""
-    report = filled("compact", random_ids(0, 100, 50))[0].memory()
+    report = filled("channel", random_ids(0, 100, 50))[0].memory()
     lines = str(report).splitlines()
     assert report.ratio < 1 and lines[-1].startswith("tails:")
     assert "bits per value" in lines[-2]
@@ -155,9 +155,9 @@ def test_table_of_a_short_prompt_says_what_tails_are() -> None:
     ("policy", "heads", "tokens", "least"),
     [
         ("oscar", 2, 32768, 0.94),
-        ("compact", 2, 32768, 0.94),
+        ("channel", 2, 32768, 0.94),
         ("oscar", 8, 8192, 0.84),
-        ("compact", 8, 8192, 0.81),
+        ("channel", 8, 8192, 0.81),
     ],
 )
 def test_ratio(policy: str, heads: int, tokens: int, least: float) -> None:
@@ -192,7 +192,7 @@ def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         intermediate_size=32,
     )
     model.set_attn_implementation("oscar")
-    cache, peaks = OscarCache("compact"), []
+    cache, peaks = OscarCache("channel"), []
     append = OscarLayer.append
 
     def measured(

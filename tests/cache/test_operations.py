@@ -107,7 +107,7 @@ def test_forks_do_not_disturb_each_other(policy: str) -> None:
 
 
 def test_forks_share_what_they_have_in_common() -> None:
-    cache, _ = filled("compact", random_ids(8, 300, 2000))
+    cache, _ = filled("channel", random_ids(8, 300, 2000))
     before = cache.memory()
     cache.batch_repeat_interleave(8)
     after = cache.memory()
@@ -120,7 +120,7 @@ def test_forks_share_what_they_have_in_common() -> None:
 
 def test_forks_that_are_cut_and_go_on() -> None:
     """Inside a shared block: the place that is written to must be the fork's own."""
-    cache, _ = filled("compact", torch.zeros(1, 50, dtype=torch.int64))
+    cache, _ = filled("channel", torch.zeros(1, 50, dtype=torch.int64))
     cache.batch_repeat_interleave(2)
     before = [x[:, :, :40].clone() for x in cache.unpacked(0)]
     cache.crop(-10)
@@ -132,7 +132,7 @@ def test_forks_that_are_cut_and_go_on() -> None:
     assert torch.equal(values, torch.cat([before[1], new_values], dim=2))
 
 
-@pytest.mark.parametrize("policy", ["compact", "bf16"])
+@pytest.mark.parametrize("policy", ["channel", "bf16"])
 def test_deepcopy(policy: str) -> None:
     cache, _ = filled(POLICIES[policy], IDS)
     before = [x.clone() for x in cache.unpacked(0)]
@@ -147,18 +147,18 @@ def test_deepcopy(policy: str) -> None:
 
 
 def test_reset() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.memory().kv_bytes == 0
     # Another batch, head_dim and dtype: nothing is left of before.
     new = tuple(x.bfloat16() for x in chunk(0, 200, batch=2, head_dim=32))
-    fresh = OscarCache("compact")
+    fresh = OscarCache("channel")
     assert torch.equal(attend_oscar(cache, new), attend_oscar(fresh, new))
     same(cache, *fresh.unpacked(0))
 
 
 def test_rows_that_are_not_there() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     for rows in ([3], [0, -1]):
         with pytest.raises(IndexError, match="3 sequences"):
             cache.reorder_cache(torch.tensor(rows))

@@ -118,7 +118,7 @@ def test_packed_attention_is_that_over_the_unpacked_copy(name: str) -> None:
     model.set_attn_implementation("sdpa")
     exact = states(model, DynamicCache(config=model.config), ids)
     model.set_attn_implementation("oscar")
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     assert_near(states(model, cache, ids), exact)
     twin = cache.fork()
     for part in (new[:, :1], new[:, 1:]):

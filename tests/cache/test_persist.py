@@ -66,7 +66,7 @@ def same(one: OscarCache, other: OscarCache) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
-    save_cache(history("compact"), path, fingerprint="model-1", metadata={"turn": 3})
+    save_cache(history("channel"), path, fingerprint="model-1", metadata={"turn": 3})
     return path
 
 
@@ -94,7 +94,7 @@ def test_round_trip(policy: str, tmp_path: Path) -> None:
 def test_pages_of_several_orders(tmp_path: Path) -> None:
     """Of one layer some are as the kernels take them, others, of bits that these do not know, are
     token by token."""
-    policy = KVPolicy(bits={"text": (3, 2)})
+    policy = KVPolicy.preset("channel", bits={"text": (3, 2)})
     cache, _ = filled(policy, random_ids(8, 200, 290, 240))
     assert {page.in_fragments for page in cache.layers[0].formats.values()} == {False, True}
     save_cache(cache, tmp_path / "a", fingerprint="f")
@@ -104,7 +104,7 @@ def test_pages_of_several_orders(tmp_path: Path) -> None:
 
 
 def test_only_slots_in_use_and_shared_ones_once(tmp_path: Path) -> None:
-    one, _ = filled("compact", random_ids(1, 60, 2000))
+    one, _ = filled("channel", random_ids(1, 60, 2000))
     many = one.fork()
     many.batch_repeat_interleave(8)
     sizes = []
@@ -253,12 +253,12 @@ def test_the_spare_slot_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_into_a_store_that_others_use(tmp_path: Path) -> None:
-    store = PageStore("compact")
-    first = OscarCache("compact", store=store)
+    store = PageStore("channel")
+    first = OscarCache("channel", store=store)
     for layer in range(LAYERS):
         attend_oscar(first, chunk(layer, 300, batch=3), layer=layer)
     before = [x.clone() for x in first.unpacked(1)]
-    cache = history("compact")
+    cache = history("channel")
     save_cache(cache, tmp_path / "a", fingerprint="f")
     loaded, _ = load_cache(tmp_path / "a", fingerprint="f", store=store)
     assert loaded.store is store
@@ -268,7 +268,7 @@ def test_into_a_store_that_others_use(tmp_path: Path) -> None:
 
 
 def test_empty_caches(tmp_path: Path) -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     save_cache(cache, tmp_path / "a", fingerprint="f")
     loaded, given = load_cache(tmp_path / "a", fingerprint="f")
     assert loaded.get_seq_length() == 0 and given == {}
@@ -297,12 +297,12 @@ def test_in_a_fresh_process(saved: Path) -> None:
     with Forked(go_on, saved) as process:
         code, out, errors = process.end()
     assert code == 0, errors.decode()
-    assert out.decode() == f"3 {next_output(history('compact'))}\n"
+    assert out.decode() == f"3 {next_output(history('channel'))}\n"
 
 
 def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
     """4 KV heads of 128 channels in bfloat16, policy compact, whole file against 16 bit."""
-    cache, generator = OscarCache("compact"), torch.Generator().manual_seed(0)
+    cache, generator = OscarCache("channel"), torch.Generator().manual_seed(0)
     image = [0] * 6 + [1] * 160
     for _ in range(10):
         cache.expect(torch.tensor([image * 10]))
@@ -324,12 +324,12 @@ def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
         ({"fingerprint": "model-2"}, r"another model \(fingerprint model-1, here model-2\)"),
         (
             {"policy": "oscar"},
-            r"with policy 'compact', and here it is 'oscar': choose policy='compact'",
+            r"with policy 'channel', and here it is 'oscar': choose policy='channel'",
         ),
-        ({"policy": KVPolicy(window=64)}, r"another policy: window=32, here 64$"),
+        ({"policy": KVPolicy.preset("channel", window=64)}, r"another policy: window=32, here 64$"),
         ({"store": PageStore("kivi")}, "here it is 'kivi'"),
         (
-            {"policy": KVPolicy(value_scale="plain")},
+            {"policy": KVPolicy.preset("channel", value_scale="plain")},
             r"another policy: value_scale='unbiased', here 'plain'$",
         ),
     ],
@@ -341,8 +341,8 @@ def test_refuses_what_does_not_fit(saved: Path, arguments: dict[str, Any], messa
 
 @pytest.mark.parametrize("shape", [{"head_dim": 32}, {"kv_heads": 4}])
 def test_refuses_a_store_of_another_shape(saved: Path, shape: dict[str, int]) -> None:
-    store = PageStore("compact")
-    first = OscarCache("compact", store=store)
+    store = PageStore("channel")
+    first = OscarCache("channel", store=store)
     attend_oscar(first, chunk(0, 10, **shape))
     used = store.memory()
     with pytest.raises(InputError, match=r"chat\.safetensors: layer 0: the store holds"):
@@ -353,18 +353,18 @@ def test_refuses_a_store_of_another_shape(saved: Path, shape: dict[str, int]) ->
 
 def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
     """It does not name the field, and its pages are plain."""
-    cache, path = history(KVPolicy(value_scale="plain")), tmp_path / "old"
+    cache, path = history(KVPolicy.preset("channel", value_scale="plain")), tmp_path / "old"
     save_cache(cache, path, fingerprint="f")
     with safe_open(path, "pt") as file:
         text = json.loads(file.metadata()["oscar_mm.cache"])
     del text["policy"]["value_scale"]
     write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
-    for policy in (None, KVPolicy(value_scale="plain")):
+    for policy in (None, KVPolicy.preset("channel", value_scale="plain")):
         loaded, _ = load_cache(path, fingerprint="f", policy=policy)
         assert loaded.policy == cache.policy
     same(loaded, cache)
     with pytest.raises(InputError, match=r"old: .*: value_scale='plain', here 'unb"):
-        load_cache(path, fingerprint="f", policy="compact")
+        load_cache(path, fingerprint="f", policy="channel")
     del text["policy"]["norm"]
     write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
     with pytest.raises(InputError, match="names no policy"):
@@ -386,7 +386,7 @@ def with_float32_tokens(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_file_of_tokens_in_float32_takes_what_its_cache_will(tmp_path: Path) -> None:
-    cache, path = history("compact"), tmp_path / "old"
+    cache, path = history("channel"), tmp_path / "old"
     save_cache(cache, path, fingerprint="f")
     expected = SavedCache.read(path, fingerprint="f").bytes
     with_float32_tokens(path)
@@ -398,7 +398,7 @@ def test_a_file_of_tokens_in_float32_takes_what_its_cache_will(tmp_path: Path) -
 
 def test_refuses_float32_tokens_beyond_bfloat16(tmp_path: Path) -> None:
     path = tmp_path / "old"
-    save_cache(history("compact"), path, fingerprint="f")
+    save_cache(history("channel"), path, fingerprint="f")
     tensors = with_float32_tokens(path)
     tensors["layer.0.recent"][0] = torch.finfo(torch.float32).max
     with safe_open(path, "pt") as file:
@@ -428,7 +428,7 @@ def test_metadata_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_not_after_an_interrupted_pass(tmp_path: Path) -> None:
-    cache = history("compact")
+    cache = history("channel")
     attend_oscar(cache, chunk(0, 5, batch=3))
     with pytest.raises(RuntimeError, match="did not reach layer 1"):
         save_cache(cache, tmp_path / "x", fingerprint="f")
@@ -444,7 +444,7 @@ def test_other_safetensors_files(tmp_path: Path) -> None:
 def test_padding_only_rows(tmp_path: Path) -> None:
     ids = torch.full((2, 40), PADDING)
     ids[0] = 0
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     attend_oscar(cache, chunk(0, 40, batch=2), ids=ids)
     save_cache(cache, tmp_path / "a", fingerprint="f")
     loaded, _ = load_cache(tmp_path / "a", fingerprint="f")

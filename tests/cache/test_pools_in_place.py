@@ -94,7 +94,7 @@ def conversation(policy: str, device: torch.device) -> tuple[list[torch.Tensor],
     return held, where, store.version
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact", "stream", "mixed"])
+@pytest.mark.parametrize("policy", ["bf16", "channel", "stream", "mixed"])
 def test_holds_what_pools_that_move_hold(device, policy, monkeypatch) -> None:
     held, where, moves = conversation(policy, device)
     assert all(bool(side.isfinite().all()) for side in held)
@@ -134,7 +134,7 @@ def test_a_capture_holds_while_pools_grow_and_shrink(device, policy) -> None:
 
 
 def test_a_report_counts_the_last_piece(device) -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     add(cache, device, 300)
     store, taken = cache.store, [pool.device_bytes for pool in pools(cache.store)]
     report = store.memory()
@@ -192,7 +192,7 @@ def test_stores_that_are_gone_leave_nothing_behind() -> None:
         return torch.cuda.mem_get_info(device)[0]
 
     def use() -> None:
-        caches = [OscarCache("compact") for _ in range(8)]
+        caches = [OscarCache("channel") for _ in range(8)]
         for cache in caches:
             add(cache, device, 300)
             cache.store.allocators[PLAIN].allocate(60_000)

@@ -76,7 +76,7 @@ class Twin:
 
 @pytest.mark.parametrize(
     "policy",
-    ["compact", "mixed", "no_window", "bf16", "stream", "stream_mixed", "stream_no_window"],
+    ["channel", "mixed", "no_window", "bf16", "stream", "stream_mixed", "stream_no_window"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_operations(policy: str, seed: int) -> None:

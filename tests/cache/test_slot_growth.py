@@ -12,10 +12,10 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 from tests.cache.invariants import STREAM
 
 POLICIES = [
-    *map(KVPolicy.preset, ("compact", "oscar", "bf16")),
-    KVPolicy(bits={"image": 4, "text": 16}),
-    KVPolicy(window=200, sinks=40),
-    KVPolicy(window=0, sinks=300),
+    *map(KVPolicy.preset, ("channel", "oscar", "bf16")),
+    KVPolicy.preset("channel", bits={"image": 4, "text": 16}),
+    KVPolicy.preset("channel", window=200, sinks=40),
+    KVPolicy.preset("channel", window=0, sinks=300),
     KVPolicy(bits=(3, 2), **STREAM),
     KVPolicy(bits={"text": 4, "image": 2, "audio": 16}, **STREAM),
     KVPolicy(window=0, sinks=0, **STREAM),
@@ -112,7 +112,7 @@ def test_an_answer_whose_first_tokens_are_sinks() -> None:
 
 
 def test_bytes() -> None:
-    growth = slot_growth(KVPolicy.preset("compact"), modalities([(0, 10), (1, 260)]), 40)
+    growth = slot_growth(KVPolicy.preset("channel"), modalities([(0, 10), (1, 260)]), 40)
     sizes = {Bits(2, 2): 1000, PLAIN: 100}
     found = bytes_over_time(growth.held, sizes)
     # Sinks, text and, as all of the window is the image's, 132 tokens of it.

@@ -12,7 +12,7 @@ IDS = random_ids(3, 60, 400, 50, 300)
 
 
 def test_forks_hold_the_same_slots() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     store, streams = cache.store, [*cache.ledger.streams()]
     held = SlotSet.of(streams)
     assert held.counts == {bits: slots.used for bits, slots in store.allocators.items()}
@@ -31,7 +31,7 @@ def test_forks_hold_the_same_slots() -> None:
 
 def test_a_page_with_a_gap_is_one_slot() -> None:
     """It has two entries then."""
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     before = SlotSet.of(cache.ledger.streams())
     [row] = cache.ledger.sequences
     code = next(code for code, stream in row.streams.items() if stream.pages)
@@ -43,7 +43,7 @@ def test_a_page_with_a_gap_is_one_slot() -> None:
 
 
 def test_slots_by_modality() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     held = SlotSet.of(cache.ledger.streams())
     for bits in (TWO, PLAIN):
         by_modality = held.by_modality(bits)

@@ -100,12 +100,12 @@ def test_copies_of_a_cache_go_on_with_the_next_step(tmp_path, twin: Callable) ->
 
 def test_an_empty_copy_begins_with_any_layers(tmp_path) -> None:
     for twin in (forked, loaded):
-        copy = twin(OscarCache("compact"), tmp_path)
+        copy = twin(OscarCache("channel"), tmp_path)
         assert copy.step is None
         add(copy, 5)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact", "stream"])
+@pytest.mark.parametrize("policy", ["bf16", "channel", "stream"])
 def test_the_version_says_whether_pools_stay(policy: str) -> None:
     """It stays while tokens come and go in room that is there, and changes with their places."""
     cache = of_two_layers(policy)
@@ -131,7 +131,7 @@ def test_the_version_says_whether_pools_stay(policy: str) -> None:
     assert cache.version != version
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact", "stream"])
+@pytest.mark.parametrize("policy", ["bf16", "channel", "stream"])
 def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
     cache = of_two_layers(policy)
     with_room(cache)
@@ -193,7 +193,7 @@ def test_what_no_graph_does_is_not_foretold() -> None:
         pages = layer.pages[bits].storage
         assert torch.equal(pages[source], pages[target])
     twin.close()
-    cache = of_two_layers("compact")
+    cache = of_two_layers("channel")
     with_room(cache, 400)
     replay, packed = StepReplay(cache, 1), 0
     for _ in range(140):

@@ -20,7 +20,7 @@ from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random
 from tests.cache.numbers import check_slots
 
 IDS = random_ids(3, 60, 400, 50, 300)
-PAGES = ("compact", "stream")
+PAGES = ("channel", "stream")
 """Policies of whole pages, and of pages that tokens go to one by one."""
 
 
@@ -32,19 +32,19 @@ def used(store: PageStore) -> dict[Bits, int]:
 def test_a_store_may_be_joined_while_its_caches_are_walked_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     store, slot_set, renumber = cache.store, SlotSet.of, Row.renumber
     joined, walks = [], set()
 
     def slow_streams(streams: Iterable[Stream]) -> Iterator[Stream]:
         for stream in streams:
             walks.add("streams")
-            joined.append(OscarCache("compact", store=store))
+            joined.append(OscarCache("channel", store=store))
             yield stream
 
     def slow_renumber(sequence: Row, bits: Bits, ids: dict[int, int]) -> None:
         walks.add(bits)
-        joined.append(OscarCache("compact", store=store))
+        joined.append(OscarCache("channel", store=store))
         renumber(sequence, bits, ids)
 
     cache.crop(-500)  # leaves slots to trim
@@ -56,7 +56,7 @@ def test_a_store_may_be_joined_while_its_caches_are_walked_through(
 
 
 def test_a_cache_may_go_while_slots_get_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     others, store, renumber = [cache.fork()], cache.store, Row.renumber
     attend_oscar(others[0], chunk(1, 300))
 
@@ -76,8 +76,8 @@ def test_a_cache_may_go_while_slots_get_other_ids(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_is_joined_while_another_thread_holds_its_lock() -> None:
-    store = PageStore("compact")
-    joining = threading.Thread(target=OscarCache, args=("compact",), kwargs={"store": store})
+    store = PageStore("channel")
+    joining = threading.Thread(target=OscarCache, args=("channel",), kwargs={"store": store})
     with store.lock:
         joining.start()
         joining.join(10)
@@ -179,7 +179,7 @@ def test_slots_come_back_when_a_cache_is_reset_closed_or_gone(policy: str) -> No
 
 
 def test_a_closed_cache_takes_nothing() -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     cache.close()
     assert cache.get_seq_length() == 0 and cache.memory().kv_bytes == 0
     with pytest.raises(RuntimeError, match="closed"):
@@ -189,20 +189,20 @@ def test_a_closed_cache_takes_nothing() -> None:
 
 
 def test_reset_of_a_cache_of_a_given_store_stays_there() -> None:
-    store = PageStore("compact")
-    cache = OscarCache("compact", store=store)
+    store = PageStore("channel")
+    cache = OscarCache("channel", store=store)
     attend_oscar(cache, chunk(0, 300))
     cache.reset()
     assert cache.store is store
     attend_oscar(cache, chunk(1, 300))
-    expected = OscarCache("compact")
+    expected = OscarCache("channel")
     attend_oscar(expected, chunk(1, 300))
     assert torch.equal(cache.unpacked(0)[0], expected.unpacked(0)[0])
 
 
 @pytest.mark.parametrize("operation", ["fork", "forget"])
 def test_not_within_a_forward_pass(operation: str) -> None:
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     for layer in range(2):
         attend_oscar(cache, chunk(0, 200), layer=layer)
     attend_oscar(cache, chunk(1, 5))
@@ -230,15 +230,15 @@ def test_an_interrupted_turn_is_undone_by_a_fork(policy: str, tokens: int) -> No
 
 
 def test_caches_that_do_not_fit_a_store() -> None:
-    store = PageStore("compact")
+    store = PageStore("channel")
     with pytest.raises(InputError, match="its store of"):
         OscarCache("oscar", store=store)
     with pytest.raises(InputError, match="its store of"):
-        OscarCache(KVPolicy(window=64), store=store)
-    attend_oscar(OscarCache("compact", store=store), chunk(0, 5))
+        OscarCache(KVPolicy.preset("channel", window=64), store=store)
+    attend_oscar(OscarCache("channel", store=store), chunk(0, 5))
     for shape in ({"head_dim": 32}, {"kv_heads": 1}):
         with pytest.raises(InputError, match="layer 0: the store holds 2 KV heads of 64 channels"):
-            attend_oscar(OscarCache("compact", store=store), chunk(0, 5, **shape))
+            attend_oscar(OscarCache("channel", store=store), chunk(0, 5, **shape))
 
 
 @pytest.mark.parametrize("policy", PAGES)
@@ -281,7 +281,7 @@ def test_bytes_that_caches_share_are_in_both_reports(policy: str) -> None:
 def test_pools_are_looked_at_when_there_are_other_slots_or_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     store, looks, reserve = cache.store, [], Pool.reserve
 
     def counted(pool: Pool, capacity: int) -> None:
@@ -314,7 +314,7 @@ def test_pools_are_looked_at_when_there_are_other_slots_or_layers(
     assert count() == 2 * len(store.allocators)
 
 
-@pytest.mark.parametrize("policy", ["stream", "compact", "bf16"])
+@pytest.mark.parametrize("policy", ["stream", "channel", "bf16"])
 def test_a_cache_shrinks_after_an_answer_and_goes_on(policy: str) -> None:
     plain, shrunk = OscarCache(POLICIES[policy]), OscarCache(POLICIES[policy])
     for turn in range(3):
@@ -349,7 +349,7 @@ def test_beside_others_a_cache_gives_back_what_it_had_to_spare_alone() -> None:
 def test_more_is_moved_after_an_answer_where_it_gains_and_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache, _ = filled("compact", IDS)
+    cache, _ = filled("channel", IDS)
     store, now = cache.store, [0.0]
     monkeypatch.setattr(store_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(store_module, "_SMALL_BYTES", 0)

@@ -26,7 +26,7 @@ from tests.cache.test_persist import history
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
-    save_cache(history("compact"), path, fingerprint="model-1")
+    save_cache(history("channel"), path, fingerprint="model-1")
     return path
 
 
@@ -53,7 +53,7 @@ def no_number(field: str, value: float) -> Callable:
 
     def change(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None:
         _, _, heads, width = tensors["layer.1.recent"].shape
-        page = PageFormat.of(KVPolicy(), Bits(2, 2), heads, width)
+        page = PageFormat.of(KVPolicy.preset("channel"), Bits(2, 2), heads, width)
         first = tensors["layer.1.pages.2"][:1]
         content = page.read(first, field)
         content[..., -1] = value
@@ -69,7 +69,10 @@ def a_page_twice(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None
     tensors["entries"][at - 1, 0] = tensors["entries"][at - 2, 0]
 
 
-POLICY = {**dataclasses.asdict(KVPolicy()), "bits": KVPolicy().bits._asdict()}
+POLICY = {
+    **dataclasses.asdict(KVPolicy.preset("channel")),
+    "bits": KVPolicy.preset("channel").bits._asdict(),
+}
 FORGED = {
     "version": (altered_text(version=3), "has format version 3; .* reads 1 and 2"),
     "version 0": (altered_text(version=0), "has format version 0; .* reads 1 and 2"),
@@ -167,7 +170,7 @@ def test_forged_files(saved: Path, tmp_path: Path, name: str) -> None:
     change(tensors, text)
     path = tmp_path / "forged"
     write_checked(path, tensors, {"oscar_mm.cache": json.dumps(text)})
-    store = PageStore("compact")
+    store = PageStore("channel")
     with pytest.raises(InputError, match=r"forged: .*(" + message + ")"):
         load_cache(path, fingerprint="model-1", store=store)
     assert store.memory().pool_bytes == 0 and not store.layers

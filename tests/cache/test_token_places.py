@@ -8,7 +8,7 @@ from tests.cache.invariants import POLICIES, filled, random_ids
 
 
 @pytest.mark.parametrize(
-    "policy", ["compact", "mixed", "bf16", "no_window", "stream", "stream_mixed"]
+    "policy", ["channel", "mixed", "bf16", "no_window", "stream", "stream_mixed"]
 )
 @pytest.mark.parametrize("forgotten", [(), ((0, 3), (50, 300), (600, 640))])
 def test_parts_of_all_streams_are_those_of_each(

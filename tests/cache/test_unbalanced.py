@@ -57,7 +57,7 @@ def test_weights_of_a_model_that_was_not_given(qwen3) -> None:
 
 
 def test_nothing_is_said_where_nothing_is_missed(llama) -> None:
-    for policy in (KVPolicy(balance=None), "bf16", "oscar", "kivi"):
+    for policy in (KVPolicy.preset("channel", balance=None), "bf16", "oscar", "kivi"):
         assert warned(llama, OscarCache(policy), "sdpa") == []
     cache = OscarCache()
     assert warned(llama, cache, "oscar") == []
@@ -69,13 +69,19 @@ def test_a_policy_that_insists_is_refused(llama) -> None:
     """balance "prompt" has no second choice, so that this is an error."""
     llama.set_attn_implementation("sdpa")
     with pytest.raises(InputError, match="balance='prompt' needs attention 'oscar'"):
-        llama(torch.arange(3, 9)[None], past_key_values=OscarCache(KVPolicy(balance="prompt")))
+        llama(
+            torch.arange(3, 9)[None],
+            past_key_values=OscarCache(KVPolicy.preset("channel", balance="prompt")),
+        )
 
 
 def test_unbalanced_is_the_policy_without_balancing(llama) -> None:
     """What the warning says: another method, the one that balance=None names."""
     llama.set_attn_implementation("sdpa")
-    caches = {"auto": OscarCache(KVPolicy()), None: OscarCache(KVPolicy(balance=None))}
+    caches = {
+        "auto": OscarCache(KVPolicy.preset("channel")),
+        None: OscarCache(KVPolicy.preset("channel", balance=None)),
+    }
     for cache in caches.values():
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

@@ -141,9 +141,9 @@ def test_undo_over_packed_pages(packed) -> None:
     assert len(chat.ask(**OTHER).token_ids) == 6
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_forks_go_on_by_themselves(policy, qwen, packed) -> None:
-    pipe = {"bf16": qwen, "compact": packed}[policy]
+    pipe = {"bf16": qwen, "channel": packed}[policy]
     alone = pipe.chat()
     expected = asked(alone, OTHER, QUESTION, MORE)
     other = pipe.chat()

@@ -152,8 +152,8 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     half = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype="bfloat16")
     with pytest.raises(InputError, match=r"qwen3_vl float32 .*, here qwen3_vl bfloat16 "):
         half.load_chat(path)
-    plain = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="compact")
-    with pytest.raises(InputError, match="policy 'standard', and here it is 'compact'"):
+    plain = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="channel")
+    with pytest.raises(InputError, match="policy 'standard', and here it is 'channel'"):
         plain.load_chat(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
@@ -252,7 +252,7 @@ def test_segments_of_many_turns_take_one_look(held) -> None:
     parts = [turn, *turn.media]
     found = [token_bytes(held.cache.ledger, one.start, one.stop) for one in parts]
     assert [one.bytes for one in held.segments()] == [found[0] - found[1], found[1]]
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     cache.begin(np.zeros((1, 200_000), np.int8))
     turns = tuple(
         dataclasses.replace(turn, start=start, stop=start + 10, media=(), forgotten=())

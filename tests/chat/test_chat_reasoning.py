@@ -135,7 +135,7 @@ def test_an_answer_that_was_cut(pipe) -> None:
 
 
 def test_packed_pages_hold_no_reasoning(qwen3_vl_thinking_folder: Path) -> None:
-    packed = OscarVLPipeline(qwen3_vl_thinking_folder, policy="compact", device="cpu")
+    packed = OscarVLPipeline(qwen3_vl_thinking_folder, policy="channel", device="cpu")
     long = [noise(256, 256, seed) for seed in range(4)]
     with packed.chat() as chat:
         sizes = []

@@ -28,7 +28,7 @@ WAYS = (
     {"kv_budget": "4MB", "prefix_cache": "1MB"},
 )
 """Options of the pipelines, walk by walk."""
-PACKED = ("standard", "compact", "oscar")
+PACKED = ("standard", "channel", "oscar")
 
 
 def walks(quick: int) -> list[Any]:

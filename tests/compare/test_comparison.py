@@ -80,7 +80,7 @@ def test_rows_of_methods(model: PreTrainedModel) -> None:
 
 def test_the_numbers_are_those_of_plain_transformers(model: PreTrainedModel) -> None:
     """Perplexity of 16 bit with a DynamicCache, and KL one by one with a cache in sdpa."""
-    judged, policy = 12, KVPolicy(balance=None)
+    judged, policy = 12, KVPolicy.preset("channel", balance=None)
     plain = build_decoder(model.config.model_type)
     [ids] = passages(Characters(), {"lines": text(3000)}, 280, 1, judged=judged)
     comparison = PassageComparison(model, [Paged("unbalanced", policy)], judged, ("unbalanced",))
@@ -124,13 +124,13 @@ def test_errors_shrink_with_passages(model: PreTrainedModel) -> None:
 def test_no_passages_and_methods_that_say_nothing() -> None:
     model = build_decoder("llama")
     model.set_attn_implementation("oscar")
-    names = ("compact, balance weights", "compact, image in 16 bit", DEFAULT)
+    names = ("channel, balance weights", "channel, image in 16 bit", DEFAULT)
     comparison = PassageComparison(model, methods(*names), judged=3)
     assert {row["missing"] for row in comparison.rows()} == {"there were no passages"}
     comparison.add(next(passages(Characters(), {"lines": text(1000)}, 20, 1, judged=3)))
     rows = {row["method"]: row for row in comparison.rows()}
-    assert rows["compact, balance weights"]["missing"] == "the model has no QK-norm"
-    assert rows["compact, image in 16 bit"]["missing"] == "no such tokens"
+    assert rows["channel, balance weights"]["missing"] == "the model has no QK-norm"
+    assert rows["channel, image in 16 bit"]["missing"] == "no such tokens"
     assert rows[DEFAULT]["kl"] == 0 and rows[DEFAULT]["page_bits"] == 16
 
 

@@ -20,8 +20,8 @@ def names(*texts: str) -> list[str]:
 
 def test_a_whole_name_is_that_method_and_a_part_all_that_have_it() -> None:
     assert names(DEFAULT) == [DEFAULT]
-    assert names("compact, norm", REFERENCE) == [
-        *(REFERENCE, "compact, norm plain", "compact, norm refit")
+    assert names("channel, norm", REFERENCE) == [
+        *(REFERENCE, "channel, norm plain", "channel, norm refit")
     ]
     assert names() == [one.name for one in main_methods()] and names("magic") == []
 
@@ -40,4 +40,4 @@ def test_the_ablation_changes_what_it_says() -> None:
     assert main.isdisjoint(one.policy for one in pure)
     assert {one.policy for one in ablation_methods() if one.mixed} <= main
     plain = [one.name for one in pure if one.policy == replace(one.policy, value_scale="plain")]
-    assert {"compact, value scale plain", "groups 32, value scale plain"} < set(plain)
+    assert {"channel, value scale plain", "groups 32, value scale plain"} < set(plain)

@@ -113,7 +113,7 @@ def test_restored_is_what_the_kernels_unpack(method: Paged) -> None:
 @pytest.mark.parametrize("window", [0, 32, 128])
 @pytest.mark.parametrize("sinks", [0, 4, 64])
 def test_the_same_tokens_are_packed_as_in_the_cache(window: int, sinks: int) -> None:
-    method = Paged("x", KVPolicy(window=window, sinks=sinks))
+    method = Paged("x", KVPolicy.preset("channel", window=window, sinks=sinks))
     layers = states(1)
     real = cached(method.policy, layers, IDS).unpacked(0)[0]
     exact = (real == layers[0].keys).all(-1).all(1)[0]
@@ -137,11 +137,11 @@ BYTES_OF_A_HEAD = {
     "QuaRot": 2 * 4096 + 2 * 128 * 2 * 2,
     "KIVI": 2 * 4096 + 2 * 4 * 128 * 2 * 2,
     "OScaR, published": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 128,  # norms shared by two heads
-    "compact": 2 * 4096 + (128 // KVPolicy().key_group + 1) * 128 * 2 * 2 + 256,
+    "channel": 2 * 4096 + (128 // KVPolicy.preset("channel").key_group + 1) * 128 * 2 * 2 + 256,
     "standard": 6144 + 4096 + 2 * 128 * 2 * 2 + 256,
-    "standard, 2 bit": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
+    "compact": 2 * 4096 + 2 * 128 * 2 * 2 + 256,
     "standard, center False": 6144 + 4096 + 2 * 128 * 2 * 2,
-    "compact, groups 32": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 256,
+    "channel, groups 32": 2 * 4096 + 2 * 4 * 128 * 2 * 2 + 256,
 }
 
 
@@ -161,7 +161,7 @@ def test_bits_are_those_counted_by_hand(name: str) -> None:
 
 def test_mixed_pages_are_pages_in_the_order_of_the_prompt() -> None:
     ids = torch.tensor([0, 1] * 150, dtype=torch.int8)
-    pure = Paged("pure", KVPolicy(window=0, sinks=0))
+    pure = Paged("pure", KVPolicy.preset("channel", window=0, sinks=0))
     mixed = replace(pure, mixed=True)
     assert {one: len(places) for one, places in pure.packed(ids).items()} == {
         Modality.TEXT: 128,
@@ -176,7 +176,7 @@ def test_mixed_pages_are_pages_in_the_order_of_the_prompt() -> None:
 
 def test_memory_is_the_report_of_a_cache_of_one_row() -> None:
     layers = states(3, layers=2)
-    report = Paged("x", KVPolicy()).memory(layers, IDS)
+    report = Paged("x", KVPolicy.preset("channel")).memory(layers, IDS)
     assert report.tokens == {"text": 190, "image": 300, "video": 0, "audio": 0}
     assert report.values == 2 * 2 * KV_HEADS * HEAD_DIM * len(IDS)
 
@@ -184,10 +184,10 @@ def test_memory_is_the_report_of_a_cache_of_one_row() -> None:
 def test_methods_say_what_they_cannot_do() -> None:
     by_name = {method.name: method for method in METHODS}
     layers = states(1)
-    assert "QK-norm" in by_name["compact, balance weights"].missing(layers, IDS)
-    assert by_name["compact, balance weights"].missing(states(1, normed=True), IDS) is None
-    assert "no such tokens" in by_name["compact, audio in 16 bit"].missing(layers, IDS)
-    assert by_name["compact, image in 16 bit"].missing(layers, IDS) is None
+    assert "QK-norm" in by_name["channel, balance weights"].missing(layers, IDS)
+    assert by_name["channel, balance weights"].missing(states(1, normed=True), IDS) is None
+    assert "no such tokens" in by_name["channel, audio in 16 bit"].missing(layers, IDS)
+    assert by_name["channel, image in 16 bit"].missing(layers, IDS) is None
     assert by_name["16 bit"].missing(layers, IDS) is None
     assert len(by_name) == len(METHODS)
     assert isinstance(states(1, normed=True)[0].module, Normed)

@@ -10,7 +10,7 @@ from oscar_mm.compare.methods import BACKENDS, quantized_cache_methods
 from oscar_mm.compare.paged import Paged
 from tests.compare.states import IDS, states
 
-LIKE = Paged("compact", KVPolicy())
+LIKE = Paged("channel", KVPolicy.preset("channel"))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from oscar_mm.policy import PLAIN
 from tests.fast_decode.test_decode_steps import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
 
-POLICY = KVPolicy.preset("compact", bits={"text": 2, "image": 4}, window=8, sinks=2)
+POLICY = KVPolicy.preset("channel", bits={"text": 2, "image": 4}, window=8, sinks=2)
 LENGTH = 36
 Tokens = list[list[int | None]]
 

@@ -57,8 +57,8 @@ def answer(
 
 POLICIES = {
     "bf16": KVPolicy.preset("bf16"),
-    "two widths": KVPolicy.preset("compact", bits={"text": 4, "image": 2}, window=16, sinks=2),
-    "no window": KVPolicy.preset("compact", window=0, sinks=0),
+    "two widths": KVPolicy.preset("channel", bits={"text": 4, "image": 2}, window=16, sinks=2),
+    "no window": KVPolicy.preset("channel", window=0, sinks=0),
     "stream": KVPolicy(bits=(3, 2), window=16, **STREAM),
     "stream, two widths": KVPolicy(bits={"text": (4, 2), "image": 2}, window=8, sinks=2, **STREAM),
     "stream, no window": KVPolicy(bits=2, window=0, sinks=0, **STREAM),
@@ -122,9 +122,9 @@ def test_a_capture_holds_until_a_pool_or_a_table_grows(oscar, monkeypatch) -> No
 
 def test_a_fork_goes_on_by_itself(oscar, monkeypatch) -> None:
     """It takes nothing that the other one has."""
-    _, cache = answer(oscar, monkeypatch, None, policy="compact", tokens=5, requests=BATCH[:1])
+    _, cache = answer(oscar, monkeypatch, None, policy="channel", tokens=5, requests=BATCH[:1])
     twin = cache.fork()
-    how = {"policy": "compact", "tokens": 40, "requests": [REQUESTS["text"]]}
+    how = {"policy": "channel", "tokens": 40, "requests": [REQUESTS["text"]]}
     eager, _ = answer(oscar, monkeypatch, None, cache=cache, **how)
     assert answer(oscar, monkeypatch, Repeat(), cache=twin, **how)[0] == eager
 
@@ -139,9 +139,9 @@ def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, afte
                 layer.recent.storage.copy_(storage)  # a capture runs nothing on the device
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    how = {"policy": "compact", "tokens": 20}
+    how = {"policy": "channel", "tokens": 20}
     eager, _ = answer(oscar, monkeypatch, None, **how)
-    cache = OscarCache("compact")
+    cache = OscarCache("channel")
     found, _ = answer(oscar, monkeypatch, fail, cache=cache, **how)
     assert found == eager
     [message] = [one.message for one in caplog.records if one.levelname == "WARNING"]
@@ -159,7 +159,7 @@ def test_a_capture_that_failed_is_tried_again(oscar, monkeypatch, caplog, failur
             raise RuntimeError("operation failed due to a previous error during capture")
         return repeat(function, device)
 
-    how = {"policy": "compact", "tokens": 100}
+    how = {"policy": "channel", "tokens": 100}
     eager, _ = answer(oscar, monkeypatch, None, **how)
     assert answer(oscar, monkeypatch, record, **how)[0] == eager
     assert repeat.replays > 30
@@ -176,7 +176,7 @@ def test_captures_that_always_fail_are_given_up(oscar, monkeypatch, caplog) -> N
         finally:
             raise RuntimeError("the capture is broken")
 
-    how = {"policy": "compact", "tokens": 120}
+    how = {"policy": "channel", "tokens": 120}
     eager, _ = answer(oscar, monkeypatch, None, **how)
     assert answer(oscar, monkeypatch, record, **how)[0] == eager
     assert len(tries) == 4

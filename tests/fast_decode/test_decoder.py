@@ -50,7 +50,7 @@ def filled(model: nn.Module, policy: str) -> OscarCache:
     return cache
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 @torch.inference_mode()
 def test_logits_are_those_of_the_modules(model, policy: str) -> None:
     assert supports(model)

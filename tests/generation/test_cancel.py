@@ -86,13 +86,13 @@ def nan_in_unused_memory(pipe: Pipeline) -> Iterator[None]:
 
 @pytest.fixture
 def omni(qwen3_omni_folder: Path) -> OscarOmniPipeline:
-    pipe = OscarOmniPipeline(qwen3_omni_folder, policy="compact", device="cpu")
+    pipe = OscarOmniPipeline(qwen3_omni_folder, policy="channel", device="cpu")
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe
 
 
 @pytest.mark.parametrize("chunk", [None, 24])
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_reading_ends_at_the_layer(qwen3_vl_folder: Path, policy: str, chunk: int | None) -> None:
     pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=chunk, kv_budget=1 << 24, spill=False)
     expected = alone(pipe, [LONG])
@@ -135,7 +135,7 @@ def test_reading_ends_in_a_tower(omni: OscarOmniPipeline, medium: str) -> None:
         assert together(omni, [ask()]) == expected
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_some_of_those_that_are_read_together(qwen3_vl_folder: Path, policy: str) -> None:
     pipe = loaded(qwen3_vl_folder, policy)
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
@@ -161,7 +161,7 @@ def test_some_of_those_that_are_read_together(qwen3_vl_folder: Path, policy: str
 
 def test_who_leaves_beside_a_bad_prompt(qwen3_vl_folder: Path) -> None:
     """One by one, after an error, each answer is asked for itself."""
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
     answers = [made(pipe, prompt) for prompt in (BAD, *SHORT)]
     for answer in answers:
@@ -181,7 +181,7 @@ def test_who_leaves_beside_a_bad_prompt(qwen3_vl_folder: Path) -> None:
 
 
 def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe, SHORT[:2], max_new_tokens=60)
     [read] = alone(pipe, [LONG])
     running = [made(pipe, prompt, max_new_tokens=60) for prompt in SHORT[:2]]
@@ -217,7 +217,7 @@ def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
 
 
 def test_a_prefix_that_others_have_stays(qwen3_vl_folder: Path) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact", prefix_cache=1 << 22, kv_budget=1 << 24, spill=False)
+    pipe = loaded(qwen3_vl_folder, "channel", prefix_cache=1 << 22, kv_budget=1 << 24, spill=False)
     picture = noise(300, 400)
     prefixes, layers = pipe.engine.prefixes, pipe.model.get_decoder().layers
     assert prefixes is not None
@@ -227,7 +227,7 @@ def test_a_prefix_that_others_have_stays(qwen3_vl_folder: Path) -> None:
     with at_layer(layers[1], answer.cancel):
         run(pipe, [answer])
     assert len(prefixes) == 0 and empty(pipe)
-    twin = loaded(qwen3_vl_folder, "compact", prefix_cache=1 << 22)
+    twin = loaded(qwen3_vl_folder, "channel", prefix_cache=1 << 22)
     expected = [together(twin, [made(twin, x, picture)])[0] for x in (SHORT[0], SHORT[1])]
     assert together(pipe, [made(pipe, SHORT[0], picture)]) == expected[:1]
     assert len(prefixes) == 1
@@ -245,7 +245,7 @@ def test_a_prefix_that_others_have_stays(qwen3_vl_folder: Path) -> None:
 
 @pytest.mark.parametrize("where", ["queue", "prompt", "before"])
 def test_a_turn_that_is_cancelled_before_its_first_word(qwen3_vl_folder: Path, where: str) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     chat, twin = pipe.chat(), pipe.chat()
     for one in (chat, twin):
         one.ask(SHORT[0], images=noise(96, 160), max_new_tokens=4)
@@ -286,7 +286,7 @@ def test_a_turn_that_is_cancelled_before_its_first_word(qwen3_vl_folder: Path, w
 
 def test_an_answer_that_a_hook_of_others_cancels(qwen3_vl_folder: Path) -> None:
     """One that uses another pipeline may end so."""
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
 
     def fail(*_: Any) -> None:
@@ -306,7 +306,7 @@ def test_an_answer_that_a_hook_of_others_cancels(qwen3_vl_folder: Path) -> None:
 
 
 def test_a_turn_that_is_told_and_cancelled(qwen3_vl_folder: Path) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     chat, layers = pipe.chat(), pipe.model.get_decoder().layers
     with (
         at_layer(layers[1], chat.cancel),

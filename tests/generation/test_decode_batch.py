@@ -102,7 +102,7 @@ def test_all_rows_end_at_once(oscar) -> None:
     assert run(oscar, BATCH, ends={row[0] for row in free})[0] == [[]] * len(BATCH)
 
 
-@pytest.mark.parametrize("policy", ["compact", "oscar", "kivi", "quarot"])
+@pytest.mark.parametrize("policy", ["channel", "oscar", "kivi", "quarot"])
 def test_packed_batch_equals_one_by_one(oscar, policy: str) -> None:
     request = REQUESTS["two images"]
     long = type(request)("Compare the two pictures. " * 40, request.images)

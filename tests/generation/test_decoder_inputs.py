@@ -113,7 +113,7 @@ def test_packed_chunks_have_the_same_borders(pipes: dict[str, Pipeline]) -> None
     assert prompt.tokens > 300
     logits = []
     for media in (prompt.media, ()):
-        cache = OscarCache("compact")
+        cache = OscarCache("channel")
         cache.expect(prompt.modalities)
         one = Prompt(**{**vars(prompt), "media": media})
         assert (len(list(segments(one, 50))) > 5) == bool(media)

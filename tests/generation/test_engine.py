@@ -114,7 +114,7 @@ def empty(pipe: Pipeline) -> bool:
     return not (used or taken or pipe.engine.running or pipe.engine.waiting)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
 @pytest.mark.parametrize("family", ["llava", "qwen", "moe", "omni"])
 def test_answers_together_are_those_alone(folders, family: str, policy: str) -> None:
     pipe = pipelines({family: folders[family]}, policy)[family]
@@ -143,7 +143,7 @@ def test_answers_together_are_those_alone(folders, family: str, policy: str) -> 
 
 
 def test_an_error_while_prompts_are_read_is_that_prompts(qwen3_vl_folder) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe)
 
     def fail(_: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ def test_an_error_while_prompts_are_read_is_that_prompts(qwen3_vl_folder) -> Non
     assert empty(pipe)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
     pipe = loaded(qwen3_vl_folder, policy)
     expected = alone(pipe)
@@ -179,7 +179,7 @@ def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
 
 
 def test_a_later_turn_that_is_read_beside_a_bad_prompt(qwen3_vl_folder) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
 
     def second(chat: Any) -> Any:
         return iter(chat.stream(SHORT[1], max_new_tokens=TOKENS))
@@ -282,7 +282,7 @@ def test_many_wait_for_one(qwen3_vl_folder) -> None:
 
 
 def test_answers_with_balancing_of_their_own(folders, monkeypatch) -> None:
-    pipe = loaded(folders["llava"], "compact")
+    pipe = loaded(folders["llava"], "channel")
     requests = [
         {"prompt": SHORT[0] * 30, "images": noise(300, 200)},
         {"prompt": SHORT[1] * 80},
@@ -432,7 +432,7 @@ def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> 
     assert repeat.replays > 0
 
 
-@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
 def test_recorded_steps_of_answers_that_come_and_go(
     qwen3_vl_folder, monkeypatch, policy: str
 ) -> None:
@@ -514,7 +514,7 @@ def test_seeds_beside_the_same_answers(plain) -> None:
 
 
 def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch) -> None:
-    pipe = loaded(qwen3_vl_folder, "compact")
+    pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe, SHORT[:2], max_new_tokens=60)
     long = "What is written on the sign at the corner of the street? " * 60
     [read] = alone(pipe, [long])
@@ -542,7 +542,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     assert answer.complete().token_ids == read
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_prompts_in_chunks_are_read_as_alone(qwen3_vl_folder, policy: str) -> None:
     pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=24)
     prompts = [SHORT[0] * 20, *SHORT, SHORT[3] * 30]
@@ -1117,7 +1117,7 @@ def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
     assert empty(pipe)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_memory_that_the_next_prompt_takes_is_not_given_back_before(
     qwen3_vl_folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ LONG = 1 << 20
 
 @pytest.fixture(scope="module")
 def pipes(folders: dict[str, Path]) -> dict[str, Pipeline]:
-    return pipelines(folders, "compact")
+    return pipelines(folders, "channel")
 
 
 def prompt_of(pipe: Pipeline) -> Any:

@@ -80,9 +80,9 @@ def test_packed_history_is_close(reference) -> None:
     assert prompt.tokens > 400
     exact = logits(reference, prompt, None, "bf16")
     # Attention over an unchunked prompt is exact, whatever the policy.
-    torch.testing.assert_close(logits(reference, prompt, None, "compact"), exact)
+    torch.testing.assert_close(logits(reference, prompt, None, "channel"), exact)
     for chunk in (100, 256):
-        chunked = logits(reference, prompt, chunk, "compact")
+        chunked = logits(reference, prompt, chunk, "channel")
         assert not torch.equal(chunked, exact)
         assert torch.nn.functional.cosine_similarity(chunked, exact).item() > 0.85
 
@@ -120,7 +120,7 @@ def pipe() -> OscarVLPipeline:
 def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int:
     """Most bytes alive while a prompt is read, keys and values included, pixels not."""
     with LiveBytes() as live:
-        read_prompt(pipe.model, prompt, OscarCache("compact"), chunk)
+        read_prompt(pipe.model, prompt, OscarCache("channel"), chunk)
     return live.peak
 
 

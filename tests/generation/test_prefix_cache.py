@@ -171,7 +171,7 @@ def test_never_across_filters_of_sound(qwen3_omni_folder) -> None:
 
 
 def test_packed_pages_are_shared(folder) -> None:
-    pipe = pipeline(OscarVLPipeline, folder, policy="compact")
+    pipe = pipeline(OscarVLPipeline, folder, policy="channel")
     images = [noise(300, 300, seed) for seed in range(8)]
     first = pipe(images, "What is it?", max_new_tokens=4)
     with tokens_read(pipe) as read:

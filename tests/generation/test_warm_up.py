@@ -26,7 +26,7 @@ def repeat(monkeypatch) -> Repeat:
     return repeat
 
 
-@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
 def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
     pipe = loaded(qwen3_vl_folder, policy, kv_budget="20MB", prefix_cache="1MB")
     warm_up(pipe.engine, ROWS)

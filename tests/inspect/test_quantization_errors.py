@@ -76,13 +76,13 @@ def test_balancing_is_of_those_presets_that_have_it() -> None:
     )
     plain = measure_errors(shown, None, ids, sampled(ids))
     balanced = measure_errors(stretched, sigma, ids, sampled(ids))
-    compact, oscar = PAIRS["compact"][0].label, PAIRS["oscar"][0].label
+    compact, oscar = PAIRS["channel"][0].label, PAIRS["oscar"][0].label
     assert balanced[compact]["all"].output == pytest.approx(plain[compact]["all"].output, rel=1e-2)
     assert balanced[oscar]["all"].output > 1.02 * plain[oscar]["all"].output
 
 
 def test_token_scaling_helps_where_keys_are_of_unequal_length() -> None:
-    with_it, without = (variant.label for variant in PAIRS["compact"])
+    with_it, without = (variant.label for variant in PAIRS["channel"])
     even, uneven = measured(), measured(long=4.0)
     assert even[without]["all"].keys == pytest.approx(even[with_it]["all"].keys, rel=0.1)
     assert uneven[without]["image"].keys > 1.2 * uneven[with_it]["image"].keys

@@ -91,7 +91,7 @@ def test_figure(picture) -> None:
 
 
 def test_figure_without_pages(found, picture) -> None:
-    empty = [replace(layer, errors={"compact": {}}) for layer in found.layers]
+    empty = [replace(layer, errors={"channel": {}}) for layer in found.layers]
     short = replace(found, layers=empty)
     image = Image.open(io.BytesIO(png(short, "no $formula^{$")))
     assert image.height < Image.open(io.BytesIO(picture)).height
@@ -102,7 +102,7 @@ def test_tables_hold_the_figures(found) -> None:
     by_layer, by_format = tables(found)
     assert [row[0] for row in by_layer.rows] == ["0", "1"]
     assert f"{found.layers[1].norms.tokens['image'].median:.2f}" in by_layer.rows[1]
-    assert [row[0] for row in by_format.rows[:2]] == ["standard", "compact"]
+    assert [row[0] for row in by_format.rows[:2]] == ["standard", "channel"]
     assert len(by_format.rows) == 7
     [by_part] = details(found)
     assert len(by_part.rows) == 2 * 4

@@ -7,7 +7,7 @@ from oscar_mm import InputError, KVPolicy, roundtrip
 from oscar_mm.modality import Modality
 from tests.quant.synthetic import attention, multimodal, relative_error
 
-PRESETS = ("compact", "oscar", "kivi", "quarot")
+PRESETS = ("channel", "oscar", "kivi", "quarot")
 
 
 def sample(
@@ -18,7 +18,7 @@ def sample(
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("oscar", 3.03), ("compact", 2.45), ("kivi", 3.0), ("quarot", 2.25)]
+    ("name", "most"), [("oscar", 3.03), ("channel", 2.45), ("kivi", 3.0), ("quarot", 2.25)]
 )
 def test_bits_per_value(name: str, most: float) -> None:
     result = roundtrip(*sample(shape=(1, 8, 256, 128)), name)
@@ -53,7 +53,7 @@ def test_full_pages_change_and_the_rest_does_not(name: str, dtype: torch.dtype) 
 
 def test_modality_in_every_form() -> None:
     k, v = sample(shape=(2, 2, 128, 64))
-    policy = KVPolicy(bits={"image": 4, "audio": 16})
+    policy = KVPolicy.preset("channel", bits={"image": 4, "audio": 16})
     expected = roundtrip(k, v, policy, "image")
     assert expected.bits_per_value > 4
     ids = torch.ones(128, dtype=torch.int8)
@@ -118,7 +118,7 @@ def test_outliers(name: str, dtype: torch.dtype, where: str) -> None:
             assert torch.equal(found[:, :, 128:], before[:, :, 128:])
 
 
-@pytest.mark.parametrize("name", ["compact", "oscar"])
+@pytest.mark.parametrize("name", ["channel", "oscar"])
 def test_token_scaling_protects_the_other_tokens(name: str) -> None:
     k, v = sample(3, (1, 2, 128, 128))
     k[0, :, 17] *= 1e3
@@ -147,7 +147,8 @@ def test_attention_over_many_tokens_gains_by_unbiased_values(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     v = v + torch.randn(1, 2, 1, 128, generator=generator) * v.std()
     stored = {
-        name: roundtrip(k, v, KVPolicy(value_scale=name), ids).v for name in ("plain", "unbiased")
+        name: roundtrip(k, v, KVPolicy.preset("channel", value_scale=name), ids).v
+        for name in ("plain", "unbiased")
     }
 
     def errors(sharpness: float) -> list[float]:
@@ -163,7 +164,7 @@ def test_attention_over_many_tokens_gains_by_unbiased_values(seed: int) -> None:
 
 def test_balancing_needs_queries() -> None:
     queries, k, v, ids = multimodal(0, kv_heads=2, tokens=256)
-    with_queries, without = roundtrip(k, v, "compact", ids, q=queries), roundtrip(k, v, "compact")
+    with_queries, without = roundtrip(k, v, "channel", ids, q=queries), roundtrip(k, v, "channel")
     assert not torch.equal(with_queries.k, without.k)
     assert torch.equal(roundtrip(k, v, "oscar", q=queries).k, roundtrip(k, v, "oscar").k)
 

@@ -30,7 +30,7 @@ COLUMNS = (4, 8)
 """Queries of a KV head: half of a fragment's columns, or all."""
 STREAM_BITS = ((2, 2), (3, 2), (4, 2), (3, 3), (4, 4), (2, 4))
 POLICIES = {
-    "compact": channel_policy(),
+    "channel": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
     "bf16": KVPolicy.preset("bf16"),
@@ -43,7 +43,7 @@ POLICIES = {
     "stream 3/3 and 4/4": stream_policy({"text": 4, "image": 3, "video": 3, "audio": 3}),
     "stream, groups of 32": stream_policy(value_group=32),
 }
-DEFAULTS = ("compact", "stream 3/2")
+DEFAULTS = ("channel", "stream 3/2")
 ARCH = "sm_90a"
 """For every specialization, those of the defaults among them."""
 OTHERS = [arch for arch in SHARED_LIMITS if arch != ARCH]

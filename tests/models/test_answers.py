@@ -67,7 +67,7 @@ def wrong(chat: Chat, questions: list[tuple[str, str]]) -> list[tuple[str, str, 
     return found
 
 
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize(("name", "shown"), ASKED)
 def test_questions_about_the_example_media(name: str, shown: str, policy: str) -> None:
     kind = OscarOmniPipeline if name == "pocket-omni" else OscarVLPipeline
@@ -82,7 +82,7 @@ def test_questions_about_the_example_media(name: str, shown: str, policy: str) -
         mistakes = wrong(chat, questions)
     # pocket-llava reads 97 of 100 prices among 30 pictures, and in two bits rounding on another
     # machine may cost any model an answer.
-    assert len(mistakes) <= (policy == "compact" or name == "pocket-llava"), mistakes
+    assert len(mistakes) <= (policy == "channel" or name == "pocket-llava"), mistakes
 
 
 def test_codes_are_written_out_in_two_bits() -> None:

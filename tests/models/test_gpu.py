@@ -24,7 +24,7 @@ PIPELINES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> None:
     pipe = PIPELINES[name](name, policy=policy, device="cuda", dtype="bfloat16")
@@ -59,7 +59,7 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypatch) -> None:
     captures, answers = {}, {}
 
@@ -129,7 +129,7 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["bf16", "compact"])
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_a_chat_goes_on_on_another_device(policy, tmp_path) -> None:
     saved = tmp_path / "chat.safetensors"
     question, how = "What is the code in picture 5?", {"policy": policy, "dtype": "bfloat16"}

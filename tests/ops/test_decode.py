@@ -20,7 +20,7 @@ from tests.test_attention import Largest
 
 CPU = torch.device("cpu")
 POLICIES = {
-    "compact": channel_policy(),
+    "channel": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
     "quarot": KVPolicy.preset("quarot"),
@@ -118,7 +118,7 @@ def test_loops_do_not_lose_nan(bits: int) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_without_pages() -> None:
     """All in 16 bit: no formats, no pools."""
-    formats = [PageFormat.of(POLICIES["compact"], Bits(2, 2), 2, 64)]
+    formats = [PageFormat.of(POLICIES["channel"], Bits(2, 2), 2, 64)]
     states, items, recents, counts, assignments = random_past(formats, True, torch.float32, CPU, 1)
     queries, keys, values, pages, recent, sigma = states
     counts[:, 1] = 0
@@ -134,7 +134,7 @@ def test_without_pages() -> None:
 
 @pytest.mark.parametrize("kind", ["pages", "16 bit"])
 def test_memory_does_not_grow_with_the_past(kind: str) -> None:
-    page_format = PageFormat.of(POLICIES["compact"], Bits(2, 2), 1, 64)
+    page_format = PageFormat.of(POLICIES["channel"], Bits(2, 2), 1, 64)
     pages, basis = random_pages(8, page_format, CPU), random_basis(page_format, True, CPU)
     recent = torch.randn(64, 2, 1, 64)
     queries = torch.randn(1, 2, 1, 64)

@@ -159,7 +159,7 @@ def test_a_long_row_among_many() -> None:
     ids[:, -20:] = 0
     ids[rows // 2] = 0
     shape = {"batch": rows, "kv_heads": 1, "group": 4, "head_dim": 64}
-    cache = filled("compact", ids, **shape)
+    cache = filled("channel", ids, **shape)
     output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
     assert error_of(output[rows // 2], expected[rows // 2]) < BOUNDS[torch.bfloat16]
@@ -167,7 +167,7 @@ def test_a_long_row_among_many() -> None:
 
 def test_a_row_that_has_ended_is_zero() -> None:
     shape = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 128}
-    cache = filled("compact", torch.zeros(2, 300, dtype=torch.int64), **shape)
+    cache = filled("channel", torch.zeros(2, 300, dtype=torch.int64), **shape)
     queries, keys, values = on_gpu(1, **shape)
     cache.expect(torch.tensor([[PADDING], [0]]))
     step = cache.ledger.advance(cache._expected.take(2, 1))
@@ -330,7 +330,7 @@ def test_a_kernel_that_disagrees_is_not_used(
     monkeypatch.setattr(DecodeKernel, "checked", fresh)
     shape = {"kv_heads": 2, "group": 4, "head_dim": 128}
     with caplog.at_level(logging.ERROR):
-        cache = filled("compact", images_and_text(700), **shape)
+        cache = filled("channel", images_and_text(700), **shape)
         output, expected = attention(cache, on_gpu(1, **shape))
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
     assert kernel_of(cache) is None
@@ -354,7 +354,7 @@ def test_later_turn_with_padding() -> None:
     for row, pads in enumerate((0, 899, 500)):
         ids[row, :pads] = PADDING
     shape = {"batch": 3, "kv_heads": 2, "group": 4, "head_dim": 128}
-    cache = filled("compact", ids, **shape)
+    cache = filled("channel", ids, **shape)
     new = torch.zeros(3, 40, dtype=torch.int64)
     new[1, :30] = PADDING
     stored, (queries, keys, values) = cache.unpacked(0, torch.float32), on_gpu(40, **shape)
@@ -372,7 +372,7 @@ def test_later_turn_with_padding() -> None:
     [
         (stream_policy(key_group=64), 128, torch.bfloat16),
         (STREAM, 96, torch.bfloat16),
-        ("compact", 128, torch.float32),
+        ("channel", 128, torch.float32),
     ],
 )
 def test_what_the_kernel_does_not_take(

@@ -12,7 +12,7 @@ from oscar_mm.policy import Bits
 
 @pytest.mark.parametrize(
     ("preset", "bits", "head_dim"),
-    list(product(("compact", "oscar", "kivi", "quarot"), ((2, 2), (4, 2), (3, 2)), (64, 80, 128))),
+    list(product(("channel", "oscar", "kivi", "quarot"), ((2, 2), (4, 2), (3, 2)), (64, 80, 128))),
 )
 def test_there_and_back(preset: str, bits: tuple[int, int], head_dim: int) -> None:
     page_format = PageFormat.of(KVPolicy.preset(preset), Bits(*bits), 5, head_dim)

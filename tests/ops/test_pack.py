@@ -19,13 +19,13 @@ from oscar_mm.quant.quantize import unpack_stored
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
-    "compact": channel_policy(),
+    "channel": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
     "quarot": KVPolicy.preset("quarot"),
     "stream": stream_policy(),
 }
-CHANNEL = ("compact", "oscar", "kivi")
+CHANNEL = ("channel", "oscar", "kivi")
 
 
 def pages_of(
@@ -35,7 +35,7 @@ def pages_of(
     keys, values = torch.randn(2, count, kv_heads, 128, head_dim, generator=generator)
     policy = POLICIES[name]
     sigma = torch.rand(kv_heads, head_dim, generator=generator) + 0.5
-    basis = Basis(head_dim, policy.rotate, sigma if name == "compact" else None)
+    basis = Basis(head_dim, policy.rotate, sigma if name == "channel" else None)
     return keys, values, PageFormat.of(policy, Bits(bits, bits), kv_heads, head_dim), policy, basis
 
 
@@ -87,7 +87,7 @@ def test_pages_do_not_depend_on_each_other(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("bits", [2, 4])
 def test_unbiased_values_have_the_same_codes(bits: int) -> None:
     """Only their scales and zeros differ, by which they are as long as they were, on average."""
-    keys, values, page, policy, basis = pages_of("compact", bits=bits)
+    keys, values, page, policy, basis = pages_of("channel", bits=bits)
     found = {
         name: pack(keys, values, page, replace(policy, value_scale=name), basis)
         for name in ("plain", "unbiased")
@@ -107,7 +107,7 @@ def test_unbiased_values_have_the_same_codes(bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4])
 def test_what_tells_keys_apart_does_not_shrink(bits: int, token_scaling: str | None) -> None:
     """Most of these keys is the mean of all, which zero points hold without a loss."""
-    keys, values, page, policy, basis = pages_of("compact", bits=bits)
+    keys, values, page, policy, basis = pages_of("channel", bits=bits)
     keys = keys + 3 * torch.randn(1, keys.shape[1], 1, keys.shape[3])
     shares, codes = {}, {}
     for norm in ("plain", "unbiased"):
@@ -137,7 +137,7 @@ def test_strides_and_dtypes(name: str) -> None:
 
 
 def test_unpack_is_in_the_models_coordinates() -> None:
-    keys, values, page, policy, basis = pages_of("compact", bits=4)
+    keys, values, page, policy, basis = pages_of("channel", bits=4)
     packed = pack(keys, values, page, policy, basis)
     for found, given in zip(
         unpack(packed, page, basis, torch.float16), (keys, values), strict=True
@@ -162,7 +162,7 @@ def test_float16_limits() -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    keys, values, page, policy, basis = pages_of("compact")
+    keys, values, page, policy, basis = pages_of("channel")
     for bad in (keys[:, :, :127], keys[:, :1], keys[..., :32]):
         with pytest.raises(ValueError, match=r"pages, 2, 128, 64"):
             pack(bad, values, page, policy, basis)
@@ -219,7 +219,7 @@ def test_jobs(
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("where", ["keys", "values", "recent"])
 def test_flag(where: str, wrong: float) -> None:
-    _, _, page, policy, basis = pages_of("compact")
+    _, _, page, policy, basis = pages_of("channel")
     jobs = random_jobs(page, torch.float32, torch.device("cpu"))
     keys, values, recent, source, _, slots = jobs
     stored = ~int(source[1, 5])
@@ -239,7 +239,7 @@ def test_flag(where: str, wrong: float) -> None:
 
 
 def test_no_jobs() -> None:
-    _, _, page, policy, basis = pages_of("compact")
+    _, _, page, policy, basis = pages_of("channel")
     *states, source, rows, slots = random_jobs(page, torch.float32, torch.device("cpu"))
     pages, bad = run_jobs((*states, source[:0], rows[:0], slots[:0]), page, policy, basis)
     assert (pages == 255).all() and not bad

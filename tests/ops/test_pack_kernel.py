@@ -32,7 +32,7 @@ from oscar_mm.quant.quantize import Recipe
 from tests.ops.arguments import channel_policy
 
 POLICIES = {
-    "compact": channel_policy(),
+    "channel": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
     "4 bit": channel_policy(bits=4),
@@ -68,7 +68,7 @@ def test_compiles(arch: str) -> None:
         f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n"
         f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
     )
-    policy = POLICIES["compact"]
+    policy = POLICIES["channel"]
     page_format = PageFormat.of(policy, Bits(2, 2), 8, 128)
     made = Specialization(Recipe.of(page_format, policy), torch.bfloat16).macros
     report = compile_text("pack/pack.cu", text, arch, made).reports["pack"]
@@ -224,7 +224,7 @@ def test_keys_do_not_shrink(
 def test_what_no_page_can_hold(side: int, wrong: float) -> None:
     sides = [x.clone() for x in states(2, 2, 128, torch.bfloat16)]
     sides[side][1, 1, 77, 99] = wrong
-    policy = POLICIES["compact"]
+    policy = POLICIES["channel"]
     with pytest.raises(FloatingPointError, match="NaN, infinity or numbers beyond"):
         pack(*sides, PageFormat.of(policy, Bits(2, 2), 2, 128), policy, Basis(128, True))
 
@@ -270,7 +270,7 @@ def test_a_kernel_that_disagrees_is_not_used(
     fresh = CheckedKernels("pack", PackKernel, PackKernel.disagreement, 0.01)
     monkeypatch.setattr(PackKernel, "checked", fresh)
     keys, values = states(3, 2, 128, torch.bfloat16)
-    policy = POLICIES["compact"]
+    policy = POLICIES["channel"]
     page_format = PageFormat.of(policy, Bits(2, 2), 2, 128)
     with caplog.at_level(logging.ERROR):
         found = pack(keys, values, page_format, policy, Basis(128, True))

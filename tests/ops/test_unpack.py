@@ -19,7 +19,7 @@ from oscar_mm.quant.quantize import unpack_by_torch
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
-    "compact": channel_policy(),
+    "channel": channel_policy(),
     "oscar": KVPolicy.preset("oscar"),
     "kivi": KVPolicy.preset("kivi"),
     "groups of 64": channel_policy(key_group=64, value_group=64),
@@ -58,7 +58,7 @@ def test_slots(name: str, rotate: bool) -> None:
 
 
 def test_none_and_sigma_of_all_heads() -> None:
-    page_format = PageFormat.of(POLICIES["compact"], Bits(4, 4), 2, 64)
+    page_format = PageFormat.of(POLICIES["channel"], Bits(4, 4), 2, 64)
     pages, numbers = random_pages(2, page_format, CPU), numbers_of(page_format)
     slots = torch.arange(2, dtype=torch.int32)
     none = unpack_slots(pages, slots[:0], None, numbers, True, torch.bfloat16)
@@ -113,7 +113,7 @@ def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) 
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"])
-@pytest.mark.parametrize(("name", "bits"), [("compact", (2, 2)), ("stream", (3, 2))])
+@pytest.mark.parametrize(("name", "bits"), [("channel", (2, 2)), ("stream", (3, 2))])
 def test_compiles_for_other_architectures(name: str, bits: tuple[int, int], arch: str) -> None:
     compiled(arch, POLICIES[name], bits, 128)
 
@@ -151,8 +151,8 @@ def test_what_the_kernel_does_not_make(caplog: pytest.LogCaptureFixture) -> None
     place = torch.device("cuda", 0)
     for policy, head_dim, dtype in (
         (KVPolicy.preset("quarot", key_group=64), 128, torch.bfloat16),
-        (POLICIES["compact"], 96, torch.bfloat16),
-        (POLICIES["compact"], 128, torch.float32),
+        (POLICIES["channel"], 96, torch.bfloat16),
+        (POLICIES["channel"], 128, torch.float32),
     ):
         page_format = PageFormat.of(policy, Bits(2, 2), 2, head_dim)
         pages, slots = random_pages(3, page_format, place), torch.arange(3, device=place).int()

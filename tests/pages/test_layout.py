@@ -14,7 +14,7 @@ from oscar_mm.pages.layout import ALIGNMENT, PAGE_TOKENS, PageFormat, divided_gr
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 
-PRESETS = ("compact", "oscar", "kivi", "quarot")
+PRESETS = ("channel", "oscar", "kivi", "quarot")
 TWO, FOUR = Bits(2, 2), Bits(4, 4)
 PAIRS = [Bits(keys, values) for keys, values in product((2, 3, 4), repeat=2)]
 BY_TOKEN = {"key_axis": "token", "token_scaling": None}
@@ -25,14 +25,16 @@ FORMATS = [
         PRESETS, (TWO, FOUR), (1, 2, 8), (4, 64, 72, 80, 96, 112, 128, 256)
     )
 ] + [
-    PageFormat.of(KVPolicy(key_group=keys, value_group=values, **axis), TWO, 2, 96)
+    PageFormat.of(
+        KVPolicy.preset("channel", key_group=keys, value_group=values, **axis), TWO, 2, 96
+    )
     for axis, keys, values in product(({}, BY_TOKEN), (32, 64, 128), (32, 64, 128))
 ]
 PAIR_FORMATS = [
     PageFormat.of(policy, bits, 2, head_dim)
     for policy, bits, head_dim in product(
         (
-            KVPolicy(),
+            KVPolicy.preset("channel"),
             STREAM,
             KVPolicy(**BY_TOKEN, key_group=32, value_group=32),
             KVPolicy(**BY_TOKEN, value_group=32, center=True),
@@ -107,7 +109,7 @@ def test_arrays_do_not_overlap(page: PageFormat) -> None:
 
 
 def test_heads_are_contiguous() -> None:
-    page = PageFormat.of(KVPolicy(), TWO, 4, 128)
+    page = PageFormat.of(KVPolicy.preset("channel"), TWO, 4, 128)
     pages = torch.zeros(2, page.page_bytes, dtype=torch.uint8)
     for name, array in content(page, 2).items():
         array[:] = 0
@@ -134,7 +136,8 @@ def in_fragments(token: int, channel: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    ("policy", "bits"), [(KVPolicy(), 2), (KVPolicy(), 4), (STREAM, 2), (STREAM, 4)]
+    ("policy", "bits"),
+    [(KVPolicy.preset("channel"), 2), (KVPolicy.preset("channel"), 4), (STREAM, 2), (STREAM, 4)],
 )
 def test_place_of_a_code_for_the_kernels(policy: KVPolicy, bits: int, head_dim: int) -> None:
     """Bit places as the text of fragments.py states them, element by element."""
@@ -297,10 +300,10 @@ def test_the_sign_of_a_scale_says_whether_the_center_is_added(head_dim: int) -> 
 
 def test_sizes_that_the_design_names() -> None:
     for key_group, head_bytes, bits in ((128, 9472, 2.3125), (64, 9984, 2.4375)):
-        compact = PageFormat.of(KVPolicy(key_group=key_group), TWO, 8, 128)
+        compact = PageFormat.of(KVPolicy.preset("channel", key_group=key_group), TWO, 8, 128)
         assert compact.head_bytes == head_bytes and compact.page_bytes == 8 * head_bytes
         assert compact.bits_per_value == bits
-    assert PageFormat.of(KVPolicy(), TWO, 8, 128).bits_per_value < 2.45
+    assert PageFormat.of(KVPolicy.preset("channel"), TWO, 8, 128).bits_per_value < 2.45
     assert PageFormat.of(KVPolicy.preset("oscar"), TWO, 8, 128).bits_per_value <= 3.03
 
 
@@ -322,4 +325,4 @@ def test_divided_group(channels: int, group: int) -> None:
 )
 def test_codes_that_do_not_fill_bytes(keys: int, values: int, head_dim: int, unit: int) -> None:
     with pytest.raises(InputError, match=rf"head_dim={head_dim}: .* multiple of {unit};.*bf16"):
-        PageFormat.of(KVPolicy(), Bits(keys, values), 2, head_dim)
+        PageFormat.of(KVPolicy.preset("channel"), Bits(keys, values), 2, head_dim)

@@ -173,7 +173,7 @@ def test_prompts_in_chunks(qwen3_vl_folder) -> None:
 
 
 def test_memory_of_packed_rows(qwen3_vl_folder) -> None:
-    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu")
+    pipe = OscarVLPipeline(qwen3_vl_folder, policy="channel", device="cpu")
     long = "Compare the two pictures, and say what is on the sign. " * 20
     requests = [
         {"prompt": long, "images": [noise(256, 256, seed) for seed in range(3)]},

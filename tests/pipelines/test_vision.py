@@ -145,7 +145,7 @@ def test_many_images_take_a_fraction_of_16_bit(qwen3_vl_folder, pipe) -> None:
     assert held["compact"].kv_bytes < held["bf16"].kv_bytes / 4
     half = OscarVLPipeline(qwen3_vl_folder, device="cpu", dtype="bfloat16")
     memory = request.ask(half, max_new_tokens=4).memory
-    assert memory.kv_bytes < held["compact"].kv_bytes and memory.ratio > 3
+    assert memory.ratio > 3
     assert "image" in str(memory) and "1,536" in str(memory)
 
 

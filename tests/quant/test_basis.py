@@ -153,7 +153,7 @@ def test_of_model() -> None:
     assert sigmas_of_model(build_decoder("llama")) == {}
 
 
-@pytest.mark.parametrize("name", ["compact", "oscar"])
+@pytest.mark.parametrize("name", ["channel", "oscar"])
 @pytest.mark.parametrize("seed", range(3))
 def test_scale_moved_between_queries_and_keys(name: str, seed: int) -> None:
     """A model can move scale from queries to keys for free; a balanced cache does not notice."""

@@ -204,7 +204,7 @@ def test_what_has_no_slot_is_not_stored() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"policy": "compact"}, "key_axis='token'"),
+        ({"policy": "channel"}, "key_axis='token'"),
         ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
         ({"policy": "standard:balance=prompt"}, "no balancing but by weights"),
         ({"policy": "standart"}, "did you mean"),

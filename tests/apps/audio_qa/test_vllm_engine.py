@@ -236,7 +236,7 @@ def command_importing(folder: str, *words: str) -> None:
         ([], "--engine vllm needs the package vllm: pip install '.[vllm]' in a clone"),
         (["--batch-size", "4"], "engine vllm: batch_size: only a model of this process takes it"),
         (["--device", "cpu"], "engine vllm: device: only"),
-        (["--policy", "compact"], "policy compact has key_axis='channel'"),
+        (["--policy", "channel"], "policy channel has key_axis='channel'"),
         (["--server", "http://127.0.0.1:1"], "server with engine vllm"),
         (["--concurrency", "0"], "concurrency=0: must be"),
         (["--engine", "sglang"], "engine='sglang': must be oscar or vllm"),

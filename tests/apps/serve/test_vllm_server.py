@@ -84,7 +84,7 @@ def test_policies_of_stream_pages(policy: str) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"policy": "compact"}, "policy compact has key_axis='channel'"),
+        ({"policy": "channel"}, "policy channel has key_axis='channel'"),
         ({"policy": "bf16"}, "has key_axis='channel': vLLM serves with key_axis='token'"),
         ({"policy": "standard:bits=16"}, "has 16 bits, or bits that"),
         ({"policy": "standrd"}, "did you mean standard"),
