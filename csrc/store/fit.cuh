@@ -35,28 +35,29 @@ struct CodeSum {
 // bits of ROUND cancel against those that words start with.
 //
 // Of keys (IS_KEY) a lane has both codes of a pair, which are in the two halves of a word; of
-// values one. Words are those of the first byte: of 3 bits there is one for each half of 8
-// channels, with 4 bits for a code, until `join` takes them apart.
+// values one, in the lower half. A code has WIDTH bits, so that a word has those of two words of a
+// page, one in its even bytes and one in its odd ones; of 3 bits, of the two halves of 8 channels
+// of one word. `join` takes them apart.
 template <int BITS, bool IS_KEY>
 struct RawCodes {
   using Bytes = CodeBytes<BITS>;
-  static constexpr int WORDS = BITS == 3 ? 2 * Bytes::WORDS : Bytes::WORDS;
+  static constexpr int WIDTH = BITS == 2 ? 2 : 4;
+  static constexpr int WORDS = BITS == 3 ? Bytes::WORDS : Bytes::WORDS / 2;
   uint32_t words[WORDS];
 
-  __device__ static constexpr int word_of(int step, int half) {
-    return BITS == 4 ? step : BITS == 3 ? step / 2 * 2 + half : step / 2;
-  }
+  __device__ static constexpr int word_of(int step) { return BITS == 2 ? step / 4 : step / 2; }
 
   __device__ static constexpr int shift_of(int step, int half, int odd) {
-    return 16 * odd + (BITS == 4 ? 4 * half : BITS == 3 ? step % 2 * 4 : step % 2 * 4 + half * 2);
+    if (BITS == 2) return 16 * odd + step / 2 % 2 * 8 + step % 2 * 4 + half * 2;
+    return 16 * odd + (BITS == 3 ? half * 8 + step % 2 * 4 : step % 2 * 8 + half * 4);
   }
 
   __device__ static constexpr uint32_t first_word() {
     uint32_t sum = 0;
-    for (int step = 0; step < 2; ++step)
+    for (int step = 0; step < 4; ++step)
       for (int half = 0; half < 2; ++half)
         for (int odd = 0; odd < (IS_KEY ? 2 : 1); ++odd)
-          if (word_of(step, half) == 0) sum += ROUND_BITS << shift_of(step, half, odd);
+          if (word_of(step) == 0) sum += ROUND_BITS << shift_of(step, half, odd);
     return 0u - sum;
   }
 
@@ -66,35 +67,40 @@ struct RawCodes {
   }
 
   __device__ __forceinline__ void add(float raised, int step, int half, int odd) {
-    words[word_of(step, half)] += __float_as_uint(raised) << shift_of(step, half, odd);
+    words[word_of(step)] += __float_as_uint(raised) << shift_of(step, half, odd);
   }
 
   // The code of element i of a lane's keys: step, half of 8 channels, odd.
-  __device__ __forceinline__ uint32_t code(int i) const {
-    const int step = i / 4, half = i / 2 % 2, odd = i % 2;
-    return words[word_of(step, half)] >> shift_of(step, half, odd) & ((1u << BITS) - 1);
+  __device__ __forceinline__ float code(int i) const {
+    const uint32_t bits = words[word_of(i / 4)] >> shift_of(i / 4, i / 2 % 2, i % 2);
+    return __uint_as_float(ROUND_BITS | bits & ((1u << BITS) - 1)) - ROUND;
   }
 
-  // Make that code 1 more, or 1 less; i need not be known to the compiler.
-  __device__ __forceinline__ void change(int i, int by) {
-    const int step = i / 4, half = i / 2 % 2, odd = i % 2;
+  // Add to that code, and return it; i need not be known to the compiler. (Instead of selections
+  // branches would have it put the words into local memory.)
+  __device__ __forceinline__ int change(uint32_t i, int by) {
+    const int at = word_of(i / 4), shift = shift_of(i / 4, i / 2 % 2, i % 2);
+    uint32_t changed = 0;
 #pragma unroll
-    for (int word = 0; word < WORDS; ++word)
-      if (word == word_of(step, half))
-        words[word] += static_cast<uint32_t>(by) << shift_of(step, half, odd);
+    for (int word = 0; word < WORDS; ++word) {
+      words[word] += word == at ? static_cast<uint32_t>(by) << shift : 0u;
+      changed |= word == at ? words[word] : 0u;
+    }
+    return changed >> shift & ((1u << BITS) - 1);
   }
 
   // Add them to codes of a lane, as the byte `byte` (and byte + 2) of each word.
   __device__ __forceinline__ void join(Codes<BITS>& codes, int byte) const {
 #pragma unroll
-    for (int i = 0; i < Bytes::WORDS; ++i) {
+    for (int i = 0; i < WORDS; ++i) {
+      const uint32_t even = words[i], odd = words[i] >> 8;
       if constexpr (BITS == 3) {
-        const uint32_t near = words[2 * i], far = words[2 * i + 1];
-        codes.words[i] |= (near & 0x33333333u | (far & 0x33333333u) << 2) << (8 * byte);
-        const uint32_t high = near >> 2 & 0x11111111u | far & 0x44444444u;
+        codes.words[i] |= (even & 0x00330033u | (odd & 0x00330033u) << 2) << (8 * byte);
+        const uint32_t high = even >> 2 & 0x00110011u | odd & 0x00440044u;
         codes.high[i / 2] |= high << (i % 2 + 8 * byte);
       } else {
-        codes.words[i] |= words[i] << (8 * byte);
+        codes.words[2 * i] |= (even & 0x00ff00ffu) << (8 * byte);
+        codes.words[2 * i + 1] |= (odd & 0x00ff00ffu) << (8 * byte);
       }
     }
   }

@@ -1,80 +1,138 @@
 // Codes of a key that lower the error of its scores (oscar_mm/quant/score_error.py, in PyTorch).
 //
+// Weights are the same for both channels of a pair of RoPE, whose elements of a lane are COUNT / 2
+// apart. So the butterflies of that bit cancel in H D H: it is two blocks of HEAD_DIM / 2, both with
+// the number i ^ j of the transformed weights in row i and column j.
+//
 // Compiled with, besides page.cuh's: SCORE_CHANGES (most codes of a key that change) and SCORE_FLOOR
 // (part of the mean energy that every channel has besides its own).
 #pragma once
 
+#include "common/codes.cuh"
 #include "common/hadamard.cuh"
 #include "store/fit.cuh"
 
-// The weights of channels: from the energy of those that a lane has of a balanced key and of its
-// center, neither of them rotated. COUNT channels of each of four lanes; the channel in RoPE's pair
-// is half of them away.
-template <int COUNT>
-__device__ __forceinline__ void score_weights(float (&energy)[COUNT]) {
-  float total = 0.0f;
+// Shared memory of a warp: a number for each pair of each lane, and for each pair of the center.
+// Lanes read another's number of any pair, all four of a token those of the four: never two in a
+// bank.
+struct ScoreShared {
+  float pairs[HEAD_DIM / 8 * 32];
+  float center[HEAD_DIM / 2];
+};
+
+// The energy of a page's center, before rotation.
+__device__ __forceinline__ void keep_center_energy(const uint8_t* center, ScoreShared& shared,
+                                                   int lane) {
+  float x[PER_LANE];
 #pragma unroll
-  for (int i = 0; i < COUNT / 2; ++i) {
-    energy[i] += energy[i + COUNT / 2];
-    total += energy[i];
+  for (int i = 0; i < PER_LANE; i += 2) {
+    const float2 two = __half22float2(
+        reinterpret_cast<const __half2*>(center)[(lane * PER_LANE + i) / 2]);
+    x[i] = two.x, x[i + 1] = two.y;
   }
-  const float floor = SCORE_FLOOR * (sum_of_lanes<1, 4>(total) * (2.0f / HEAD_DIM));
+  hadamard(x, lane);  // in the order of the elements, which has the channels' bits elsewhere
 #pragma unroll
-  for (int i = 0; i < COUNT / 2; ++i) {
-    energy[i] += floor;
-    energy[i + COUNT / 2] = energy[i];
+  for (int i = 0; i < PER_LANE; ++i) {
+    const float energy = x[i] * x[i] + __shfl_xor_sync(~0u, x[i] * x[i], 16);
+    if (lane < 16) shared.center[lane * PER_LANE + i] = energy;
   }
+  __syncwarp();
 }
 
-// Change codes. x: the rotated values that they stand for; weights: of score_weights; both are
-// written over. shared: (32, COUNT + 1) of the warp.
+// The energy of balanced keys, before rotation.
+template <int COUNT>
+__device__ __forceinline__ void keep_energy(const float (&x)[COUNT], ScoreShared& shared,
+                                            int lane) {
+  __syncwarp();  // other lanes have read what was there
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; ++i)
+    shared.pairs[i * 32 + lane] = fmaf(x[i], x[i], x[i + COUNT / 2] * x[i + COUNT / 2]);
+}
+
+// Bits, with the sign of x as a new lowest one.
+__device__ __forceinline__ uint32_t with_sign(uint32_t bits, float x) {
+  return __funnelshift_l(__float_as_uint(x), bits, 1);
+}
+
+// Change codes. x: the rotated values that they stand for.
 template <int BITS, int COUNT>
-__device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw, float (&x)[COUNT],
-                                                  float (&weights)[COUNT], const Fit& fit,
-                                                  float* shared, int lane) {
-  constexpr int STEPS = (1 << BITS) - 1;
+__device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
+                                                  const float (&x)[COUNT], const Fit& fit,
+                                                  ScoreShared& shared, int lane) {
+  static_assert(COUNT <= 32, "a bit each");
+  constexpr int PAIRS = COUNT / 2, STEPS = (1 << BITS) - 1;
+  const int quad = lane & 3;
+  float weights[PAIRS], total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i)
-    x[i] = fmaf(static_cast<float>(raw.code(i)), fit.scale, fit.zero) - x[i];
-  hadamard<COUNT, 1, 4>(x, lane);
+  for (int i = 0; i < PAIRS; ++i) {
+    weights[i] = shared.pairs[i * 32 + lane];
+#if CENTER
+    weights[i] += shared.center[(i / 8 * 4 + quad) * 8 + i % 8];
+#endif
+    total += weights[i];
+  }
+  // With the factors of both transforms.
+  constexpr float NORM = 2.0f / HEAD_DIM;
+  const float floor = SCORE_FLOOR * NORM * sum_of_lanes<1, 4>(total);
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) x[i] *= weights[i];
-  hadamard<COUNT, 1, 4>(x, lane);
-  // H D H has the number i ^ j of HADAMARD_NORM * (H D) in its row i and column j.
-  hadamard<COUNT, 1, 4>(weights, lane);
+  for (int i = 0; i < PAIRS; ++i) weights[i] = (weights[i] + floor) * NORM;
+  // A bit for each element: whether its code is the least, or the greatest.
+  uint32_t bottom = 0, top = 0;
+  float gradient[2][PAIRS];
+#pragma unroll
+  for (int i = COUNT - 1; i >= 0; --i) {
+    const float code = raw.code(i);
+    gradient[i / PAIRS][i % PAIRS] = fmaf(code, fit.scale, fit.zero) - x[i];
+    bottom = with_sign(bottom, code - 0.5f), top = with_sign(top, STEPS - 0.5f - code);
+  }
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    butterflies<PAIRS, 1, 4>(gradient[part], lane);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) gradient[part][i] *= weights[i];
+    butterflies<PAIRS, 1, 4>(gradient[part], lane);
+  }
+  butterflies<PAIRS, 1, 4>(weights, lane);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) shared.pairs[i * 32 + lane] = weights[i];
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) shared[lane * (COUNT + 1) + i] = weights[i] * HADAMARD_NORM;
-  __syncwarp();
-  const float curvature = shared[(lane & ~3) * (COUNT + 1)] * fit.scale;
+  // All changes have the same curvature, so the largest gradient gains most; if it is above this.
+  const float least = fit.scale > 0.0f ? 0.5f * fit.scale * shared.pairs[lane & ~3] : INFINITY;
 #pragma unroll 1
-  for (int change = 0; change < SCORE_CHANGES; ++change) {
-    // Half of the gain by a unit of the scale: a product has the sign and order of the gain's.
-    float best = 0.0f;
-    int chosen = -1;  // element, lane, up
+  for (int change = 1;; ++change) {
+    uint32_t negative = 0;  // those whose codes are to be greater
+#pragma unroll
+    for (int i = COUNT - 1; i >= 0; --i)
+      negative = with_sign(negative, gradient[i / PAIRS][i % PAIRS]);
+    const uint32_t blocked = negative & top | ~negative & bottom;
+    // The largest, as an integer whose low bits give way to: element, lane, up. What is blocked is
+    // below zero.
+    int best = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      const bool up = !(x[i] > 0.0f);
-      const float gain = fmaf(2.0f, fabsf(x[i]), -curvature);
-      if (gain > best && raw.code(i) != (up ? STEPS : 0)) best = gain, chosen = i * 8 + up;
+      const uint32_t bits = __float_as_uint(gradient[i / PAIRS][i % PAIRS]);
+      const uint32_t named = chosen(bits, i * 8, 0x7fffff00u);
+      best = max(best, static_cast<int>(chosen(named, blocked << (31 - i), 0x7fffffffu)));
     }
-    if (!(fit.scale > 0.0f)) chosen = -1;
-    if (chosen < 0) best = 0.0f;
-    else chosen += 2 * (lane & 3);
+    best |= quad * 2 | negative >> (best >> 3 & 31) & 1;
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const float other = __shfl_xor_sync(~0u, best, step);
-      const int which = __shfl_xor_sync(~0u, chosen, step);
-      if (other > best || (other == best && which > chosen)) best = other, chosen = which;
-    }
-    if (!__any_sync(~0u, chosen >= 0)) return;
-    if (chosen >= 0) {
-      const int element = chosen / 8, owner = chosen / 2 % 4, sign = chosen % 2 ? 1 : -1;
-      if (owner == (lane & 3)) raw.change(element, sign);
-      const float by = sign * fit.scale;
-      const float* row = shared + (lane ^ owner) * (COUNT + 1);
+    for (int step = 1; step < 4; step *= 2) best = max(best, __shfl_xor_sync(~0u, best, step));
+    const bool gains = __int_as_float(best) > least;
+    const uint32_t element = best >> 3 & 31, owner = best >> 1 & 3;
+    const int sign = best & 1 ? 1 : -1;
+    const bool is_here = gains && owner == quad;
+    const int code = raw.change(element, is_here ? sign : 0);
+    if (change == SCORE_CHANGES || !__any_sync(~0u, gains)) return;
+    const uint32_t bit = is_here ? 1u << element : 0u;
+    bottom = bottom & ~bit | (code == 0 ? bit : 0u), top = top & ~bit | (code == STEPS ? bit : 0u);
+    const float by = gains ? sign * fit.scale : 0.0f;
+    const float first = element < PAIRS ? by : 0.0f, second = by - first;
+    const int place = element % PAIRS * 32 + (lane ^ owner);
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) x[i] = fmaf(by, row[i ^ element], x[i]);
+    for (int i = 0; i < PAIRS; ++i) {
+      const float row = shared.pairs[place ^ i * 32];
+      gradient[0][i] = fmaf(first, row, gradient[0][i]);
+      gradient[1][i] = fmaf(second, row, gradient[1][i]);
     }
   }
 }

@@ -107,23 +107,8 @@ __device__ __forceinline__ void for_center(const uint8_t* page, int quad, Take t
   }
 }
 
-// The elements of a token's keys that a lane has, balanced: take(i, first, second). Zeros without
-// a token, whose row is any other's. (No lambda: NVRTC 13.0 takes a generic one for the host's.)
-template <typename Take>
-__device__ __forceinline__ void for_key(const uint8_t* row, const float* sigma, bool has,
-                                        Take take) {
-#pragma unroll
-  for (int i = 0; i < OF_KEY; i += 2) {
-    const uint32_t two = has ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0u;
-    float2 pair = unpacked(two, ELEMENT());
-    if (sigma != nullptr) pair.x *= reciprocal(sigma[4 * i]), pair.y *= reciprocal(sigma[4 * i + 1]);
-    take(i, pair.x, pair.y);
-  }
-}
-
-// shared: of the warp, for lower_score_error.
 __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer, const int* job,
-                                            int head, float* shared, int lane) {
+                                            int head, ScoreShared& shared, int lane) {
   const int group = lane >> 2, quad = lane & 3, tile = job[1];
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, job[2], head,
                                  work.kv_heads);
@@ -132,18 +117,30 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
                            : layer.sigma + sigma_index(layer, job[2], head) + 2 * quad;
   uint8_t* page = head_of(work, layer, job[0], head);
   Codes<KEY_BITS> codes = {};
-  bool has[2];
+  uint32_t has = 0;  // a bit for each half
   float not_finite = 0.0f;
-#pragma unroll
+#if SCORE_CHANGES && CENTER
+  keep_center_energy(page + P::center, shared, lane);
+#endif
+#pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int source = job[JOB_HEAD + 8 * half + group];
-    has[half] = source != NOTHING;
-    if (!__any_sync(~0u, has[half])) continue;
-    const uint8_t* row = rows.row(has[half] ? source : 0) + quad * 4;
+    const bool is_token = source != NOTHING;
+    if (!__any_sync(~0u, is_token)) continue;
+    has |= is_token << half;
+    const uint8_t* row = rows.row(is_token ? source : 0) + quad * 4;
     // Elements of a lane: step, half of 8 channels, odd.
     float x[OF_KEY];
-    for_key(row, sigma, has[half],
-            [&](int i, float even, float odd) { x[i] = even, x[i + 1] = odd; });
+#pragma unroll
+    for (int i = 0; i < OF_KEY; i += 2) {
+      const uint32_t two = is_token ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0u;
+      const float2 pair = unpacked(two, ELEMENT());
+      x[i] = pair.x, x[i + 1] = pair.y;
+      if (sigma != nullptr) x[i] *= reciprocal(sigma[4 * i]), x[i + 1] *= reciprocal(sigma[4 * i + 1]);
+    }
+#if SCORE_CHANGES
+    keep_energy(x, shared, lane);
+#endif
 #if ROTATE
     hadamard<OF_KEY, 1, 4>(x, lane);
 #endif
@@ -164,35 +161,26 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
     if (centered) fit = other, raw = apart;
 #endif
 #if SCORE_CHANGES
-    float energy[OF_KEY] = {};
 #if CENTER
     const float share = centered ? 0.0f : 1.0f;
     for_center(page, quad, [&](int i, float even, float odd) {
       x[i] = fmaf(share, even, x[i]), x[i + 1] = fmaf(share, odd, x[i + 1]);
-      energy[i] = even, energy[i + 1] = odd;
     });
-    hadamard<OF_KEY, 1, 4>(energy, lane);
 #endif
-    // Loaded again: there are no registers to keep them in.
-    for_key(row, sigma, has[half], [&](int i, float even, float odd) {
-      energy[i] = fmaf(even, even, energy[i] * energy[i]);
-      energy[i + 1] = fmaf(odd, odd, energy[i + 1] * energy[i + 1]);
-    });
-    score_weights(energy);
-    lower_score_error(raw, x, energy, fit, shared, lane);
+    lower_score_error(raw, x, fit, shared, lane);
 #endif
     raw.join(codes, half);
     const int place = tile / 4 * 64 + group * 8 + tile % 4 * 2 + half;
-    if (has[half] && quad == 0)
+    if (is_token && quad == 0)
       not_finite += write_fit(page + P::key_scales, page + P::key_zeros, place, fit, centered);
   }
   uint8_t* target = page + P::key_codes;
-  if (__all_sync(~0u, has[0] && has[1])) {
+  if (__all_sync(~0u, has == 3)) {
     codes.save(target, tile, lane);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (has[half]) {
+      if (has >> half & 1) {
         codes.save_byte(target, tile, lane, half);
         codes.save_byte(target, tile, lane, half + 2);
       }
@@ -226,22 +214,23 @@ __device__ __forceinline__ float store_values(const Work& work, const Layer& lay
                                  work.kv_heads);
   uint8_t* page = head_of(work, layer, job[0], head);
   Codes<VALUE_BITS> codes = {};
-  bool has[4];
+  uint32_t has = 0;  // a bit for each byte
   float not_finite = 0.0f;
-#pragma unroll
+#pragma unroll 1
   for (int byte = 0; byte < 4; ++byte) {
     const int half = byte % 2, odd = byte / 2;
     const int source = job[JOB_HEAD + 8 * half + 2 * quad + odd];
-    has[byte] = source != NOTHING;
-    if (!__any_sync(~0u, has[byte])) continue;
-    const uint8_t* row = rows.row(has[byte] ? source : 0) + group / 2 * 16;
+    const bool is_token = source != NOTHING;
+    if (!__any_sync(~0u, is_token)) continue;
+    has |= is_token << byte;
+    const uint8_t* row = rows.row(is_token ? source : 0) + group / 2 * 16;
     // Elements of a lane: step, half of the channels. A lane and its neighbour read the same 16
     // bytes and take every other element.
     float x[OF_VALUE];
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
       uint4 eight = {};
-      if (has[byte]) eight = load16(row + run * 64);
+      if (is_token) eight = load16(row + run * 64);
       const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -255,16 +244,16 @@ __device__ __forceinline__ float store_values(const Work& work, const Layer& lay
     RawCodes<VALUE_BITS, false> raw;
     raw.clear();
     const int place = tile / 2 * 32 + quad * 8 + tile % 2 * 4 + half * 2 + odd;
-    not_finite += store_groups(raw, x, page, place, has[byte] && group == 0);
+    not_finite += store_groups(raw, x, page, place, is_token && group == 0);
     raw.join(codes, byte);
   }
   uint8_t* target = page + P::value_codes;
-  if (__all_sync(~0u, has[0] && has[1] && has[2] && has[3])) {
+  if (__all_sync(~0u, has == 15)) {
     codes.save(target, tile, lane);
   } else {
 #pragma unroll
     for (int byte = 0; byte < 4; ++byte)
-      if (has[byte]) codes.save_byte(target, tile, lane, byte);
+      if (has >> byte & 1) codes.save_byte(target, tile, lane, byte);
   }
   return not_finite;
 }
@@ -373,7 +362,7 @@ __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int item = blockIdx.x * WARPS + warp, side = item % 2;
   // Every other warp has keys.
-  __shared__ float shared[WARPS / 2][SCORE_CHANGES ? 32 * (OF_KEY + 1) : 1];
+  __shared__ ScoreShared shared[WARPS / 2];
   const int which = item / 2 / work.kv_heads, head = item / 2 % work.kv_heads;
   if (which >= work.count) return;
   const int* job = work.jobs + static_cast<int64_t>(which) * (JOB_HEAD + TILE);

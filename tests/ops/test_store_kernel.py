@@ -63,7 +63,7 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
         {"centers"} if recipe.page_format.center else set()
     )
     for report in reports.values():
-        assert (report.spill_stores, report.spill_loads) == (0, 0)
+        assert (report.stack, report.spill_stores, report.spill_loads) == (0, 0, 0)
         # So that a multiprocessor holds four thread blocks, or three.
         assert report.registers <= (168 if arch == "sm_120" else 128)
     return reports
