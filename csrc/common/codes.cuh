@@ -117,6 +117,25 @@ struct Codes {
   }
 };
 
+// Codes of a step and half as bytes: of channels 2 quad and 2 quad + 1 those of token group (bytes 0
+// and 2) and of token group + 8 (bytes 1 and 3), with more around them: in_byte takes them out.
+template <int BITS, int STEP, int HALF>
+__device__ __forceinline__ uint32_t code_bytes(const Codes<BITS>& codes) {
+  if constexpr (BITS == 4) return codes.words[STEP];
+  const uint32_t word = codes.words[STEP / 2];
+  if constexpr (BITS == 2) return word;
+  // The high bit of a place comes to where the next place's low bits were: two places at once.
+  constexpr int pair = STEP / 2 % 2;
+  const uint32_t high = codes.high[STEP / 4];
+  return chosen(word >> (2 * HALF), HALF ? high >> pair : high << (2 - pair), 0x33333333u);
+}
+
+template <int BITS, int STEP, int HALF>
+__device__ __forceinline__ uint32_t in_byte(uint32_t bytes) {
+  constexpr int at = BITS == 2 ? 2 * bit_place<2>(STEP, HALF) : 4 * (BITS == 3 ? STEP % 2 : HALF);
+  return bytes >> at & 0x01010101u * ((1u << BITS) - 1u);
+}
+
 // The code of a step and half of its channels, in a byte of its word: half of 8 tokens + 2 * odd
 // one of a pair, of channels (keys) or of tokens (values).
 template <int BITS>

@@ -45,6 +45,17 @@ __device__ __forceinline__ void product(float (&c)[4], uint32_t a0, uint32_t a1,
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
+// The same shape of 32 bytes a row: codes, unsigned, by signed ones, added up as integers.
+//   A: a0 row group, columns 4 quad + 0..3; a1 row group + 8; a2, a3 columns + 16
+//   B: b0 rows 4 quad + 0..3, column group; b1 rows + 16
+__device__ __forceinline__ void mma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                    uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // Four 8 x 8 fragments; lane l points at row l % 8 of fragment l / 8.
 __device__ __forceinline__ uint4 load_fragments(uint32_t row) {
   uint4 four;

@@ -51,6 +51,14 @@ struct Pairs {
 
 constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
 constexpr int PART_TOKENS = PART_TILES * TILE;
+// Scores of a lane are four of each tile, or with SPLIT of every two tiles.
+constexpr int PART_SCORES = SPLIT ? PART_TILES / 2 : PART_TILES;
+
+// Token of a part that score [i][c] of a lane is of.
+__device__ __forceinline__ int token_of(int i, int c, int lane) {
+  const int group = lane >> 2;
+  return SPLIT ? (2 * i + c / 2) * TILE + group + (lane & 2) * 4 : i * TILE + group + (c & 2) * 4;
+}
 
 // A column and its low part are two lanes apart; both get the sum.
 __device__ __forceinline__ void join_parts(float& x) {
@@ -64,17 +72,15 @@ __device__ __forceinline__ uint32_t in_use(uint32_t pair, int token, int start, 
   return pair;
 }
 
-// From the scores of a part of a page to its values. unit: what scores of the lane's columns are to
-// be multiplied by, in log2. Tokens [start, stop) are in use; of a stream page the others may never
-// have been written.
+// From the scores of a part of a page to its values. Tokens [start, stop) are in use; of a stream page
+// the others may never have been written.
 template <class P>
 __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, int part,
-                                            float (&scores)[PART_TILES][4],
-                                            const float (&unit)[2], int start, int stop,
-                                            int lane) {
+                                            float (&scores)[PART_SCORES][4],
+                                            const Queries& query, int start, int stop, int lane) {
   constexpr uint32_t ONES = 0x3c003c00;
   constexpr int VALUE_STEPS = VALUE_GROUP / TILE, LOW = P::Values::LOW;
-  const int group = lane >> 2, quad = lane & 3;
+  const int quad = lane & 3;
   const bool is_partial = start > part * PART_TOKENS || stop < (part + 1) * PART_TOKENS;
   // Of the first value group the state gathers probability * zero itself; others are added below.
   float zero[VALUE_GROUPS][4] = {};
@@ -82,27 +88,35 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
   if (is_partial) {
     asm volatile("");  // a branch, not selects in every page
 #pragma unroll
-    for (int i = 0; i < PART_TILES; ++i)
+    for (int i = 0; i < PART_SCORES; ++i)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int token = (part * PART_TILES + i) * TILE + group + (c & 2) * 4;
+        const int token = part * PART_TOKENS + token_of(i, c, lane);
         if (token < start || token >= stop) scores[i][c] = -INFINITY;
       }
   }
-  float next[2] = {-INFINITY, -INFINITY};
+  float next[2] = {scores[0][0], scores[0][1]};
 #pragma unroll
-  for (int i = 0; i < PART_TILES; ++i)
+  for (int i = 0; i < PART_SCORES; ++i)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
+    for (int c = i ? 0 : 2; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
+  const float unit[2] = {query.unit[2 * quad], query.unit[2 * quad + 1]};
   next[0] *= unit[0], next[1] *= unit[1];
   raise_maximum(state, next);
 #pragma unroll
-  for (int i = 0; i < PART_TILES; ++i) {
+  for (int i = 0; i < PART_SCORES; ++i) {
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       scores[i][c] = exp2_fast(fmaf(scores[i][c], unit[c & 1], -next[c & 1]));
-    weights[i][0] = transposed(packed(scores[i][0], scores[i][1], __half()));
-    weights[i][1] = transposed(packed(scores[i][2], scores[i][3], __half()));
+    const uint32_t first = transposed(packed(scores[i][0], scores[i][1], __half()));
+    const uint32_t second = transposed(packed(scores[i][2], scores[i][3], __half()));
+    if (SPLIT) {
+      const bool upper = lane >= 16;  // columns 4 to 7
+      weights[2 * i][0] = upper ? 0 : first, weights[2 * i][1] = upper ? first : 0;
+      weights[2 * i + 1][0] = upper ? 0 : second, weights[2 * i + 1][1] = upper ? second : 0;
+    } else {
+      weights[i][0] = first, weights[i][1] = second;
+    }
   }
 #pragma unroll
   for (int i = 0; i < PART_TILES; ++i) {
@@ -210,20 +224,19 @@ struct GroupQuery {
 template <class P>
 __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
                                             const uint8_t* norms,
-                                            const QueryParts& query, const float (&unit)[2],
-                                            int start, int stop, int lane) {
+                                            const Queries& query, int start, int stop, int lane) {
   constexpr int GROUP_TILES = KEY_GROUP / TILE;
   constexpr int RUN_TILES = GROUP_TILES < PART_TILES ? GROUP_TILES : PART_TILES;
   const int group = lane >> 2;
   GroupQuery<P> keys;
-  if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query, lane);
+  if constexpr (KEY_GROUPS == 1) keys.prepare(page, 0, query.parts, lane);
 #pragma unroll 1
   for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
     float scores[PART_TILES][4];
 #pragma unroll
     for (int i = 0; i < PART_TILES; i += RUN_TILES) {
       const int tile = part * PART_TILES + i;
-      if constexpr (KEY_GROUPS > 1) keys.prepare(page, tile / GROUP_TILES, query, lane);
+      if constexpr (KEY_GROUPS > 1) keys.prepare(page, tile / GROUP_TILES, query.parts, lane);
       Codes<P::Keys::WIDTH> codes[RUN_TILES];
 #pragma unroll
       for (int j = 0; j < RUN_TILES; ++j) {
@@ -247,6 +260,6 @@ __device__ __forceinline__ void attend_page(State& state, const uint8_t* page,
         scores[i][2] *= norm.y, scores[i][3] *= norm.y;
       }
     }
-    attend_part<P>(state, page, part, scores, unit, start, stop, lane);
+    attend_part<P>(state, page, part, scores, query, start, stop, lane);
   }
 }

@@ -1,111 +1,164 @@
 // Attention of one warp to one stream page, of which every token's key has its own scale.
 //
 // A token's score is scale * (query . codes) + zero * sum of the query, and, where the sign bit of
-// the scale is set, query . center. So what a query is multiplied by does not change from page to
-// page, and a warp keeps its queries in registers.
+// the scale is set, query . center. So queries are the same for all pages. For codes they are
+// integers of two bytes, the high one and the low one: products with codes as bytes are exact, and
+// take four codes where those with float16 take two.
+//
+// Bytes of codes are of two tokens in turn (code_bytes). With SPLIT a query stands at the bytes of
+// one of them and zeros at those of the other, which the other columns have the other way round; so
+// one product is of 16 channels, and of two tiles. Without, words are sorted by their tokens first,
+// and one product is of 32 channels.
 #pragma once
 
 #include "decode/attend_page.cuh"
 
-// Products of the lane's columns with a page's center (sums[0], sums[1]) and their sums (sums[2],
-// sums[3]), in units of codes.
-__device__ __forceinline__ void center_products(float (&sums)[4], const QueryParts& query,
+// Products of the lane's columns with a page's center, in units of codes. The queries are the rows:
+// high parts, then low ones.
+__device__ __forceinline__ void center_products(float (&products)[2], const QueryParts& query,
                                                 const uint8_t* center, int lane) {
-  constexpr uint32_t ONES = 0x3c003c00;
-  const bool upper = lane >= 16;  // columns 4 to 7
-  float odd[4] = {};  // of every other step: the products of both do not wait for each other
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sums[c] = 0.0f;
+  float sums[4][4] = {};  // of every fourth step: products of four do not wait for each other
 #pragma unroll
   for (int run = 0; run < KSTEPS / 2; ++run) {
     const Pairs pairs(center, run, lane & 3);
 #pragma unroll
     for (int parity = 0; parity < 2; ++parity) {
-      const uint2 first = query[2 * run + parity][0][lane];
-      const uint2 second = query[2 * run + parity][1][lane];
-      float(&target)[4] = parity ? odd : sums;
-      const uint32_t low = CENTER ? pairs.get(parity, 0) : ONES;
-      const uint32_t high = CENTER ? pairs.get(parity, 1) : ONES;
-      if (NARROW) {
-        mma(target, low, ONES, high, ONES, upper ? first.y : first.x, upper ? second.y : second.x,
-            __half());
-      } else {
-        mma(target, low, ONES, high, ONES, first.x, second.x, __half());
-        mma(target, low, ONES, high, ONES, first.y, second.y, __half());
-      }
+      const int step = 2 * run + parity;
+      const uint4 rows = load16(&query[step][lane]);
+      mma(sums[step % 4], rows.x, rows.y, rows.z, rows.w, pairs.get(parity, 0),
+          pairs.get(parity, 1), __half());
     }
   }
+  float sum = 0.0f;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    sums[c] = (sums[c] + odd[c]) * (1.0f / SUBNORMAL);
-    join_parts(sums[c]);
-  }
-  sums[0] *= 0.5f, sums[1] *= 0.5f;  // attend_stream multiplies them by 2
+  for (int i = 0; i < 4; ++i) sum += sums[i][0] + sums[i][2];
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+    // Half of it: attend_stream multiplies it by 2.
+    products[c] = __shfl_sync(~0u, sum, 8 * (lane & 3) + 4 * c) * (0.5f / SUBNORMAL);
 }
 
-// Queries of a segment, by the factors that codes of LOW bits have of their places.
-struct StreamQuery {
-  uint32_t parts[PRODUCTS][KSTEPS][2];
+// Two channels of a column's query, from `channel` on, within QUERY_RANGE.
+__device__ __forceinline__ void store_fixed(FixedParts& fixed, int column, int channel, float even,
+                                            float odd) {
+  const int step = channel / TILE, half = channel / 8 % 2, quad = channel / 2 % 4;
+  const int numbers[2] = {__float2int_rn(even * FIXED_UNIT), __float2int_rn(odd * FIXED_UNIT)};
+  const int high[2] = {(numbers[0] + 128) >> 8, (numbers[1] + 128) >> 8};
+  uint4* place = &fixed[SPLIT ? step : step / 4 * 2 + step % 2][column * 4 + quad];
+  if (SPLIT) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(place) + half;
+    const int by = column < COLUMNS / 2 ? 0 : 8;
+    words[0] = ((high[0] & 0xff) | (high[1] & 0xff) << 16) << by;
+    words[2] = ((numbers[0] & 0xff) | (numbers[1] & 0xff) << 16) << by;
+  } else {
+    unsigned short* pairs = reinterpret_cast<unsigned short*>(place) + 2 * half + step / 2 % 2;
+    pairs[0] = (high[0] & 0xff) | (high[1] & 0xff) << 8;
+    pairs[4] = (numbers[0] & 0xff) | (numbers[1] & 0xff) << 8;
+  }
+}
 
-  template <int LOW>
-  __device__ __forceinline__ void prepare(const QueryParts& query, int lane) {
-    const bool upper = lane >= 16;
+// Products of a part's tiles, one each or with SPLIT two, with the high and the low bytes of queries.
+template <int BITS, int I = 0>
+__device__ __forceinline__ void fixed_products(int (&high)[PART_SCORES][4],
+                                               int (&low)[PART_SCORES][4],
+                                               const Codes<BITS> (&codes)[PART_TILES],
+                                               const FixedParts& query, int lane) {
+  if constexpr (I < FIXED_STEPS) {
+    constexpr int STEP = SPLIT ? I : I / 2 * 4 + I % 2;
+    const uint4 both = query[I][lane];  // high, low
 #pragma unroll
-    for (int step = 0; step < KSTEPS; ++step)
+    for (int i = 0; i < PART_SCORES; ++i) {
+      uint32_t of[2][2];  // [half][tokens of a product's upper rows]
+      if constexpr (SPLIT) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint2 both = query[step][half][lane];
-        const float factor = 1.0f / (1 << (LOW * bit_place<LOW>(step, half)));
-        const uint32_t by = packed(factor, factor, __half());
-        if (NARROW) {
-          parts[0][step][half] = times(upper ? both.y : both.x, by);
-        } else {
-          parts[0][step][half] = times(both.x, by);
-          parts[PRODUCTS - 1][step][half] = times(both.y, by);
+        for (int j = 0; j < 2; ++j) {
+          of[0][j] = in_byte<BITS, STEP, 0>(code_bytes<BITS, STEP, 0>(codes[2 * i + j]));
+          of[1][j] = in_byte<BITS, STEP, 1>(code_bytes<BITS, STEP, 1>(codes[2 * i + j]));
+        }
+      } else {
+        const uint32_t first[2] = {code_bytes<BITS, STEP, 0>(codes[i]),
+                                   code_bytes<BITS, STEP, 1>(codes[i])};
+        const uint32_t second[2] = {code_bytes<BITS, STEP + 2, 0>(codes[i]),
+                                    code_bytes<BITS, STEP + 2, 1>(codes[i])};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t own = j ? 0x7531 : 0x6420;
+          of[0][j] = in_byte<BITS, STEP, 0>(__byte_perm(first[0], second[0], own));
+          of[1][j] = in_byte<BITS, STEP, 1>(__byte_perm(first[1], second[1], own));
         }
       }
+      mma(high[i], of[0][0], of[0][1], of[1][0], of[1][1], both.x, both.y);
+      mma(low[i], of[0][0], of[0][1], of[1][0], of[1][1], both.z, both.w);
+    }
+    fixed_products<BITS, I + 1>(high, low, codes, query, lane);
+  }
+}
+
+// A float's bits: 1.5 * 2^23 + n is a float for integers n below 2^22, and its bits are those of the
+// first of them plus n. So sums begin there, and need no conversion.
+constexpr int FIXED_ZERO = 0x4b400000;
+
+// A product in units of codes, from the sums of high and of low bytes.
+__device__ __forceinline__ float fixed_sum(int high, int low) {
+  constexpr float LOW = 1.0f / SUBNORMAL / FIXED_UNIT, HIGH = 256.0f * LOW, ZERO = 12582912.0f;
+  return fmaf(__int_as_float(low), LOW, fmaf(__int_as_float(high), HIGH, -ZERO * (HIGH + LOW)));
+}
+
+// Numbers of a lane's tokens of a part, in pairs as its scores are: of tokens group and group + 8 of
+// four tiles; with SPLIT the one of them that the lane's columns see, of two tiles.
+struct Four {
+  uint32_t pairs[PART_SCORES];
+
+  __device__ __forceinline__ Four(const uint8_t* source, int lane) {
+    const uint4 all = load16(source);
+    if constexpr (SPLIT) {
+      const uint32_t own = lane & 2 ? 0x7632 : 0x5410;
+      pairs[0] = __byte_perm(all.x, all.y, own), pairs[1] = __byte_perm(all.z, all.w, own);
+    } else {
+      pairs[0] = all.x, pairs[1] = all.y, pairs[2] = all.z, pairs[3] = all.w;
+    }
   }
 };
 
 // Tokens [start, stop) are in use.
 template <class P>
 __device__ __forceinline__ void attend_stream(State& state, const uint8_t* page,
-                                              const StreamQuery& keys, const QueryParts& query,
-                                              const float (&unit)[2], int start, int stop,
+                                              const Queries& query, int start, int stop,
                                               int lane) {
   const int group = lane >> 2;
-  float apart[4];  // by column: product with the center, sum
-  center_products(apart, query, page + P::center, lane);
+  float center[2];
+  if (CENTER) center_products(center, query.parts, page + P::center, lane);
 #pragma unroll 1
   for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
     Codes<P::Keys::WIDTH> codes[PART_TILES];
-    float scores[PART_TILES][4];
 #pragma unroll
-    for (int i = 0; i < PART_TILES; ++i) {
+    for (int i = 0; i < PART_TILES; ++i)
       codes[i].load(page + P::key_codes, part * PART_TILES + i, lane);
+    int high[PART_SCORES][4], low[PART_SCORES][4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) scores[i][c] = 0.0f;
-    }
-    key_products<P::Keys::WIDTH, PART_TILES>(scores, codes, keys.parts);
+    for (int i = 0; i < PART_SCORES; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) high[i][c] = low[i][c] = FIXED_ZERO;
+    fixed_products(high, low, codes, query.fixed, lane);
     const uint8_t* place = page + (part * 8 + group) * 16;
-    const uint4 scales = load16(place + P::key_scales), zeros = load16(place + P::key_zeros);
-    const uint32_t scale_pairs[4] = {scales.x, scales.y, scales.z, scales.w};
-    const uint32_t zero_pairs[4] = {zeros.x, zeros.y, zeros.z, zeros.w};
+    const Four scales(place + P::key_scales, lane), zeros(place + P::key_zeros, lane);
+    const float total[2] = {query.total[2 * (lane & 3)], query.total[2 * (lane & 3) + 1]};
+    float scores[PART_SCORES][4];
 #pragma unroll
-    for (int i = 0; i < PART_TILES; ++i) {
-      const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&scale_pairs[i]));
-      const float2 zero = __half22float2(*reinterpret_cast<const __half2*>(&zero_pairs[i]));
+    for (int i = 0; i < PART_SCORES; ++i) {
+      const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&scales.pairs[i]));
+      const float2 zero = __half22float2(*reinterpret_cast<const __half2*>(&zeros.pairs[i]));
       // The sign bit as 2 or 0: numbers are multiplied where bits would have to be looked at.
-      const uint32_t twos = scale_pairs[i] >> 1 & 0x40004000u;
+      const uint32_t twos = scales.pairs[i] >> 1 & 0x40004000u;
       const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&twos));
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        join_parts(scores[i][c]);
-        float rest = (c & 2 ? zero.y : zero.x) * apart[2 + (c & 1)];
-        if (CENTER) rest = fmaf(c & 2 ? two.y : two.x, apart[c & 1], rest);
-        scores[i][c] = fmaf(scores[i][c], fabsf(c & 2 ? scale.y : scale.x), rest);
+        float rest = (c & 2 ? zero.y : zero.x) * total[c & 1];
+        if (CENTER) rest = fmaf(c & 2 ? two.y : two.x, center[c & 1], rest);
+        const float by = fabsf(c & 2 ? scale.y : scale.x);
+        scores[i][c] = fmaf(fixed_sum(high[i][c], low[i][c]), by, rest);
       }
     }
-    attend_part<P>(state, page, part, scores, unit, start, stop, lane);
+    attend_part<P>(state, page, part, scores, query, start, stop, lane);
   }
 }

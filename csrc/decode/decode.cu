@@ -10,7 +10,8 @@
 // its value into its probability.
 //
 // One float16 is too coarse for a query times a scale: at scores of 100 its rounding moves
-// probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits.
+// probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits. Stream
+// pages, whose scales stay out of the query, take it as integers of 16 bits (attend_stream.cuh).
 //
 // Compiled with, besides page.cuh's: KEY_BITS_A, VALUE_BITS_A, KEY_BITS_B, VALUE_BITS_B (0: none)
 // of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at least 8), BUFFERS (of
@@ -58,12 +59,11 @@ struct Query {
     }
   }
 
-  // As they came; and balanced, rotated, brought within [-QUERY_RANGE, QUERY_RANGE] by a power of
-  // two, in two parts.
-  __device__ __forceinline__ void store(Shared& shared, int warp, int lane) const {
+  // As they came; and balanced, rotated, brought within [-QUERY_RANGE, QUERY_RANGE], in two parts.
+  __device__ __forceinline__ void store(Shared& shared, float scaling, int warp, int lane) const {
     if (warp >= COLUMNS) return;
     float x[PER_LANE];
-    float largest = 0.0f;
+    float largest = 0.0f, total = 0.0f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       shared.plain[warp][channel_of(i, lane)] = plain[i];
@@ -77,22 +77,39 @@ struct Query {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    // A power of two whose inverse is a float32 too.
-    const float exponent = largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f;
-    const float inverse = exp2f(-exponent);
+#if STREAM
+    const float reach = fmaxf(largest, 1e-30f);  // of which the inverse is a float32 too
+#else
+    // A power of two, likewise.
+    const float reach = exp2f(largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f);
+#endif
+    const float by = QUERY_RANGE / reach;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      const float even = x[i] * inverse * QUERY_RANGE;
+      const float even = x[i] * by;
       const float odd = __shfl_down_sync(~0u, even, 1);
       const int channel = channel_of(i, lane);
       const uint32_t high = packed(even, odd, __half());
       const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
       uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
+      const int step = channel / TILE, half = channel / 8 % 2, place = 4 * warp + channel / 2 % 4;
+#if STREAM
+      total += even;
+      if (lane % 2 == 0) {
+        shared.query.parts[step][place][half] = {high, low};
+        store_fixed(shared.query.fixed, warp, channel, even, odd);
+      }
+#else
       if (NARROW && warp < COLUMNS / 2) low = 0;  // columns 4 to 7 have it
-      if (lane % 2 == 0)
-        shared.query[channel / TILE][channel / 8 % 2][4 * warp + channel / 2 % 4] = {high, low};
+      if (lane % 2 == 0) shared.query.parts[step][half][place] = {high, low};
+#endif
     }
-    if (lane == 0) shared.unit[warp] = exp2f(exponent) / QUERY_RANGE;
+#if STREAM
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+    if (lane == 0) shared.query.total[warp] = total / SUBNORMAL;
+#endif
+    if (lane == 0) shared.query.unit[warp] = reach / QUERY_RANGE * scaling * LOG2E * SUBNORMAL;
   }
 };
 
@@ -111,73 +128,60 @@ __device__ __forceinline__ void change_units(State& state) {
 __device__ __forceinline__ void attend_segment(const Params& params, Shared& shared,
                                                const Assignment& part, State& state,
                                                uint32_t taken, int warp, int lane) {
-  float unit[2];  // of the lane's columns
-#pragma unroll
-  for (int c = 0; c < 2; ++c)
-    unit[c] = shared.unit[2 * (lane & 3) + c] * params.scaling * LOG2E * SUBNORMAL;
   bool second = false;  // whether the state is in units of the second format
 #if STREAM
-  StreamQuery keys;  // for the format of `second`
-  keys.prepare<PageA::Keys::LOW>(shared.query, lane);
 #endif
   const Run run = run_of(part);
-  // Item run.first + i is the (taken + i)-th of this thread block. Entries are read an item ahead.
+  // Item run.first + i is the (taken + i)-th of this thread block.
   int i = (warp + WARPS - taken % WARPS) % WARPS;
-  int2 entry = {0, 0}, coming = {0, 0}, next = {0, 0};
-  if (run.first + i < run.last) entry = entry_of(params, part, run.first + i, lane);
-  for (; run.first + i < run.last; i += WARPS, entry = coming) {
+  for (; run.first + i < run.last; i += WARPS) {
     const int item = run.first + i, refill = item + BUFFERS;
-    if (item + WARPS < run.last) coming = entry_of(params, part, item + WARPS, lane);
+    int2 next = {0, 0};
     if (refill < run.last) next = entry_of(params, part, refill, lane);
     const uint32_t turn = taken + i;
     const int buffer = turn % BUFFERS;
     const uint8_t* rows = shared.buffers[buffer];
-    const int stop = entry.y & 0xff, start = entry.y >> 8 & 0xff;
     // Warps run ahead of each other: a barrier's parity alone could be that of two turns before.
     while (load_acquire(&shared.turns[buffer]) != turn) {
     }
     barrier_wait(&shared.full[buffer], turn / BUFFERS & 1);
+    const int use = shared.uses[buffer];
+    const int stop = use & 0xff, start = use >> 8 & 0xff;
     if (item <= part.tiles) {
       int visible[2] = {TILE, TILE};
-      if (item == 0)
 #pragma unroll
-        for (int c = 0; c < 2; ++c)
-          visible[c] =
-              (part.column_tile * COLUMNS + query_column(2 * (lane & 3) + c)) / params.group + 1;
+      for (int c = 0; c < 2; ++c) {
+        const int column = 2 * (lane & 3) + c;
+        if (item == 0)
+          visible[c] = (part.column_tile * COLUMNS + query_column(column)) / params.group + 1;
+        if (SPLIT && column >= COLUMNS / 2) visible[c] = 0;
+      }
       attend_plain(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
       // Unless the warp's next item is such a one too, its output goes over to the units of pages.
       if (item + WARPS > part.tiles || item + WARPS >= run.last)
         settle_plain<PageA::Values::LOW>(state, lane);
     } else {
       if constexpr (HAS_B) {
-        if (second != (entry.y >> 16 != 0)) {
+        if (second != (use >> 16 != 0)) {
           second = !second;
           if (second)
             change_units<PageA, PageB>(state);
           else
             change_units<PageB, PageA>(state);
-#if STREAM
-          if (PageA::Keys::LOW != PageB::Keys::LOW) {
-            if (second)
-              keys.prepare<PageB::Keys::LOW>(shared.query, lane);
-            else
-              keys.prepare<PageA::Keys::LOW>(shared.query, lane);
-          }
-#endif
         }
       }
 #if STREAM
       if (!HAS_B || !second)
-        attend_stream<PageA>(state, rows, keys, shared.query, unit, start, stop, lane);
+        attend_stream<PageA>(state, rows, shared.query, start, stop, lane);
       else if constexpr (HAS_B)
-        attend_stream<PageB>(state, rows, keys, shared.query, unit, start, stop, lane);
+        attend_stream<PageB>(state, rows, shared.query, start, stop, lane);
 #else
       const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
       if (!HAS_B || !second) {
-        attend_page<PageA>(state, rows, norms, shared.query, unit, start, stop, lane);
+        attend_page<PageA>(state, rows, norms, shared.query, start, stop, lane);
       } else if constexpr (HAS_B) {
         if constexpr (SCALING == 1) norms = rows + PageB::norms;
-        attend_page<PageB>(state, rows, norms, shared.query, unit, start, stop, lane);
+        attend_page<PageB>(state, rows, norms, shared.query, start, stop, lane);
       }
 #endif
     }
@@ -186,6 +190,7 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
   }
   if constexpr (HAS_B)
     if (second) change_units<PageB, PageA>(state);
+  if (SPLIT) join_columns(state);
 #pragma unroll
   for (int tile = 0; tile < CHANNEL_TILES; ++tile)
 #pragma unroll
@@ -202,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // By a shuffle, so that the compiler knows that a warp's branches on it do not diverge.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   Assignment part = params.assignments[blockIdx.x];
+  if (threadIdx.x == 0) shared.first = part.first, shared.parts = part.parts;
   if (threadIdx.x < BUFFERS) {
     barrier_init(&shared.full[threadIdx.x]);
     shared.turns[threadIdx.x] = ~0u;
@@ -226,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     request_first(params, shared, part, taken, all || waited, all || !waited, warp, lane);
   }
   while (true) {
-    query.store(shared, warp, lane);
+    query.store(shared, params.scaling, warp, lane);
     __syncthreads();
     State state;
     state.clear();

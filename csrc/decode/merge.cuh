@@ -4,7 +4,7 @@
 #include "common/hadamard.cuh"
 #include "decode/params.cuh"
 
-constexpr int PART = COLUMNS * RECORD;  // floats of a warp's or thread block's records
+constexpr int PART = USED_COLUMNS * RECORD;  // floats of a warp's or thread block's records
 static_assert(WARPS >= COLUMNS && PART % 4 == 0);
 
 // Store a warp's state in a slot of shared memory, where finish_segment finds it.
@@ -13,6 +13,7 @@ __device__ __forceinline__ void store_state(Shared& shared, const State& state, 
   const int group = lane >> 2, quad = lane & 3;
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
+    if (2 * quad >= USED_COLUMNS) continue;
     float* column = shared.merge[slot][2 * quad + (c & 1)];
 #pragma unroll
     for (int tile = 0; tile < CHANNEL_TILES; ++tile)
@@ -29,7 +30,7 @@ __device__ __forceinline__ void add_state(const Shared& shared, State& state, in
   const int group = lane >> 2, quad = lane & 3;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    const float* column = shared.merge[slot][2 * quad + c];
+    const float* column = shared.merge[slot][(2 * quad + c) % USED_COLUMNS];
     const float other = column[HEAD_DIM + 1];
     const float next = fmaxf(state.maximum[c], other);
     const float ours = next == -INFINITY ? 0.0f : exp2_fast(state.maximum[c] - next);
@@ -146,10 +147,8 @@ __device__ __forceinline__ void copy_parts(float* target, const float* source, i
 __device__ __forceinline__ void finish_segment(const Params& params, Shared& shared,
                                                const Assignment& part, bool goes_on, int warp,
                                                int lane) {
-  int first, parts = part.parts;
-  if (parts) {
-    first = part.first;
-  } else {
+  int first = shared.first, parts = shared.parts;
+  if (!parts) {
     first = part.worker(part.start);
     parts = part.worker(part.start + part.items() - 1) - first + 1;
   }

@@ -17,6 +17,7 @@ static_assert(BUFFER_BYTES >= 2 * TILE * HEAD_DIM * 2, "a buffer holds 16 tokens
 // Floats of a partial: output, sum of weights, maximum, and one so that the stores of store_state
 // have no bank conflicts.
 constexpr int RECORD = HEAD_DIM + 3;
+constexpr int USED_COLUMNS = NARROW ? COLUMNS / 2 : COLUMNS;  // the others have the same again
 
 struct Params;
 
@@ -55,7 +56,7 @@ struct Params {
   const int2* counts;      // (batch): tokens in 16 bit, pages
   const Assignment* assignments;  // (thread blocks)
   const float* sigma;      // (batch or 1, KV heads or 1, HEAD_DIM) or null
-  float* partials;         // (segments + thread blocks, COLUMNS, RECORD)
+  float* partials;         // (segments + thread blocks, USED_COLUMNS, RECORD)
   int* arrivals;           // (segments), zero before and after
   int64_t query_stride[3];
   int64_t key_stride[3];
@@ -68,12 +69,13 @@ struct Params {
 
 struct Shared {
   alignas(128) uint8_t buffers[BUFFERS][(BUFFER_BYTES + 127) / 128 * 128];
-  alignas(16) float merge[SLOTS][COLUMNS][RECORD];
+  alignas(16) float merge[SLOTS][USED_COLUMNS][RECORD];
   alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // queries as they came
-  alignas(16) QueryParts query;                  // balanced and rotated
+  Queries query;
   uint64_t full[BUFFERS];
   uint32_t turns[BUFFERS];  // the turn (page number of this thread block) a buffer is filled for
-  float unit[COLUMNS];      // of the values of `query`
+  int uses[BUFFERS];        // tokens in use there, as Params::items has them
+  int first, parts;         // of the assignment: registers are needed for the pages
   int is_last;
 };
 

@@ -67,7 +67,10 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
                          lane);
   }
   copy_end(barrier);
-  if (lane == 0) store_release(&shared.turns[buffer], turn);
+  if (lane == 0) {
+    shared.uses[buffer] = entry.y;
+    store_release(&shared.turns[buffer], turn);
+  }
 }
 
 // Fill the buffers with a segment's first items; all earlier items have been attended to. The new

@@ -110,7 +110,7 @@ def test_every_specialization(
 
 
 @pytest.mark.parametrize(
-    ("policy", "buffers"), [(channel_policy(key_group=64), 7), (POLICIES["4 bit"], 4)]
+    ("policy", "buffers"), [(POLICIES["stream 3/2"], 7), (POLICIES["4 bit"], 4)]
 )
 def test_small_gpus_have_fewer_buffers_than_warps(
     compiled: Callable[..., Report | None], policy: KVPolicy, buffers: int
@@ -122,6 +122,6 @@ def test_small_gpus_have_fewer_buffers_than_warps(
 
 
 def test_pages_too_large_for_a_small_gpu() -> None:
-    large = specialization(channel_policy(bits=4, key_group=32, value_group=32), 128)
+    large = specialization(channel_policy(bits=4, key_group=32, value_group=32), 128, columns=8)
     assert large.shape(SHARED_LIMITS["sm_89"] * 1024) is None
     assert large.shape(SHARED_LIMITS["sm_80"] * 1024) is not None

@@ -106,7 +106,6 @@ def test_launch(csrc: Path) -> None:
     for factor in (2.0, -3.0):
         scale.launch(factor)
         scale.check(factor)
-    assert scale.kernel.report.registers > 0
 
 
 @pytest.mark.gpu
