@@ -22,8 +22,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Family
 from oscar_mm.models import remedy, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
-from oscar_mm.pipelines.qwen3_vl import Qwen3VL
+from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 
 FAMILIES: dict[str, tuple[type[Family], ...]] = {
     "OscarVLPipeline": (LlavaNext, Qwen3VL),

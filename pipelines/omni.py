@@ -23,7 +23,7 @@ from oscar_mm.media.tower_inputs import scaled_inputs, with_features
 from oscar_mm.media.video import VideoSource
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.pipelines.qwen3_omni import Qwen3Omni, last_logits_only
+from oscar_mm.pipelines.qwen3 import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
 
 _ARGUMENTS = (

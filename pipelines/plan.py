@@ -29,8 +29,7 @@ from oscar_mm.models import source_of
 from oscar_mm.models.released import ReleasedModel, released_model
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.loading import on_meta, outline
-from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
-from oscar_mm.pipelines.qwen3_vl import Qwen3VL
+from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
 from oscar_mm.policy import DEFAULT, KVPolicy
 

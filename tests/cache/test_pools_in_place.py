@@ -9,8 +9,8 @@ import torch
 
 from oscar_mm import OscarCache
 from oscar_mm.cache import store as store_module
-from oscar_mm.cache.step_replay import StepReplay
 from oscar_mm.cache.store import PageStore, Pool
+from oscar_mm.fast_decode.decode_steps import StepReplay
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import POLICIES, attend_oscar, chunk

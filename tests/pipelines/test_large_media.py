@@ -14,7 +14,7 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.errors import NoRoom
 from oscar_mm.media.image import PictureSize
 from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.qwen3_vl import image_tokens, largest_image
+from oscar_mm.pipelines.qwen3 import image_tokens, largest_image
 from tests.prompts import noise
 
 SIDES = st.integers(300, 16_400)

@@ -16,8 +16,7 @@ from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.models import bundled
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.loading import Placement, on_meta, tensor_plan
-from oscar_mm.pipelines.qwen3_omni import Qwen3Omni
-from oscar_mm.pipelines.qwen3_vl import Qwen3VL
+from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.policy import DEFAULT
 from tests.checkpoints import build_decoder
 from tests.prompts import REQUESTS

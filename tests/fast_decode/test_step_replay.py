@@ -8,7 +8,7 @@ import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.cache.step_replay import StepReplay
+from oscar_mm.fast_decode.decode_steps import StepReplay
 from oscar_mm.modality import PADDING
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import (
