@@ -129,8 +129,6 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
                                                const Assignment& part, State& state,
                                                uint32_t taken, int warp, int lane) {
   bool second = false;  // whether the state is in units of the second format
-#if STREAM
-#endif
   const Run run = run_of(part);
   // Item run.first + i is the (taken + i)-th of this thread block.
   int i = (warp + WARPS - taken % WARPS) % WARPS;
