@@ -15,6 +15,7 @@ constexpr int TILE = 16;
 constexpr int HEAD = 4;            // numbers of a job, or a beginning, before its sources
 constexpr int CENTER_TOKENS = 32;
 constexpr int FIELDS = 16;         // of an assignment
+constexpr int SEGMENT_ITEMS = 20;  // places after a segment, where thread blocks have several
 constexpr int FEWEST_ITEMS = 8;    // of a thread block of decode, where there are as many
 constexpr int NOTHING = -2147483647 - 1;
 
@@ -85,10 +86,11 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
   const int rows = params.decodes, per_row = params.heads * params.column_tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto items_of = [&](int row) { return 1 + ceil_div(past_of(params, row), PAGE_TOKENS); };
-  if (warp == 0) sums_before(before, rows, lane, items_of);
+  const bool few = rows * per_row <= params.workers;
+  const auto length_of = [&](int row) { return items_of(row) + (few ? 0 : SEGMENT_ITEMS); };
+  if (warp == 0) sums_before(before, rows, lane, length_of);
   __syncthreads();
   const int total = per_row * before[rows];
-  const bool few = rows * per_row <= params.workers;
   int longest = 1;  // items of a part, where each thread block has one segment
   if (few) {
     int low = FEWEST_ITEMS, high = FEWEST_ITEMS;
@@ -115,11 +117,12 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
     if (worker < used) {
       const int begin =
           few ? worker : static_cast<int>(static_cast<int64_t>(total) * worker / used);
-      const int row = row_at(rows, begin, first_of), items = items_of(row);
-      const int size = few ? ceil_div(items, longest) : items;
-      const int within = (begin - first_of(row)) / size;
+      const int place = few ? begin : begin + SEGMENT_ITEMS;  // none begins behind a segment's items
+      const int row = row_at(rows, place, first_of), items = items_of(row);
+      const int size = few ? ceil_div(items, longest) : length_of(row);
+      const int within = (place - first_of(row)) / size;
       const int head = within / params.column_tiles, tile = within % params.column_tiles;
-      int first = begin, last = 0, start = first_of(row) + within * items;
+      int first = 0, last = 0, start = first_of(row) + within * size;
       if (few) {
         start = 0;
         for (int other = 0; other < row; ++other) start += per_row * items_of(other);
@@ -127,6 +130,7 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
         const int part = worker - first_of(row) - within * size;
         first = start + items * part / size, last = start + items * (part + 1) / size;
       } else {
+        first = max(begin, start);
         last = static_cast<int>(static_cast<int64_t>(total) * (worker + 1) / used);
       }
       const int segment = row * per_row + within;

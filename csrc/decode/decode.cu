@@ -2,12 +2,13 @@
 //
 // Work is a line of items, segment after segment: a segment is one (sequence, KV head, tile of up
 // to 8 query columns), its items are first the new tokens, then stored tokens in 16 bit (up to 16
-// each), then pages. Every thread block takes an equal part of the line; its warps take items in
-// turn. Keys are operand A (16 tokens x 16 channels), queries B (16 channels x 8 columns), then
-// values transposed A (16 channels x 16 tokens) and probabilities B, so that a column keeps its
-// lanes throughout. Codes are used as float16 subnormals (page.cuh): the power of two of their
-// place and a channel's scale go into the query, a token's scale of its key into its score, that of
-// its value into its probability.
+// each), then pages. Every thread block takes an equal part of the line, on which places without an
+// item stand for the time that a new segment takes; its warps take items in turn. Keys are operand
+// A (16 tokens x 16 channels), queries B (16 channels x 8 columns), then values transposed A (16
+// channels x 16 tokens) and probabilities B, so that a column keeps its lanes throughout. Codes are
+// used as float16 subnormals (page.cuh): the power of two of their place and a channel's scale go
+// into the query, a token's scale of its key into its score, that of its value into its
+// probability.
 //
 // One float16 is too coarse for a query times a scale: at scores of 100 its rounding moves
 // probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits. Stream
@@ -247,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Assignment done = part;
     const Run run = run_of(part);
     taken += run.last - run.first;
-    const bool goes_on = part.start + part.items() < part.end;
+    const bool goes_on = part.next() < part.end;
     if (goes_on) {
       // The next segment's pages are on their way while this one's states are added up.
       part.advance(params);

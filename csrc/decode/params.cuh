@@ -7,6 +7,8 @@
 constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int SLOTS = (WARPS + 1) / 2;
+// Places of the line without an item that follow a segment, where thread blocks have several.
+constexpr int SEGMENT_ITEMS = 20;
 constexpr int HAS_B = KEY_BITS_B != 0;
 using PageA = Page<KEY_BITS_A, VALUE_BITS_A>;
 using PageB = Page<HAS_B ? KEY_BITS_B : KEY_BITS_A, HAS_B ? VALUE_BITS_B : VALUE_BITS_A>;
@@ -32,6 +34,9 @@ struct alignas(16) Assignment {
   int first, parts;     // thread blocks of the segment, where each has but one segment; else parts 0
 
   __device__ int items() const { return 1 + tiles + pages; }
+
+  // Where the next segment begins, if the thread block's part goes on.
+  __device__ int next() const { return start + items() + SEGMENT_ITEMS; }
 
   // Thread block that has a position of the line.
   __device__ int worker(uint32_t position) const {
@@ -80,7 +85,7 @@ struct Shared {
 };
 
 __device__ __forceinline__ void Assignment::advance(const Params& params) {
-  start += items();
+  start = next();
   ++index;
   if (++column_tile * COLUMNS < params.group * params.tokens) return;
   column_tile = 0;

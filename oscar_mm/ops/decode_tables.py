@@ -22,6 +22,8 @@ COLUMNS = 8
 FEWEST_ITEMS = 8
 """Of a thread block, where a segment has that many: its warps take one each at a time, and adding
 up the parts of many thread blocks takes longer."""
+SEGMENT_ITEMS = 20
+"""Items in the time of which a thread block goes over to its next segment."""
 TILE = 16
 """Tokens in 16 bit that a warp takes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
@@ -160,11 +162,16 @@ def assign(
     ``counts`` are of each sequence the tiles of its tokens in 16 bit, and its pages.
 
     With no more segments than thread blocks each thread block works on one segment, and segments
-    get thread blocks by their length. Otherwise all get equal parts of the line.
+    get thread blocks by their length. Otherwise all get equal parts of the line, on which
+    ``SEGMENT_ITEMS`` places without an item follow each segment: else the thread block of many
+    short ones, such as rows that are there for a graph's sake, would take the longest.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
     lengths = np.repeat([1 + tiles + pages for tiles, pages in counts], per_sequence)
+    straddle = len(lengths) > workers
+    if straddle:
+        lengths += SEGMENT_ITEMS
     starts = np.concatenate([[0], np.cumsum(lengths)])
     total = int(starts[-1])
     if total * workers >= 1 << 31:
@@ -180,7 +187,7 @@ def assign(
             *(starts[segment], tiles, pages, first, parts),
         )
 
-    if len(lengths) <= workers:
+    if not straddle:
         first = 0
         for segment, parts in enumerate(_shares(lengths, workers)):
             start, length = int(starts[segment]), int(lengths[segment])
@@ -192,8 +199,10 @@ def assign(
         used = min(workers, total)
         for worker in range(used):
             begin, end = total * worker // used, total * (worker + 1) // used
-            segment = int(np.searchsorted(starts, begin, side="right")) - 1
-            fill(worker, begin, end, segment, 0, 0)
+            # None begins behind a segment's items, and each has some: parts are no shorter than the
+            # mean segment.
+            segment = int(np.searchsorted(starts, begin + SEGMENT_ITEMS, side="right")) - 1
+            fill(worker, max(begin, int(starts[segment])), end, segment, 0, 0)
     return table
 
 

@@ -11,6 +11,7 @@ import torch
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
 from oscar_mm.ops.decode import Params, Specialization
+from oscar_mm.ops.decode_tables import SEGMENT_ITEMS
 from oscar_mm.pages.layout import PageFormat
 from tests.ops.arguments import channel_policy, stream_policy
 
@@ -76,7 +77,7 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
             f"static_assert(sizeof(Shared) <= {made.shared_bytes(*shape)} &&"
             f" sizeof(Shared) > {made.shared_bytes(*shape) - 128});\n"
             f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-            "static_assert(sizeof(Assignment) == 64);\n"
+            f"static_assert(sizeof(Assignment) == 64 && SEGMENT_ITEMS == {SEGMENT_ITEMS});\n"
         )
         macros = made.macros(*shape, arch in TMA)
         report = compile_text("decode/decode.cu", text, arch, macros).reports["decode"]
