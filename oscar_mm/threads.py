@@ -23,18 +23,34 @@ _this_thread = threading.local()
 _beginning = threading.Lock()
 
 
+class _Waiting(NamedTuple):
+    """A thread that waits for a lock.
+
+    Attributes:
+        thread: its id.
+        turn: released when the thread has the lock.
+        brief: whether it needs the lock for a moment only.
+    """
+
+    thread: int
+    turn: threading.Lock
+    brief: bool
+
+
 class FairLock:
     """As ``threading.RLock``, but first come, first served.
 
     A thread that releases a ``threading.RLock`` and takes it again at once, as one that makes step
     after step does, nearly always gets it before those that wait.
+
+    A thread with long work lets those in between that need the lock ``briefly``.
     """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     @property
     def is_owned(self) -> bool:
@@ -46,12 +62,18 @@ class FairLock:
         """Whether a thread waits for the lock."""
         return bool(self._waiting)
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    @property
+    def is_wanted_briefly(self) -> bool:
+        """Whether a thread waits that needs the lock for a moment only."""
+        return any(waiting.brief for waiting in tuple(self._waiting))
+
+    def acquire(self, blocking: bool = True, timeout: float = -1, *, brief: bool = False) -> bool:
         """Take the lock; whether this thread has it now.
 
         Args:
             blocking: wait for it.
             timeout: most seconds to wait; -1 for no bound.
+            brief: as of ``briefly``.
         """
         thread = threading.get_ident()
         if self._owner == thread:
@@ -66,19 +88,50 @@ class FairLock:
                 return True
             if not blocking:
                 return False
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append((thread, turn))
+            mine = self._place(brief)
+            self._waiting.append(mine)
         finally:
             self._guard.release()
         try:
-            if turn.acquire(timeout=timeout):
+            if mine.turn.acquire(timeout=timeout):
                 return True
         except BaseException:
-            if not self._leave(thread, turn):
+            if not self._leave(mine):
                 self.release()
             raise
-        return not self._leave(thread, turn)
+        return not self._leave(mine)
+
+    @contextmanager
+    def briefly(self) -> Iterator[None]:
+        """Inside, this thread has the lock, for a moment: it runs no model. It need not wait for
+        the end of what calls ``let_in``."""
+        self.acquire(brief=True)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def let_in(self) -> None:
+        """Let the threads that wait for a moment have the lock, one after the other, and take it
+        again before all others. Does nothing where this thread has taken it several times."""
+        if self._owner != threading.get_ident() or self._depth > 1:
+            return
+        with self._guard:
+            brief = [waiting for waiting in self._waiting if waiting.brief]
+            if not brief:
+                return
+            others = [waiting for waiting in self._waiting if not waiting.brief]
+            mine = self._place(brief=False)
+            first, *brief = brief
+            self._waiting = deque([*brief, mine, *others])
+            self._owner = first.thread
+            first.turn.release()
+        try:
+            mine.turn.acquire()
+        except BaseException:
+            if self._leave(mine):
+                self.acquire()  # The caller releases it.
+            raise
 
     def release(self) -> None:
         """Give up the lock, once for each time it was taken; the next thread has it then.
@@ -93,8 +146,9 @@ class FairLock:
             return
         with self._guard:
             if self._waiting:
-                self._owner, turn = self._waiting.popleft()
-                turn.release()
+                following = self._waiting.popleft()
+                self._owner = following.thread
+                following.turn.release()
             else:
                 self._owner = None
 
@@ -106,11 +160,18 @@ class FairLock:
         """Give up the lock."""
         self.release()
 
-    def _leave(self, thread: int, turn: threading.Lock) -> bool:
-        """Wait no more; False if this thread has got the lock meanwhile."""
+    @staticmethod
+    def _place(brief: bool) -> _Waiting:
+        """One of this thread among those that wait."""
+        waiting = _Waiting(threading.get_ident(), threading.Lock(), brief)
+        waiting.turn.acquire()
+        return waiting
+
+    def _leave(self, waiting: _Waiting) -> bool:
+        """Wait no more; False if the thread has got the lock meanwhile."""
         with self._guard:
             try:
-                self._waiting.remove((thread, turn))
+                self._waiting.remove(waiting)
             except ValueError:
                 return False
             return True

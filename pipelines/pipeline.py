@@ -320,7 +320,7 @@ class Pipeline:
         messages = self.family.messages(prompt, system, media)
         read = self.family.prompt(messages, media)
         # Copies to the device must not come between the steps of others while these are captured.
-        with self.lock:
+        with self.lock.briefly():
             return read.to(self.family.device)
 
     def read_request(

@@ -108,7 +108,7 @@ class SharedMedia:
         """
         start = time.perf_counter()
         prompt, past = self._after_media(question, sampling.max_new_tokens)
-        with self.pipe.lock:
+        with self.pipe.lock.briefly():
             cache = past.fork()
         history = None if self._prompt is None else self._prompt.inputs["input_ids"]
         answer = Generation(self.pipe.engine, prompt, cache, sampling, start, history)
@@ -163,7 +163,7 @@ class SharedMedia:
 
     def close(self) -> None:
         """Give up the pages; questions in progress keep theirs."""
-        with self.pipe.lock:
+        with self.pipe.lock.briefly():
             self._cache.close()
 
     def _split(self, question: str) -> tuple[str, str, str]:

@@ -77,6 +77,41 @@ def test_one_thread_at_a_time() -> None:
     assert most == [1] and lock.acquire(blocking=False)
 
 
+def waits(lock: FairLock, order: list[str], name: str, *, brief: bool) -> threading.Thread:
+    """A thread that waits for a lock, and notes when it has it."""
+
+    def work() -> None:
+        with lock.briefly() if brief else lock:
+            order.append(name)
+
+    count, thread = len(lock._waiting), threading.Thread(target=work)
+    thread.start()
+    while len(lock._waiting) == count:
+        time.sleep(0.001)
+    return thread
+
+
+def test_who_needs_it_for_a_moment_gets_it_between() -> None:
+    lock, order = FairLock(), list[str]()
+    with lock:
+        names = ("long", "brief", "long too", "brief too")
+        threads = [waits(lock, order, one, brief=one.startswith("brief")) for one in names]
+        assert lock.is_wanted_briefly
+        with lock:
+            lock.let_in()
+        assert order == [], "taken twice, it is not given to others"
+        lock.let_in()
+        assert order == ["brief", "brief too"] and lock.is_owned
+        assert not lock.is_wanted_briefly
+        lock.let_in()
+        assert order == ["brief", "brief too"]
+    for thread in threads:
+        thread.join()
+    assert order == ["brief", "brief too", "long", "long too"]
+    lock.let_in()
+    assert not lock.is_owned
+
+
 class Interrupted(Exception):
     """A step of the leader was interrupted."""
 

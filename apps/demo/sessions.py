@@ -273,7 +273,7 @@ class Sessions:
         people = f"{count} visitor{'' if count == 1 else 's'} here"
         if budget is None:
             return people
-        with self.pipe.lock:
+        with self.pipe.lock.briefly():
             used = budget.used_bytes
         return f"{people}, {format_bytes(used)} of {format_bytes(budget.limit)} in use"
 

@@ -114,7 +114,7 @@ class _PipelineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pipe = self._conversations.pipe
-        if pipe.lock.acquire(timeout=_LOCK_S):
+        if pipe.lock.acquire(timeout=_LOCK_S, brief=True):
             try:
                 self._memory = self._measure()
             finally:

@@ -160,7 +160,7 @@ class Admission:
             tokens["text"] = self.family.tokenize(prompt).shape[1]
         else:
             tokens["text"] = text_tokens(self.family, shown, prompt, system)
-        with self.lock:
+        with self.lock.briefly():
             media: dict[Modality, list[tuple[str, int]]] = {}
             for medium in shown:
                 counts = medium_tokens(self.family, medium)
@@ -194,7 +194,7 @@ class Admission:
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
         self._check_context(size)
-        with self.lock:
+        with self.lock.briefly():
             self._check_bytes(size, prompt.modalities[0].numpy(), past)
 
     def growth(

@@ -219,9 +219,11 @@ class OscarCache(Cache):
         sources = {} if self.step is None else self.step.sources()
         for bits, slots in sources.items():
             self.store.allocators[bits].retain(slots)
+        self.store.paused += 1
         try:
             yield
         finally:
+            self.store.paused -= 1
             for bits, slots in sources.items():
                 self.store.allocators[bits].release(slots)
 

@@ -224,6 +224,7 @@ class PageStore:
         layers: layer index -> its pools, made by the first cache that reaches the layer.
         lock: that a thread holds while it uses one of the caches.
         trims: how often slots have got other ids.
+        paused: forward passes that stand between two layers; slots keep their ids meanwhile.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class PageStore:
         self.lock = FairLock() if lock is None else lock
         self.ranks = Ranks() if ranks is None else ranks
         self.trims, self._next_trim = 0, 0.0
+        self.paused = 0
         self._pools: list[Pool] = []
         self._reserved: tuple[int, ...] = ()
         """Pools and slots at the last ``reserve``."""
@@ -321,11 +323,14 @@ class PageStore:
             self.release(self._dropped.popleft())
 
     def trim(self) -> None:
-        """Give free slots back to the device. Between forward passes only: slots get other ids.
+        """Give free slots back to the device. Between forward passes only, as slots get other ids:
+        where one is ``paused``, nothing happens.
 
         A pool whose address stays is compacted in place; of others one at a time is copied, so that
         much memory is needed on the way.
         """
+        if self.paused:
+            return
         owners = self._registered()  # None goes from here on, and comes back with old ids.
         self.collect()
         for bits, slots in self.allocators.items():

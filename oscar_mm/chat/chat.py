@@ -176,20 +176,20 @@ class Chat:
     @property
     def segments(self) -> list[Segment]:
         """Turn by turn its text and its media, with their tokens and bytes."""
-        with self.pipe.lock:
+        with self.pipe.lock.briefly():
             return self._spillable.drop_reasoning().segments()
 
     @property
     def memory(self) -> MemoryReport:
         """Bytes that the chat holds; bytes that forks share are in the reports of all of them."""
-        with self.pipe.lock:
+        with self.pipe.lock.briefly():
             cache = self._spillable.drop_reasoning().kv
             return (cache if cache is not None else self._new_cache()).memory()
 
     @property
     def so_far(self) -> Answer | None:
         """The answer that is being written, so far; None before its first token."""
-        with self.pipe.lock:
+        with self.pipe.lock.briefly():
             running = self._spillable.answering
             return running.answer() if running and running.written.token_ids else None
 
@@ -291,7 +291,7 @@ class Chat:
 
     def close(self) -> None:
         """Give up all pages; the chat answers no more. A second call does nothing."""
-        with self._calls, self.pipe.lock:
+        with self._calls, self.pipe.lock.briefly():
             if self._spillable.closed:
                 return
             self._end_stream()
@@ -346,7 +346,7 @@ class Chat:
                 then = self._spillable.conversation
                 system = None if then.turns else self.system
                 prompt = next_prompt(pipe, then, question, system, shown, most, before)
-                with pipe.engine.room_for(begin) as now:
+                with pipe.engine.room_for(begin, brief=not reserves) as now:
                     if now.turns is not then.turns:
                         continue  # A stream that was left has become a turn.
                     if not reserves:
@@ -376,7 +376,7 @@ class Chat:
         pipe, self._stopped = self.pipe, False
         check_turn(pipe, question, self.system, before, media[:3])
         if self._running is not None:
-            with self._calls, pipe.lock:
+            with self._calls, pipe.lock.briefly():
                 self._end_stream()
         sampling = pipe.sampling(options, _ARGUMENTS)
         images, videos, audio, sound = media
@@ -418,7 +418,7 @@ class Chat:
             try:
                 yield from generation
                 # Once for all that follows: each time waits for a step of the others.
-                locked.enter_context(self.pipe.lock)
+                locked.enter_context(self.pipe.lock.briefly())
                 if generation.cancelled and not generation.written.text:
                     raise Cancelled("the answer was cancelled before its first word")
                 answer = generation.answer()

@@ -281,6 +281,14 @@ class AnswerGroups:
                 self.join(answer, alike=group.view is not None and group.view.alike)
         return ended
 
+    def let_others_in(self, cache: OscarCache) -> None:
+        """Between two layers that read into a cache: who begins an answer, or takes one that has
+        ended, need not wait for all layers."""
+        if self._store.lock.is_wanted_briefly:
+            self.settle_ended()
+            with cache.paused():
+                self._store.lock.let_in()
+
     @contextmanager
     def steps_between_layers(
         self,
@@ -388,6 +396,7 @@ class LayerTurns:
         if self._waits:
             self._wait_for_layers(2 if is_short else 1)
         self.stop_if_cancelled()
+        self._groups.let_others_in(self._cache)
         if self._layer_end is None or not self._decodes:
             return
         step_seconds, share = self._groups.pace.seconds(), self._share

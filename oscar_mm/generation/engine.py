@@ -206,16 +206,18 @@ class Engine:
         return [answer for answer in answers if answer.ended]
 
     @contextmanager
-    def room_for(self, begin: Callable[[], Result]) -> Iterator[Result]:
+    def room_for(self, begin: Callable[[], Result], *, brief: bool = True) -> Iterator[Result]:
         """Inside, under the lock: what ``begin`` returns, which waits for room as requests do.
 
         Args:
             begin: takes room, and changes nothing where it raises ``Busy``; it is tried again when
                 an answer has ended, as long as answers run.
+            brief: whether no model runs inside, so that prompts which are read may stay unread for
+                a moment.
         """
         with ExitStack() as waiting:
             while True:
-                with self.lock:
+                with self.lock.briefly() if brief else self.lock:
                     self._drop_left()
                     try:
                         begun = begin()

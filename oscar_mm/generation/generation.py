@@ -152,7 +152,7 @@ class Generation(DecodeRow):
         Raises:
             BaseException: ``error``.
         """
-        with self.engine.lock:
+        with self.engine.lock.briefly():
             self.cancel()
             self.settle()
             self._raise_error()
@@ -188,7 +188,7 @@ class Generation(DecodeRow):
 
     def answer(self) -> Answer:
         """The answer so far."""
-        with self.engine.lock:
+        with self.engine.lock.briefly():
             memory = self._memory or self.cache.memory()
         cached = self.prompt.tokens - self.unread.tokens
         return self.written.answer(memory, self.prompt_tokens, cached)

@@ -1224,6 +1224,41 @@ def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Pa
     assert [answer.complete().token_ids for answer in answers] == expected
 
 
+@pytest.mark.parametrize("brief", [True, False])
+def test_who_waits_for_a_moment_comes_between_the_layers_of_a_prompt(
+    qwen3_vl_folder: Path, brief: bool
+) -> None:
+    """And may free what would let pools shrink, of which the prompt reads on."""
+    pipe = loaded(qwen3_vl_folder)
+    chat, other = pipe.chat(), pipe.chat()
+    chat.ask(SHORT[0], max_new_tokens=2)
+    expected = chat.fork().ask(SHORT[1], max_new_tokens=4).token_ids
+    other.ask(SHORT[2] * 20, max_new_tokens=2)
+    layers, passed, found = pipe.model.get_decoder().layers, [0], list[int]()
+
+    def work() -> None:
+        with pipe.lock.briefly() if brief else pipe.lock:
+            found.append(passed[0])
+            other.close()
+            pipe.store.trim()
+
+    waiting = threading.Thread(target=work)
+
+    def layer_begins(*_: object) -> None:
+        if not passed[0]:
+            waiting.start()
+            while not pipe.lock.is_contended:
+                time.sleep(0.001)
+        passed[0] += 1
+
+    hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
+    assert chat.ask(SHORT[1], max_new_tokens=4).token_ids == expected
+    for hook in hooks:
+        hook.remove()
+    waiting.join(60)
+    assert found == [1] if brief else found[0] >= len(layers)
+
+
 def test_a_thread_of_its_own_makes_all_steps(plain, monkeypatch) -> None:
     expected, steppers, seen = alone(plain), set[int](), list[int]()
     step = plain.engine._groups.step

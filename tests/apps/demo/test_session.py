@@ -156,10 +156,10 @@ def test_stop_before_the_first_word_ends_the_reading(
     pipe, chat = session.sessions.pipe, session.conversation.chat
     turns, room_for = chat.turns, pipe.engine.room_for
 
-    def room_after_stop(begin: Callable[[], Any]) -> Any:
+    def room_after_stop(begin: Callable[[], Any], **how: bool) -> Any:
         if begin == chat._spillable.load:
             session.stop()
-        return room_for(begin)
+        return room_for(begin, **how)
 
     if when == "waits for others":
         monkeypatch.setattr(pipe.engine, "room_for", room_after_stop)
