@@ -25,8 +25,7 @@ from oscar_mm.media.image import PictureSize
 from oscar_mm.media.media import Media
 from oscar_mm.media.video import sampled
 from oscar_mm.modality import Modality
-from oscar_mm.models import source_of
-from oscar_mm.models.released import ReleasedModel, released_model
+from oscar_mm.models import ReleasedModel, released_model, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.loading import on_meta, outline
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
@@ -199,7 +198,7 @@ def plan(
 
     Args:
         model: name of a bundled model, hub id or folder; of a causal language model too. Released
-            models (``oscar_mm.models.released``) are known by name, without the hub.
+            models (``oscar_mm.models``) are known by name, without the hub.
         session: media and texts of the conversation.
         policy: how keys and values would be stored.
         limits: bounds on media, as of the pipeline.

@@ -1,4 +1,4 @@
-// Codes of a key that lower the error of its scores (oscar_mm/quant/score_error.py, in PyTorch).
+// Codes of a key that lower the error of its scores (oscar_mm/quant/fit.py, in PyTorch).
 //
 // Weights are the same for both channels of a pair of RoPE, whose elements of a lane are COUNT / 2
 // apart. So the butterflies of that bit cancel in H D H: it is two blocks of HEAD_DIM / 2, both with

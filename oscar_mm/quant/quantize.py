@@ -17,10 +17,11 @@ from oscar_mm.quant.fit import (
     divide_by_norm,
     fit_group,
     fitted_norm,
+    lower_score_error,
+    score_weights,
     token_rms,
     unbiased_scale,
 )
-from oscar_mm.quant.score_error import lower_score_error, score_weights
 
 _CHUNK_ELEMENTS = 1 << 22
 """Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""
@@ -49,7 +50,7 @@ class Recipe:
 
     @property
     def lowers_score_error(self) -> bool:
-        """Whether codes of a token's key are those of ``quant.score_error``, not the nearest."""
+        """Whether codes of a token's key are those of ``quant.fit``, not the nearest."""
         return self.page_format.by_token and self.rotate and self.unbiased_keys
 
 

@@ -6,11 +6,16 @@ import torch
 from oscar_mm import KVPolicy
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
-from oscar_mm.quant import score_error
+from oscar_mm.quant import fit
 from oscar_mm.quant.basis import hadamard
-from oscar_mm.quant.fit import assign_codes, fit_group, unbiased_scale
+from oscar_mm.quant.fit import (
+    assign_codes,
+    fit_group,
+    lower_score_error,
+    score_weights,
+    unbiased_scale,
+)
 from oscar_mm.quant.quantize import Recipe, quantize_tokens
-from oscar_mm.quant.score_error import lower_score_error, score_weights
 
 
 def slow_pairs(head_dim: int, tokens: int = 60, seed: int = 0) -> torch.Tensor:
@@ -51,13 +56,13 @@ def test_few_codes_change_and_the_error_falls(head_dim: int, bits: int) -> None:
     before, after = (weighted_error(turned, x, scale, zero, weights) for x in (codes, changed))
     assert (after <= before * 1.0001).all() and after.sum() < 0.7 * before.sum()
     apart = (changed - codes).abs()
-    assert (apart.sum(-1) <= score_error.CHANGES).all()
+    assert (apart.sum(-1) <= fit.CHANGES).all()
     assert changed.min() == 0 and changed.max() == (1 << bits) - 1
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
 def test_a_change_is_the_best_one(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_error, "CHANGES", 1)
+    monkeypatch.setattr(fit, "CHANGES", 1)
     bits, keys = 2, slow_pairs(head_dim)
     turned, codes, scale, zero = fitted(keys, bits)
     weights = score_weights(keys, slow_pairs(head_dim, seed=1))
@@ -103,5 +108,5 @@ def test_scores_of_queries_like_the_keys(bits: int, monkeypatch: pytest.MonkeyPa
         return float((queries @ (back[:, 0] @ hadamard(64) - keys[:, 0]).T).square().mean())
 
     changed = error()
-    monkeypatch.setattr(score_error, "CHANGES", 0)
+    monkeypatch.setattr(fit, "CHANGES", 0)
     assert changed < 0.75 * error()
