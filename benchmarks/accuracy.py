@@ -37,6 +37,7 @@ from oscar_mm.compare.methods import (
     selected,
 )
 from oscar_mm.compare.teacher_forcing import IGNORE, Scores, answer_logits, as_recorded
+from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
@@ -281,7 +282,7 @@ def main(arguments: Sequence[str]) -> int:
         return accuracy_report.main(options.out, options.model or NAMES)
     try:
         return _run(options, command("benchmarks.accuracy", arguments))
-    except FileNotFoundError as error:  # its message says how to make the file
+    except (FileNotFoundError, InputError) as error:  # The first says how to make the file.
         print(f"benchmarks.accuracy: {error}", file=sys.stderr)
         return 2
 
@@ -306,7 +307,11 @@ def _merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 def _run(options: argparse.Namespace, line: str) -> int:
     device = torch.device(options.device)
     prompts = options.prompts or PROMPTS[device.type]
-    tables = (main_methods(), ablation_methods())
+    tables = (main_methods(), [] if options.no_ablation else ablation_methods())
+    known = [method.name for method in (*tables[0], *tables[1])]
+    for text in options.methods:
+        if not any(text in name for name in known):
+            raise InputError(f"--methods {text}: in no name of {'; '.join(known)}")
     names = options.methods and [REFERENCE, *options.methods]
     compared = {method.name for method in selected([*tables[0], *tables[1]], names)}
     main_table, ablation = (
@@ -330,7 +335,7 @@ def _run(options: argparse.Namespace, line: str) -> int:
                 pocket.generator,
                 [task],
                 main_table,
-                [] if options.no_ablation else ablation,
+                ablation,
                 prompts,
                 options.seed,
                 options.condition or CONDITIONS,

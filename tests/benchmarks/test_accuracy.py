@@ -129,6 +129,17 @@ def test_every_task_can_be_laid_out(studio: Studio) -> None:
         assert 300 < tokens < 10_000, task.name
 
 
+@pytest.mark.parametrize("more", [[], ["--no-ablation"]])
+def test_a_text_in_no_name_is_an_error(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = "sinks" if more else "publshed"
+    arguments = ["--random", "--methods", "published", "--methods", wrong, *more]
+    assert accuracy.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert f"--methods {wrong}: in no name of " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_command_line_records_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
