@@ -43,8 +43,8 @@ from oscar_mm.ops.store_torch import (
     store_layers_one_by_one,
 )
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.quant.fit import CHANGES, FLOOR
 from oscar_mm.quant.quantize import Recipe
-from oscar_mm.quant.score_error import CHANGES, FLOOR
 
 _WARPS = 4
 """Of a thread block: each has the keys, or the values, of one head of a job."""

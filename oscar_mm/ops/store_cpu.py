@@ -26,9 +26,8 @@ from oscar_mm.kernels.loops import (
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
-from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
+from oscar_mm.quant.fit import CHANGES, FLOOR, LSQ_ROUNDS, first_range
 from oscar_mm.quant.quantize import Recipe
-from oscar_mm.quant.score_error import CHANGES, FLOOR
 
 
 class _Side(NamedTuple):
