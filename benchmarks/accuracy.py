@@ -26,6 +26,7 @@ from examples.train_pocket.configs import NAMES, Pocket
 from examples.train_pocket.evaluate import SEED
 from examples.train_pocket.studio import Studio, load_atlases
 from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.methods import (
     DEFAULT,
     REFERENCE,
@@ -192,7 +193,7 @@ def greedy_answers(
     model, rows = pocket.generator, len(talks.forced.ids)
     cache = OscarCache(policy)
     cache.expect(talks.ids.expand(rows, -1))
-    model.get_decoder()(**talks.prefix_in(model.dtype), past_key_values=cache, use_cache=True)
+    model.get_decoder()(**talks.prefix_in(model.dtype), **as_argument(cache), use_cache=True)
     longest = max(map(len, _right_answers(talks))) + _ROOM
     sampling = Sampling(max_new_tokens=longest, temperature=0)
     answers: list[list[int]] = [[] for _ in range(rows)]

@@ -16,6 +16,7 @@ from benchmarks.random_model import RELEASED, text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
 from oscar_mm.compare.methods import BACKENDS, not_installed, stored_bytes
@@ -347,7 +348,7 @@ def _transformers_step(
         positions = position.view(*[1] * len(axes), -1, 1).expand(*axes, -1, 1)
         position = position + 1
         inputs = {"input_ids": tokens[:, None], "position_ids": positions}
-        return call(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+        return call(**inputs, **as_argument(cache), use_cache=True).logits[:, -1]
 
     return step
 

@@ -17,6 +17,7 @@ from examples.train_pocket.drawing import Look
 from examples.train_pocket.evaluate import FIND, LIST, READ
 from examples.train_pocket.studio import Sample, Step, Studio
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.teacher_forcing import Forced, Recorder
 from oscar_mm.modality import Modality
 
@@ -128,7 +129,7 @@ class Conversations:
     def record(self, model: Any) -> Recorder:
         """Keys and values that the model computes for the prefix."""
         recorder = Recorder()
-        model.get_decoder()(**self.prefix, past_key_values=recorder.cache, use_cache=True)
+        model.get_decoder()(**self.prefix, **as_argument(recorder.cache), use_cache=True)
         return recorder
 
 

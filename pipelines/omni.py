@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream, Timings
 from oscar_mm.generation.prompt import Prompt
@@ -238,12 +238,14 @@ def speak_answer(
                 use_audio_in_video=_is_heard(prompt),
                 thinker_max_new_tokens=sampling.max_new_tokens,
                 thinker_eos_token_id=sorted(ends),
-                thinker_past_key_values=cache,
                 thinker_position_ids=prompt.positions,
                 thinker_streamer=listener,
                 # With less than one frame of sound, generate fails.
                 talker_min_new_tokens=2,
-                **{f"thinker_{name}": value for name, value in options.items()},
+                **{
+                    f"thinker_{name}": value
+                    for name, value in (options | as_argument(cache)).items()
+                },
             )
         except RuntimeError:
             # It fails too where the text ends at once, so that there is nothing to speak.

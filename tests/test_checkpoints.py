@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from oscar_mm.cache.cache import cache_of
 from oscar_mm.media import load_video
 from tests.checkpoints import build, build_decoder
 
@@ -134,7 +135,7 @@ def test_same_seed_same_weights(tmp_path: Path, model) -> None:
 def test_overrides(tmp_path: Path, head_dim: int) -> None:
     path = build("qwen3_vl", tmp_path / "deep", num_hidden_layers=5, head_dim=head_dim)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    cache = model(input_ids=torch.arange(9)[None], use_cache=True).past_key_values
+    cache = cache_of(model(input_ids=torch.arange(9)[None], use_cache=True))
     assert len(cache.layers) == 5
     assert cache.layers[0].keys.shape == (1, 2, 9, head_dim)
 
@@ -145,7 +146,7 @@ def test_decoders(name: str) -> None:
     ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         out = model(input_ids=ids, use_cache=True)
-    cache = out.past_key_values
+    cache = cache_of(out)
     assert model.dtype == torch.float32 and not model.training
     assert len(cache.layers) == 3 and cache.layers[0].keys.shape == (1, 2, 40, 64)
     best = out.logits[0].topk(2).values

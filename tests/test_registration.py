@@ -23,8 +23,9 @@ assert "oscar" in AttentionInterface() and "oscar" in AttentionMaskInterface()
 assert "oscar_mm.cache.cache" not in sys.modules
 assert not [x for x in sys.meta_path if type(x).__module__.startswith("oscar_mm")]
 from oscar_mm import OscarCache
+from oscar_mm.cache.cache import as_argument
 cache = OscarCache("channel")
-model.generate(torch.arange(3, 203)[None], past_key_values=cache, max_new_tokens=4)
+model.generate(torch.arange(3, 203)[None], **as_argument(cache), max_new_tokens=4)
 """
 FRESH = "import oscar_mm"
 """Before transformers, in a process that has imported nothing; see ``outputs`` for others."""

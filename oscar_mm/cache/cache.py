@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import Cache
+from transformers.masking_utils import create_causal_mask
 
 from oscar_mm.cache.layer import LinearLayer, OscarLayer, layers_unstorable, pack_together
 from oscar_mm.cache.ledger import Announcements, Ledger
@@ -35,6 +37,19 @@ _TWO_STATES = (
     "layer: use transformers' DynamicCache for this model"
 )
 
+_ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+
+
+def as_argument(cache: Any) -> dict[str, Any]:
+    """A cache as the keyword argument of models and ``generate``: ``cache`` since transformers
+    5.24, ``past_key_values`` before."""
+    return {_ARGUMENT: cache}
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a call's keyword arguments or in a model's output, or None."""
+    return arguments.get(_ARGUMENT)
+
 
 class OscarCache(Cache):
     """Keys and values in pages by modality, packed as a ``KVPolicy`` says.
@@ -42,7 +57,7 @@ class OscarCache(Cache):
     A drop-in for any decoder of transformers::
 
         cache = OscarCache("compact")
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # past_key_values before transformers 5.24
 
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
     pages; with any other implementation it is unpacked for each layer in turn, to the same result.

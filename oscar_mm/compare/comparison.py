@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.compare.methods import PUBLISHED, REFERENCE, Method, StoredPast, bits_per_value
 from oscar_mm.compare.paged import Paged
 from oscar_mm.compare.teacher_forcing import (
@@ -321,7 +321,7 @@ class PassageComparison:
         ids = ids.to(self.model.device)
         past, forced = ids[:, : -self.judged - 1], _forced_end(ids, self.judged)
         recorder, length = Recorder(), past.shape[1]
-        self.model(past, past_key_values=recorder.cache, use_cache=True, logits_to_keep=1)
+        self.model(past, **as_argument(recorder.cache), use_cache=True, logits_to_keep=1)
         layers, kinds = recorder.layers, torch.zeros(length, dtype=torch.int8)
         exact = self._logits(as_recorded(layers), length, forced)
         for method in self.methods:
@@ -351,7 +351,7 @@ class PassageComparison:
         output = self.model(
             input_ids=forced.ids,
             position_ids=forced.positions,
-            past_key_values=ForcedCache(past, length),
+            **as_argument(ForcedCache(past, length)),
             use_cache=True,
         )
         return output.logits[0].float()
@@ -362,9 +362,9 @@ class PassageComparison:
             if method.name in self._missing:
                 continue
             row, cache = self._alone[method.name], OscarCache(method.policy)
-            self.model(past, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.model(past, **as_argument(cache), use_cache=True, logits_to_keep=1)
             steps = [
-                self.model(token, past_key_values=cache, use_cache=True).logits[0].float()
+                self.model(token, **as_argument(cache), use_cache=True).logits[0].float()
                 for token in forced.ids.split(1, dim=1)
             ]
             row.add(forced, exact, torch.cat(steps))
@@ -380,7 +380,7 @@ class PassageComparison:
         text = self.model.generate(
             past,
             attention_mask=torch.ones_like(past),
-            past_key_values=OscarCache(policy),
+            **as_argument(OscarCache(policy)),
             pad_token_id=0,
             max_new_tokens=self.generated,
             min_new_tokens=self.generated,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, scaled_dot_product_attention
 from transformers import Cache
 
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.pending import KeyLength
 from oscar_mm.quant.basis import sigma_from_prompt, sigma_of_weights
 
@@ -219,7 +220,7 @@ def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: 
     output = model.get_decoder()(
         input_ids=forced.ids,
         position_ids=forced.positions,
-        past_key_values=ForcedCache(past, length),
+        **as_argument(ForcedCache(past, length)),
         use_cache=True,
     )
     hidden = output.last_hidden_state[forced.targets != IGNORE]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.step import FixedTables, Step
 from oscar_mm.fast_decode.decoder import FastDecoder, Record, devices, sees_all, supports
 from oscar_mm.kernels.launch import switched_off
@@ -271,7 +271,7 @@ class DecodeSteps:
         output = self.model(
             input_ids=self._ids,
             position_ids=positions,
-            past_key_values=self.cache,
+            **as_argument(self.cache),
             use_cache=True,
         )
         self.cache.end_step()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.fast_decode.decoder import FastLayer, devices, supports
 from oscar_mm.ranks import Ranks
 
@@ -61,7 +61,7 @@ class PromptLayers:
         self, layer: Any, fast: FastLayer, cache: OscarCache
     ) -> Callable[..., torch.Tensor]:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            others = kwargs.get("past_key_values") is not cache
+            others = cache_of(kwargs) is not cache
             if others or args or any(kwargs.get(name) for name in _REPORTS):
                 return type(layer).forward(layer, hidden_states, *args, **kwargs)
             batch, tokens, _ = hidden_states.shape

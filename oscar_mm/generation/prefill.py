@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.batch_view import BatchView
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.generation.prompt import Prompt, by_frames, forward, segments
 
 MOST_TOKENS = 1 << 13
@@ -217,7 +217,7 @@ def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
     # The model itself embeds the prompt, media included, whatever its family: it is stopped where
     # it calls its decoder. Calls with another cache belong to other threads.
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("past_key_values") is not cache:
+        if cache_of(kwargs) is not cache:
             return
         if args:
             raise NotImplementedError(f"{type(module).__name__} takes positional arguments")
@@ -343,10 +343,10 @@ def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
 
     The decoder would keep the memory of its embeddings to its end anyway.
     """
-    cache, place = arguments["past_key_values"], arguments["inputs_embeds"]
+    cache, place = cache_of(arguments), arguments["inputs_embeds"]
 
     def put(_: Any, __: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor | None:
-        ours = kwargs.get("past_key_values") is cache and isinstance(output, torch.Tensor)
+        ours = cache_of(kwargs) is cache and isinstance(output, torch.Tensor)
         alike = ours and (output.device, output.dtype) == (place.device, place.dtype)
         return place.copy_(output) if alike else None
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.media.tower_inputs import SAMPLES
 from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
 
@@ -79,7 +80,7 @@ def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
     output = model(
         **prompt.arguments(),
         position_ids=prompt.positions,
-        past_key_values=cache,
+        **as_argument(cache),
         use_cache=True,
         logits_to_keep=1,
     )

@@ -9,6 +9,7 @@ import torch
 from oscar_mm import InputError, OscarCache
 from oscar_mm.cache import in_line, pending
 from oscar_mm.cache.batch_view import BatchView, balanced_alike
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.store import PageStore
 from tests.checkpoints import build_decoder
 
@@ -33,7 +34,7 @@ def ids(count: int, seed: int) -> torch.Tensor:
 def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
     past = cache.get_seq_length()
     place = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
-    return model(input_ids=tokens, position_ids=place, past_key_values=cache).logits[0, -1]
+    return model(input_ids=tokens, position_ids=place, **as_argument(cache)).logits[0, -1]
 
 
 @torch.inference_mode()
@@ -47,7 +48,7 @@ def read_in_line(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> t
     output = model(
         input_ids=torch.cat(tokens, dim=1),
         position_ids=torch.cat(places)[None],
-        past_key_values=view,
+        **as_argument(view),
     )
     view.settle()
     return output.logits[0, np.cumsum([x.shape[1] for x in tokens]) - 1]
@@ -172,7 +173,7 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
         view.expect(torch.tensor([[0]] * 4 + [[-1]]))
         with torch.inference_mode():
             arguments = {"input_ids": tokens, "position_ids": places}
-            logits = model(**arguments, past_key_values=view).logits[:, -1]
+            logits = model(**arguments, **as_argument(view)).logits[:, -1]
         for place, row in enumerate(order):
             expected = read(model, alone[row], tokens[place : place + 1])
             # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.
@@ -239,7 +240,7 @@ def test_a_row_that_leaves_takes_its_slots_along(model, gone: str) -> None:
         tokens, place = ids(1, step), torch.tensor([[0], [90 + step]])
         with torch.inference_mode():
             found = model(
-                input_ids=tokens.expand(2, 1), position_ids=place, past_key_values=view
+                input_ids=tokens.expand(2, 1), position_ids=place, **as_argument(view)
             ).logits[1, -1]
         torch.testing.assert_close(found, read(model, other, tokens), atol=5e-4, rtol=5e-4)
     assert store.memory().used_bytes == other.store.memory().used_bytes
@@ -272,9 +273,7 @@ def test_rows_that_are_balanced_by_their_prompts(policy: str) -> None:
         places = torch.tensor([[lengths[row]] for row in order])
         view.expect(torch.zeros(len(order), 1, dtype=torch.int8))
         with torch.inference_mode():
-            logits = plain(input_ids=tokens, position_ids=places, past_key_values=view).logits[
-                :, -1
-            ]
+            logits = plain(input_ids=tokens, position_ids=places, **as_argument(view)).logits[:, -1]
         for place, row in enumerate(order):
             expected = read(plain, alone[row], tokens[place : place + 1])
             # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from oscar_mm import InputError, OscarCache
+from oscar_mm.cache.cache import as_argument
 from tests.cache.invariants import attend_oscar, check_chunk, chunk, filled, random_ids
 from tests.checkpoints import build_decoder
 
@@ -55,18 +56,18 @@ def test_a_model_goes_on_as_if_forgotten_tokens_were_masked(
     mask = torch.ones_like(ids)
     with torch.no_grad():
         for one in (cache, plain):
-            model(ids[:, :400], past_key_values=one)
+            model(ids[:, :400], **as_argument(one))
         cache.forget(10, 170)
         cache.forget(200, 390)
         mask[:, 10:170] = mask[:, 200:390] = 0
         for start, stop in ((400, 415), (415, 416), (416, 420)):
             new = {"position_ids": torch.arange(start, stop)[None], "use_cache": True}
             found = model(
-                ids[:, start:stop], past_key_values=cache, attention_mask=mask[:, :stop], **new
+                ids[:, start:stop], **as_argument(cache), attention_mask=mask[:, :stop], **new
             )
             model.set_attn_implementation("sdpa")
             expected = model(
-                ids[:, start:stop], past_key_values=plain, attention_mask=mask[:, :stop], **new
+                ids[:, start:stop], **as_argument(plain), attention_mask=mask[:, :stop], **new
             )
             model.set_attn_implementation(implementation)
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel, Qwen3VLTextConfig, Qwen3VLTextModel
 
 from oscar_mm import KVPolicy, OscarCache
+from oscar_mm.cache.cache import as_argument
 from tests.checkpoints import build_decoder
 from tests.tiny import randomize
 
@@ -49,12 +50,12 @@ def generate(
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False} | options
     if isinstance(cache, OscarCache) and "attention_mask" in inputs:
         cache.expect(attention_mask=inputs["attention_mask"])
-    return model.generate(**inputs, past_key_values=cache, **options)
+    return model.generate(**inputs, **as_argument(cache), **options)
 
 
 def logits(model: PreTrainedModel, cache: object, ids: torch.Tensor, **inputs) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids, past_key_values=cache, use_cache=True, **inputs).logits
+        return model(ids, **as_argument(cache), use_cache=True, **inputs).logits
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +276,7 @@ def test_language_model_of_qwen3_vl() -> None:
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             parts = [
-                model(part, past_key_values=cache, use_cache=True).last_hidden_state
+                model(part, **as_argument(cache), use_cache=True).last_hidden_state
                 for part in ids.split([250, 49, 1], dim=1)
             ]
         return torch.cat(parts, dim=1)

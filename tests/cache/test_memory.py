@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.memory import KINDS, token_bytes
 from oscar_mm.modality import Modality
@@ -207,7 +208,7 @@ def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OscarLayer, "append", measured)
     ids = torch.randint(3, 300, (1, tokens), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **as_argument(cache), logits_to_keep=1)
     whole = 2 * layers * tokens * width * 2
     assert len(peaks) == layers
     assert max(peaks) <= 0.3 * whole, max(peaks) / whole

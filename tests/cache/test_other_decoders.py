@@ -25,6 +25,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from oscar_mm import InputError, OscarCache
 from oscar_mm.cache.batch_view import BatchView
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.persist import save_cache
 from tests.checkpoints import build_decoder
 from tests.tiny import randomize
@@ -79,12 +80,12 @@ def prompt(tokens: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 def generate(model: PreTrainedModel, cache: object, **inputs: Any) -> torch.Tensor:
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    return model.generate(**options | inputs, past_key_values=cache)
+    return model.generate(**options | inputs, **as_argument(cache))
 
 
 def states(model: PreTrainedModel, cache: object, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():
-        output = model(ids, past_key_values=cache, use_cache=True, **inputs)
+        output = model(ids, **as_argument(cache), use_cache=True, **inputs)
     return output.logits if "logits" in output else output.last_hidden_state
 
 
@@ -303,7 +304,7 @@ def test_output_attentions_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
             ask(model, OscarCache(), **given, output_attentions=True, **options)
     model.set_attn_implementation("eager")
-    weights = model(prompt(5), past_key_values=OscarCache(), output_attentions=True).attentions
+    weights = model(prompt(5), **as_argument(OscarCache()), output_attentions=True).attentions
     assert [x.shape for x in weights] == [(1, 4, 5, 5)] * 3
 
 

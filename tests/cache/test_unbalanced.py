@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache.cache import as_argument
 from tests.checkpoints import build_decoder
 
 
@@ -17,7 +18,7 @@ def warned(model: PreTrainedModel, cache: OscarCache, implementation: str) -> li
     with warnings.catch_warnings(record=True) as found, torch.no_grad():
         warnings.simplefilter("always")
         for part in ids.split([150, 49, 1], dim=1):
-            model(part, past_key_values=cache)
+            model(part, **as_argument(cache))
     return [str(one.message) for one in found if issubclass(one.category, UserWarning)]
 
 
@@ -45,7 +46,7 @@ def test_without_qk_norm_it_is_said_once(llama, implementation: str) -> None:
 def test_the_warning_points_at_the_caller(llama) -> None:
     llama.set_attn_implementation("sdpa")
     with pytest.warns(UserWarning, match="without query-key balancing") as found, torch.no_grad():
-        llama(torch.arange(3, 9)[None], past_key_values=OscarCache())
+        llama(torch.arange(3, 9)[None], **as_argument(OscarCache()))
     assert found[0].filename.endswith("modeling_llama.py")
 
 
@@ -71,7 +72,7 @@ def test_a_policy_that_insists_is_refused(llama) -> None:
     with pytest.raises(InputError, match="balance='prompt' needs attention 'oscar'"):
         llama(
             torch.arange(3, 9)[None],
-            past_key_values=OscarCache(KVPolicy.preset("channel", balance="prompt")),
+            **as_argument(OscarCache(KVPolicy.preset("channel", balance="prompt"))),
         )
 
 
@@ -85,6 +86,6 @@ def test_unbalanced_is_the_policy_without_balancing(llama) -> None:
     for cache in caches.values():
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            llama(torch.arange(3, 300)[None], past_key_values=cache)
+            llama(torch.arange(3, 300)[None], **as_argument(cache))
     for one, other in zip(caches["auto"].unpacked(1), caches[None].unpacked(1), strict=True):
         assert torch.equal(one, other)

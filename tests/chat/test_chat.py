@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -198,7 +199,7 @@ def test_forgotten_is_masked(name, pipes, monkeypatch) -> None:
                 **prompt.inputs,
                 position_ids=prompt.positions,
                 attention_mask=mask[:, :length],
-                past_key_values=plain,
+                **as_argument(plain),
                 use_cache=True,
             )
     expected = output.logits[0, -1]

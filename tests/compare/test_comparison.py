@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.comparison import JUDGED, ONE_BY_ONE, PassageComparison, longest, passages
 from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE, main_methods
 from oscar_mm.compare.paged import Paged
@@ -90,9 +91,9 @@ def test_the_numbers_are_those_of_plain_transformers(model: PreTrainedModel) -> 
     found = {}
     for name, cache in (("exact", DynamicCache()), ("packed", OscarCache(policy))):
         with torch.no_grad():
-            plain(ids[:, :length], past_key_values=cache)
+            plain(ids[:, :length], **as_argument(cache))
             steps = [
-                plain(ids[:, place : place + 1], past_key_values=cache).logits[0]
+                plain(ids[:, place : place + 1], **as_argument(cache)).logits[0]
                 for place in range(length, length + judged)
             ]
         found[name] = torch.cat(steps).double().log_softmax(-1)

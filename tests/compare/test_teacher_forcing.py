@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from examples.train_pocket.configs import NAMES, Pocket, build
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.teacher_forcing import (
     IGNORE,
     Forced,
@@ -41,7 +42,7 @@ def test_forced_answers_are_those_of_one_forward_pass(pocket: Pocket) -> None:
     decoder(
         input_ids=ids[:, :length],
         position_ids=positions(pocket, 0, length, 2),
-        past_key_values=recorder.cache,
+        **as_argument(recorder.cache),
         use_cache=True,
     )
     targets = torch.full((2, 60 - length), IGNORE)
@@ -65,7 +66,7 @@ def test_recorded_states(pocket: Pocket) -> None:
     pocket.generator.get_decoder()(
         input_ids=ids,
         position_ids=positions(pocket, 0, 20, 3),
-        past_key_values=recorder.cache,
+        **as_argument(recorder.cache),
         use_cache=True,
     )
     assert [layer.index for layer in recorder.layers] == [0, 1, 2, 3]

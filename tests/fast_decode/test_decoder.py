@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports
 from oscar_mm.modality import Modality
@@ -46,7 +47,7 @@ def filled(model: nn.Module, policy: str) -> OscarCache:
     modalities[1, :7] = -1
     cache.expect(modalities)
     positions = torch.arange(PAST).expand(*axes(model), ROWS, PAST)
-    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, position_ids=positions, **as_argument(cache), use_cache=True)
     return cache
 
 
@@ -66,7 +67,7 @@ def test_logits_are_those_of_the_modules(model, policy: str) -> None:
         for cache in caches:
             cache.expect(torch.zeros(ROWS, 1, dtype=torch.long))
         expected = model(
-            input_ids=ids, position_ids=positions, past_key_values=caches[0], use_cache=True
+            input_ids=ids, position_ids=positions, **as_argument(caches[0]), use_cache=True
         ).logits[:, -1]
         found = layers(ids, positions, caches[1])
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -176,9 +177,9 @@ def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]
     ids = torch.randint(20, 60, (1, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(12).expand(*axes(changed), 1, -1)
     for cache in caches:
-        changed(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        changed(input_ids=ids, position_ids=positions, **as_argument(cache), use_cache=True)
     step = {"input_ids": ids[:, :1], "position_ids": positions[..., :1] + 12, "use_cache": True}
-    expected = changed(**step, past_key_values=caches[0]).logits[:, -1]
+    expected = changed(**step, **as_argument(caches[0])).logits[:, -1]
     steps = DecodeSteps(changed, caches[1], 1, axes(changed) and (4,), torch.device("cpu"))
     steps.place([12])
     found = steps(ids[0, :1], torch.tensor([False]))
@@ -193,7 +194,7 @@ def test_who_has_looked_at_hidden_states_changes_nothing() -> None:
     hidden = model(input_ids=ids, **asked).hidden_states
     assert any(module._forward_hooks for module in model.modules())
     assert supports(model)
-    again = model(input_ids=ids, past_key_values=OscarCache("bf16"), **asked).hidden_states
+    again = model(input_ids=ids, **as_argument(OscarCache("bf16")), **asked).hidden_states
     assert len(again) == len(hidden) and torch.allclose(again[-1], hidden[-1], atol=1e-5)
 
 

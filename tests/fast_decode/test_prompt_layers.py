@@ -13,6 +13,7 @@ from accelerate import dispatch_model
 
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.prefill import read_in_line, read_prompt
@@ -86,9 +87,9 @@ def test_rows_with_padding(pipe) -> None:
     caches, layers = [OscarCache("bf16") for _ in range(2)], PromptLayers(pipe.model, 64)
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
     with torch.inference_mode():
-        expected = pipe.model(**given, past_key_values=caches[0]).logits
+        expected = pipe.model(**given, **as_argument(caches[0])).logits
         with layers.reading(caches[1]):
-            found = pipe.model(**given, past_key_values=caches[1]).logits
+            found = pipe.model(**given, **as_argument(caches[1])).logits
     assert_same(found[mask.bool()], expected[mask.bool()])
 
 

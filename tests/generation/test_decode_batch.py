@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import token_modalities
@@ -60,7 +61,7 @@ def test_generate_with_a_padded_batch(reference, attention: str, end: int | None
             attention_mask=inputs["attention_mask"],
         )
     )
-    assert reference.generate(inputs, past_key_values=cache, **options) == plain
+    assert reference.generate(inputs, **as_argument(cache), **options) == plain
     tokens = cache.memory().tokens
     assert tokens["image"] == int((inputs["mm_token_type_ids"] == 1).sum())
     assert tokens["video"] == int((inputs["mm_token_type_ids"] == 2).sum())
@@ -69,7 +70,7 @@ def test_generate_with_a_padded_batch(reference, attention: str, end: int | None
 def test_generate_without_expect_learns_of_padding_from_attention_oscar(oscar) -> None:
     inputs = oscar.inputs(BATCH)
     plain = oscar.generate(inputs, max_new_tokens=16)
-    assert oscar.generate(inputs, past_key_values=OscarCache("bf16"), max_new_tokens=16) == plain
+    assert oscar.generate(inputs, **as_argument(OscarCache("bf16")), max_new_tokens=16) == plain
 
 
 def test_batch_equals_one_by_one(oscar) -> None:

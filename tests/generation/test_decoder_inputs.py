@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.cache.cache import as_argument, cache_of
 from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prefill import embedded_parts, joined, length, prefill, read_prompt, sliced
 from oscar_mm.generation.prompt import Prompt, by_frames, segments
@@ -130,9 +131,9 @@ def test_another_conversation_reads_on(pipes: dict[str, Pipeline]) -> None:
         decoder = pipe.model.get_decoder()
 
         def meanwhile(_: Any, __: tuple, kwargs: dict[str, Any]) -> None:
-            if kwargs["past_key_values"] is not other and not found:
+            if cache_of(kwargs) is not other and not found:
                 ids = torch.tensor([[5, 6, 7]])
-                found.append(pipe.model(ids, past_key_values=other, use_cache=True).logits)
+                found.append(pipe.model(ids, **as_argument(other), use_cache=True).logits)
 
         hook = decoder.register_forward_pre_hook(meanwhile, with_kwargs=True)
         parts = list(embedded_parts(pipe.model, prompt, OscarCache("bf16"), 1000))

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.random_model import RELEASED, build
 from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prefill import prefill, read_prompt
 from oscar_mm.generation.prompt import Prompt
@@ -34,7 +35,7 @@ def logits(reference: Reference, prompt: Prompt, chunk: int | None, policy: str)
     with torch.inference_mode():
         if chunk is not None:
             return prefill(reference.model, prompt, cache, chunk)
-        return reference.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+        return reference.model(**inputs, **as_argument(cache), use_cache=True).logits[:, -1]
 
 
 @pytest.mark.parametrize("name", ["text", "two images", "video", "image and video"])

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from oscar_mm import InputError, KVPolicy, OscarCache
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.inspect.inspection import (
     Probe,
@@ -36,7 +37,7 @@ def prompt_of(pipe: Pipeline, text: str = LONG, **media: Any) -> Prompt:
 def forward(pipe: Pipeline, prompt: Prompt, cache: Any) -> torch.Tensor:
     arguments = {**prompt.inputs, "position_ids": prompt.positions, "logits_to_keep": 1}
     with torch.inference_mode():
-        return pipe.model(**arguments, past_key_values=cache, use_cache=True).logits
+        return pipe.model(**arguments, **as_argument(cache), use_cache=True).logits
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen", "omni"])

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
 from oscar_mm.fast_decode.decoder import supports
@@ -156,7 +157,7 @@ def refused(pipe: OscarVLPipeline) -> list[str]:
     for ask in (
         lambda: pipe.with_policy("oscar"),
         lambda: pipe.model.generate(
-            torch.tensor([[1, 2, 3]]), past_key_values=OscarCache("oscar"), max_new_tokens=2
+            torch.tensor([[1, 2, 3]]), **as_argument(OscarCache("oscar")), max_new_tokens=2
         ),
     ):
         try:

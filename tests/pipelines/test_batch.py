@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prompt import Prompt
@@ -89,7 +90,7 @@ def logits(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
     cache.expect(prompt.modalities)
     with torch.inference_mode():
         arguments = {**prompt.inputs, "position_ids": prompt.positions}
-        output = pipe.model(**arguments, past_key_values=cache, logits_to_keep=1)
+        output = pipe.model(**arguments, **as_argument(cache), logits_to_keep=1)
     return output.logits[:, -1]
 
 

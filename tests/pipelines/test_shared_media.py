@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from oscar_mm import InputError
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.pipelines.shared_media import SharedMedia, choose
@@ -79,7 +80,7 @@ def alone(pipe, prompt, tokens: list[int]) -> float:
         score += float(logits.log_softmax(-1)[token])
         place = prompt.next_position.expand(*prompt.positions.shape[:-1])[..., None] + step
         ids = torch.tensor([[token]])
-        logits = pipe.model(input_ids=ids, position_ids=place, past_key_values=cache).logits[0, -1]
+        logits = pipe.model(input_ids=ids, position_ids=place, **as_argument(cache)).logits[0, -1]
     return score + float(logits.log_softmax(-1)[sorted(pipe.family.end_tokens())].logsumexp(-1))
 
 

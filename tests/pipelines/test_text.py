@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from oscar_mm import InputError, OscarCache
 from oscar_mm.admission.capacity import ModelShape, layers_of_states
+from oscar_mm.cache.cache import as_argument
 from oscar_mm.pipelines.plan import Session, plan
 from oscar_mm.pipelines.text import (
     context_of,
@@ -113,7 +114,7 @@ def test_a_plan_is_what_a_cache_holds(folder: Path, policy: str) -> None:
     assert made.shape == ModelShape.of(language.model.config, language.model.num_parameters())
     cache = OscarCache(policy)
     with torch.no_grad():
-        language.model(torch.arange(900)[None] % 300, past_key_values=cache)
+        language.model(torch.arange(900)[None] % 300, **as_argument(cache))
     report = cache.memory()
     held = report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
     assert made.kv_bytes == held

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.prompt import Prompt
@@ -140,7 +140,7 @@ def test_kept_cache_is_a_fresh_prefill(name: str, kinds: list[str], request) -> 
         arguments = {**prompt.inputs, "position_ids": prompt.positions}
         with torch.inference_mode():
             logits = pipe.model(
-                **arguments, past_key_values=cache, use_cache=True, logits_to_keep=1
+                **arguments, **as_argument(cache), use_cache=True, logits_to_keep=1
             ).logits[0, -1]
         expected = fresh(pipe, prompts, answers)
         error = float((logits - expected).abs().max() / expected.abs().max())
