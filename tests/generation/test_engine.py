@@ -954,7 +954,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     running = [made(pipe, prompt, max_new_tokens=3000) for prompt in SHORT]
     for answer in running:
         pipe.engine.submit(answer)
-    pipe.engine.run_until(lambda: len(running[-1].tokens) > 4)
+    pipe.engine.run_until(lambda: len(running[-1].tokens) > 4 or running[-1].ended)
     layers = pipe.model.get_decoder().layers
     handles = [layer.register_forward_hook(layer_ends, with_kwargs=True) for layer in layers]
     long = made(pipe, "What is written on the sign at the corner of the street? " * 60)
