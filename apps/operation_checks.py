@@ -18,10 +18,12 @@ from oscar_mm.fast_decode import linear as linear_module
 from oscar_mm.fast_decode import rope as rope_module
 from oscar_mm.fast_decode.experts import (
     ExpertKernels,
-    Experts,
     GroupedKernels,
+    PromptKernels,
     mixture_of_experts,
 )
+from oscar_mm.fast_decode.experts_torch import Experts
+from oscar_mm.fast_decode.gate import GateKernel
 from oscar_mm.fast_decode.linear import LinearKernel, LinearRowsKernel, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import RopeKernel, rope_
@@ -60,6 +62,7 @@ _WIDTH, _HIDDEN = 4096, 12288
 """Widths of the feed-forward layer through which a row goes."""
 _MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
 _GROUPED_MIXTURE = mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)
+_PROMPT_MIXTURE = mixture_module.PromptSpecialization(32, 8, True)
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 LOOPS = ("decode", "store", "unpack")
@@ -96,12 +99,16 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
         if not verdict.agrees or not uses_tma(device):
             return verdict
         made = linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)
-        return LinearRowsKernel.checked.check(made, device)
+        verdict = LinearRowsKernel.checked.check(made, device)
+        return GateKernel.checked.check(_DTYPE, device) if verdict.agrees else verdict
     if operation == "mixture":
         verdict = ExpertKernels.checked.check(_MIXTURE, device)
         if not verdict.agrees or not uses_tma(device):
             return verdict
-        return GroupedKernels.checked.check(_GROUPED_MIXTURE, device)
+        verdict = GroupedKernels.checked.check(_GROUPED_MIXTURE, device)
+        if not verdict.agrees:
+            return verdict
+        return PromptKernels.checked.check(_PROMPT_MIXTURE, device)
     if operation == "pack":
         made = pack_module.Specialization(Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE)
         return PackKernel.checked.check(made, device)

@@ -3,15 +3,13 @@
 //
 // Which of an expert's places a row gets depends on which warp is first, and no result on that.
 //
-// Compiled with: CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,535), NORMALIZE (1:
-// shares add up to 1), COLUMNS (rows of a group at most), ELEMENT (__half, __nv_bfloat16).
+// Compiled with: COLUMNS (rows of a group at most), and as choice.cuh is.
 
 #include "common/overlap.cuh"
+#include "experts/choice.cuh"
 #include "experts/groups.cuh"
-#include "experts/logits.cuh"
 
 constexpr int THREADS = 1024;
-constexpr int EACH = (EXPERTS + 31) / 32;  // logits of a lane
 
 struct Params {
   const ELEMENT* logits;  // (rows, EXPERTS)
@@ -22,16 +20,6 @@ struct Params {
   int* count;             // of groups
   int rows;
 };
-
-// The sum of all lanes up to this one.
-__device__ __forceinline__ int sum_to(int x, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(~0u, x, step);
-    if (lane >= step) x += below;
-  }
-  return x;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     route(const __grid_constant__ Params params) {
@@ -44,38 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   for (int row = warp; row < params.rows; row += THREADS / 32) {
-    const unsigned short* bits = reinterpret_cast<const unsigned short*>(params.logits);
-    uint32_t keys[EACH], mine = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int expert = i * 32 + lane;
-      keys[i] = expert < EXPERTS ? key_of(bits[row * EXPERTS + expert], expert) : 0;
-    }
-    float largest = 0.0f, sum = 0.0f;
-#pragma unroll 1
-    for (int choice = 0; choice < CHOSEN; ++choice) {
-      uint32_t top = 0;
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) top = max(top, keys[i]);
-      top = __reduce_max_sync(~0u, top);
-      if (choice == 0) {
-        largest = logit_of(top);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-          if (i * 32 + lane < EXPERTS) sum += expf(logit_of(keys[i]) - largest);
-      }
-      if (lane == choice) mine = top;
-#pragma unroll
-      for (int i = 0; i < EACH; ++i)
-        if (keys[i] == top) keys[i] = 0;
-    }
-    sum = warp_sum(sum);
-    const float share = lane < CHOSEN ? expf(logit_of(mine) - largest) / sum : 0.0f;
-    const float all = warp_sum(share);
+    const Choice choice = choice_of(params.logits + row * EXPERTS, lane);
     if (lane >= CHOSEN) continue;
-    const int expert = 0xffff - (mine & 0xffff), at = row * CHOSEN + lane;
-    params.shares[at] = rounded(NORMALIZE ? share / all : share);
-    choices[at] = expert << 16 | atomicAdd(&counts[expert], 1);
+    const int at = row * CHOSEN + lane;
+    params.shares[at] = choice.share;
+    choices[at] = choice.expert << 16 | atomicAdd(&counts[choice.expert], 1);
   }
   __syncthreads();
 

@@ -6,21 +6,28 @@ The kernels read the chosen experts' weights where they are, each once. For a fe
 csrc/experts/experts.cu does all in two launches, row by row. For more, csrc/experts/route.cu puts
 the rows of each expert next to each other, csrc/linear/linear_rows.cu multiplies them by the
 expert's matrices, and csrc/experts/combine.cu adds up what a row's experts have found. For a prompt
-torch does what is between the two.
+csrc/experts/prompt.cu copies the rows next to each other, and torch's grouped products multiply
+them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn.functional import grouped_mm, silu
-from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import grouped_mm
 
+from oscar_mm.fast_decode.experts_torch import (
+    Experts,
+    MixtureArguments,
+    clear_choices,
+    error_of,
+    experts_by_torch,
+)
+from oscar_mm.fast_decode.gate import gate_
 from oscar_mm.fast_decode.linear import (
     AT_ONCE,
     MOST_ROWS,
@@ -49,58 +56,17 @@ from oscar_mm.kernels.launch import (
     shared_of_one,
     uses_tma,
 )
-from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 _MOST_CHOSEN, _MOST_EXPERTS = 32, 512
 MOST_GROUPED = 512
 """Rows that our own products take at most, grouped by expert; more are a prompt's."""
-ROUTE_THREADS, COMBINE_THREADS = 1024, 256
+_MOST_PROMPT_ROWS = 1 << 16
+ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _EARLY = 1
 """Pieces of the second kernel that do not wait for the first."""
 _checker = ArgumentChecker("mixture")
-
-
-class Experts(NamedTuple):
-    """Weights of a mixture.
-
-    Attributes:
-        router: (experts, width).
-        gate_and_up: (experts, 2 * between, width), the gates' outputs first.
-        down: (experts, width, between).
-        chosen: experts of a row.
-        normalized: whether the shares of a row's experts add up to 1.
-    """
-
-    router: torch.Tensor
-    gate_and_up: torch.Tensor
-    down: torch.Tensor
-    chosen: int
-    normalized: bool
-
-
-class MixtureArguments(NamedTuple):
-    """Arguments of ``mixture``; the result is (rows, width).
-
-    Attributes:
-        x: (rows, width), contiguous.
-        norm: (width,), weight of the RMSNorm of x.
-        epsilon: of the norm.
-        router, gate_and_up, down, chosen, normalized: as of ``Experts``.
-    """
-
-    x: torch.Tensor
-    norm: torch.Tensor
-    epsilon: float
-    router: torch.Tensor
-    gate_and_up: torch.Tensor
-    down: torch.Tensor
-    chosen: int
-    normalized: bool
-
-    def result(self) -> torch.Tensor:
-        """(rows, width) without data."""
-        return torch.empty_like(self.x)
 
 
 class Params(ctypes.Structure):
@@ -202,8 +168,8 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     ) -> float:
         """Largest relative error of a row that chooses clearly, without the residual stream."""
         made = specialization
-        arguments = _clear_choices([0] * made.rows, made, made.width, made.between, device)
-        return _error(kernel, arguments)
+        arguments = clear_choices([0] * made.rows, made, made.width, made.between, device)
+        return error_of(kernel, arguments)
 
 
 class GroupedParams(ctypes.Structure):
@@ -262,6 +228,21 @@ def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
     return first, replace(first, span=min(first.span, 384))
 
 
+def _combined(
+    kernel: Kernel,
+    arguments: MixtureArguments,
+    found: torch.Tensor,
+    shares: torch.Tensor,
+    places: torch.Tensor,
+) -> torch.Tensor:
+    """What a row's experts have found, added up by the kernel of combine.cu."""
+    x, output = arguments.x, arguments.result()
+    params = CombineParams(*addresses(found, shares, places, x, output), x.shape[1])
+    grid, block = (len(x), 1, 1), (COMBINE_THREADS, 1, 1)
+    kernel.launch(grid, block, 0, params, current_stream(x.device), dependent=True)
+    return output
+
+
 class GroupedKernels(
     OperationKernel[GroupedSpecialization], operation="grouped_mixture", bound=0.02
 ):
@@ -284,8 +265,6 @@ class GroupedKernels(
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch."""
-        if len(arguments.x) > MOST_GROUPED:
-            return self._of_prompt(arguments)
         x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
         stream, rows = current_stream(x.device), len(x)
         normed = Norm(weight, epsilon).at_once(x)
@@ -319,43 +298,7 @@ class GroupedKernels(
             )
             grid, block = (self._blocks, 1, 1), (threads, 1, 1)
             kernel.launch(grid, block, how.shared_bytes, params, stream, dependent=True)
-        return self._combined(arguments, found, shares, places)
-
-    def _of_prompt(self, arguments: MixtureArguments) -> torch.Tensor:
-        """By torch's grouped products. Transformers' module copies the experts' inputs and outputs
-        three times more, in twice the time of the products (8,192 tokens, H200)."""
-        x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
-        normed = Norm(weight, epsilon).at_once(x)
-        shares, experts = _choices(torch_linear(normed, router), count, normalized)
-        # Few bits, as a sort takes a pass for each byte.
-        by_expert, order = experts.flatten().to(torch.int16).sort()
-        numbers = torch.arange(len(router), dtype=torch.int16, device=x.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-        places = torch.arange(len(order), dtype=torch.int32, device=x.device)
-        places = torch.empty_like(places).scatter_(0, order, places)
-        inputs = normed.index_select(0, order.div_(count, rounding_mode="floor"))
-        gates, ups = grouped_mm(inputs, gate_and_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        del inputs
-        between = silu(gates).mul_(ups)
-        del gates, ups
-        found = grouped_mm(between, down.transpose(1, 2), offs=ends)
-        return self._combined(arguments, found, shares.to(x.dtype).float(), places)
-
-    def _combined(
-        self,
-        arguments: MixtureArguments,
-        found: torch.Tensor,
-        shares: torch.Tensor,
-        places: torch.Tensor,
-    ) -> torch.Tensor:
-        x, output = arguments.x, arguments.result()
-        self._combine.launch(
-            *((len(x), 1, 1), (COMBINE_THREADS, 1, 1), 0),
-            CombineParams(*addresses(found, shares, places, x, output), x.shape[1]),
-            current_stream(x.device),
-            dependent=True,
-        )
-        return output
+        return _combined(self._combine, arguments, found, shares, places)
 
     @staticmethod
     def disagreement(
@@ -366,62 +309,92 @@ class GroupedKernels(
         """Largest relative error of a row that chooses clearly, without the residual stream; some
         experts have more rows than a group."""
         kinds = [1, 2, 3, *[0] * (specialization.columns + 2)]
-        return _error(kernel, _clear_choices(kinds, specialization, 544, 64, device))
+        return error_of(kernel, clear_choices(kinds, specialization, 544, 64, device))
 
 
-def _clear_choices(
-    kinds: Sequence[int],
-    made: Specialization | GroupedSpecialization,
-    width: int,
-    between: int,
-    device: torch.device,
-) -> MixtureArguments:
-    """A mixture of random experts whose router's logits are far apart, so that rounding does not
-    change which are the largest.
+class PromptParams(ctypes.Structure):
+    """``Params`` of csrc/experts/prompt.cu, field for field."""
 
-    Args:
-        kinds: of each row; those of a kind are the same.
-        made: how many experts there are, how many rows choose, and the dtype.
-        width: of a row.
-        between: width between an expert's matrices.
+    _fields_ = (
+        *pointers("logits", "x", "shares", "choices", "counts", "places", "ends", "copies"),
+        *ints("rows", "width"),
+    )
+
+
+@dataclass(frozen=True)
+class PromptSpecialization:
+    """What the kernels for the rows of a prompt are compiled for."""
+
+    experts: int
+    chosen: int
+    normalized: bool
+    dtype: torch.dtype = torch.bfloat16
+    """The one that torch's grouped products take."""
+
+    @property
+    def macros(self) -> dict[str, str | int]:
+        """Macros that prompt.cu and combine.cu are compiled with."""
+        return {
+            "CHOSEN": self.chosen,
+            "EXPERTS": self.experts,
+            "NORMALIZE": int(self.normalized),
+            "ELEMENT": ELEMENTS[self.dtype],
+        }
+
+
+class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mixture", bound=0.02):
+    """The kernels of a mixture for the rows of a prompt, around torch's grouped products.
+
+    Transformers' module copies the experts' inputs and outputs three times more, in twice the time
+    of the products (8,192 tokens, H200).
     """
-    dtype = made.dtype
-    generator = torch.Generator(device).manual_seed(0)
-    # In the dtype at once: this runs beside a model, and float32 copies would count.
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    norm, count = Norm(random(width), 1e-5), max(kinds) + 1
-    # Kinds have elements in places of their own.
-    own = torch.arange(width, device=device) * count // width
-    rows = random(count, width) * (own == torch.arange(count, device=device)[:, None])
-    directions = norm(rows).float()
-    directions /= directions.square().sum(1, keepdim=True)
-    # The largest are the smallest numbers, which are rounded least.
-    steps = -torch.stack(
-        [torch.randperm(made.experts, generator=generator, device=device) for _ in range(count)]
-    )
-    return MixtureArguments(
-        rows[torch.tensor(kinds, device=device)],
-        *norm,
-        (steps.T.float() / 2 @ directions).to(dtype),
-        random(made.experts, 2 * between, width).div_(width**0.5),
-        random(made.experts, width, between),
-        *(made.chosen, made.normalized),
-    )
+
+    def __init__(self, specialization: PromptSpecialization, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        macros = specialization.macros
+        self._choose = self._load("experts/prompt.cu", macros, "choose")
+        self._place = self._load("experts/prompt.cu", macros, "place")
+        self._combine = self._load("experts/combine.cu", macros)
+
+    def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
+        """Launch."""
+        x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
+        (rows, width), count, stream = x.shape, router.shape[0], current_stream(x.device)
+        normed = Norm(weight, epsilon).at_once(x)
+        logits = linear(normed, [router])
+        shares = x.new_empty(rows, chosen, dtype=torch.float32)
+        choices, places = x.new_empty(2, rows, chosen, dtype=torch.int32)
+        counts, ends = x.new_zeros(2, count, dtype=torch.int32)
+        copies = x.new_empty(rows * chosen, width)
+        tensors = logits, normed, shares, choices, counts, places, ends, copies
+        params = PromptParams(*addresses(*tensors), rows, width)
+        grid, block = (-(-rows * 32 // PROMPT_THREADS), 1, 1), (PROMPT_THREADS, 1, 1)
+        for kernel in (self._choose, self._place):
+            kernel.launch(grid, block, 0, params, stream, dependent=True)
+        between = gate_(*grouped_mm(copies, gate_and_up.transpose(1, 2), offs=ends).chunk(2, -1))
+        del copies
+        found = grouped_mm(between, down.transpose(1, 2), offs=ends)
+        return _combined(self._combine, arguments, found, shares, places)
+
+    @staticmethod
+    def disagreement(
+        specialization: PromptSpecialization,
+        kernel: Callable[[Any], torch.Tensor],
+        device: torch.device,
+    ) -> float:
+        """Largest relative error of a row that chooses clearly, without the residual stream; the
+        last thread block has fewer rows than others."""
+        kinds = [1, 2, 3, *[0] * 30]
+        return error_of(kernel, clear_choices(kinds, specialization, 544, 64, device))
 
 
-def _error(kernel: Callable[[Any], torch.Tensor], arguments: MixtureArguments) -> float:
-    """Largest relative error of a row, without the residual stream."""
-    x = arguments.x
-    return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)
-
-
-def expert_kernels(x: torch.Tensor, experts: Experts) -> ExpertKernels | GroupedKernels | None:
+def expert_kernels(
+    x: torch.Tensor, experts: Experts
+) -> ExpertKernels | GroupedKernels | PromptKernels | None:
     """The kernels for (rows, width) x; None where there are none."""
     rows, width = x.shape
     count, both, _ = experts.gate_and_up.shape
     if not x.is_cuda or not rows or x.dtype not in ELEMENTS:
-        return None
-    if rows > MOST_GROUPED and x.dtype != torch.bfloat16:  # which grouped_mm takes
         return None
     if width % AT_ONCE or both // 2 % AT_ONCE:
         return None
@@ -429,6 +402,11 @@ def expert_kernels(x: torch.Tensor, experts: Experts) -> ExpertKernels | Grouped
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
+    if rows > MOST_GROUPED:
+        if x.dtype != torch.bfloat16 or rows > _MOST_PROMPT_ROWS or not uses_tma(x.device):
+            return None
+        made = PromptSpecialization(count, experts.chosen, experts.normalized)
+        return PromptKernels.of(made, x.device)
     if rows > MOST_ROWS:
         if not uses_tma(x.device):
             return None
@@ -449,24 +427,6 @@ def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.T
         (rows, width).
     """
     return (expert_kernels(x, experts) or experts_by_torch)(MixtureArguments(x, *norm, *experts))
-
-
-def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
-    """``mixture`` by PyTorch operations, for a few rows: weights are copied."""
-    x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
-    normed = Norm(weight, epsilon)(x)
-    shares, chosen = _choices(torch_linear(normed, router), count, normalized)
-    gates, ups = (gate_and_up[chosen] @ normed[:, None, :, None])[..., 0].chunk(2, -1)
-    outputs = (down[chosen] @ (silu(gates) * ups)[..., None])[..., 0]
-    return x + (outputs * shares.to(x.dtype)[..., None]).sum(1)
-
-
-def _choices(
-    logits: torch.Tensor, count: int, normalized: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, count) float32 shares and int64 numbers of the experts that a router chooses."""
-    shares, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, -1)
-    return shares / shares.sum(-1, keepdim=True) if normalized else shares, chosen
 
 
 def _check(arguments: MixtureArguments) -> None:

@@ -13,23 +13,25 @@ from oscar_mm.fast_decode.decoder import _experts, _norm
 from oscar_mm.fast_decode.experts import (
     COMBINE_THREADS,
     MOST_GROUPED,
+    PROMPT_THREADS,
     ROUTE_THREADS,
     CombineParams,
     ExpertKernels,
-    Experts,
     GroupedKernels,
     GroupedParams,
     GroupedSpecialization,
-    MixtureArguments,
     Params,
+    PromptKernels,
+    PromptParams,
+    PromptSpecialization,
     Specialization,
     expert_kernels,
-    experts_by_torch,
     grouped_tilings,
 )
+from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments, experts_by_torch
 from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
+from oscar_mm.kernels.compile import compile_text, csrc_folder
 
 QWEN3_OMNI = Specialization(1, 128, 8, True, 2048, 768, torch.bfloat16)
 OTHERS = (
@@ -71,9 +73,13 @@ def test_compiles(arch: str, down: bool) -> None:
 
 
 def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> tuple[int, ...]:
+    """Spills and stack of all kernels of a source."""
     text = (csrc_folder() / source).read_text() + text
-    report: Report = next(iter(compile_text(source, text, arch, macros).reports.values()))
-    return report.spill_stores, report.spill_loads, report.stack
+    reports = compile_text(source, text, arch, macros).reports.values()
+    return tuple(
+        sum(getattr(report, name) for report in reports)
+        for name in ("spill_stores", "spill_loads", "stack")
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
@@ -100,6 +106,19 @@ def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
             assert _spills(f"experts/{name}.cu", arch, text, other.macros()) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize(
+    "made", [PromptSpecialization(128, 8, True), PromptSpecialization(512, 32, False)]
+)
+def test_kernels_of_prompts_compile(arch: str, made: PromptSpecialization) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    text = (
+        f"static_assert(sizeof(Params) == {ctypes.sizeof(PromptParams)});\n"
+        f"static_assert(THREADS == {PROMPT_THREADS});\n"
+    )
+    assert _spills("experts/prompt.cu", arch, text, made.macros) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(5, 8), (9, 16), (96, 16), (97, 32), (512, 32)])
 def test_rows_of_a_group(rows: int, columns: int) -> None:
     experts = Experts(*(torch.zeros(128, 1),) * 3, 8, True)
@@ -116,6 +135,19 @@ def test_one_wrong_row_of_many_shows(value: float | None) -> None:
 
     made = GroupedSpecialization(8, 12, 2, True, torch.float32)
     worst = GroupedKernels.disagreement(made, kernels, torch.device("cpu"))
+    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
+def test_one_wrong_row_of_a_prompt_shows(value: float | None) -> None:
+    def kernels(arguments: MixtureArguments) -> torch.Tensor:
+        output = experts_by_torch(arguments)
+        if value is not None:
+            output[2] = arguments.x[2] + value
+        return output
+
+    made = PromptSpecialization(12, 2, True, torch.float32)
+    worst = PromptKernels.disagreement(made, kernels, torch.device("cpu"))
     assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 
@@ -234,7 +266,7 @@ def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool) -> None:
     if rows > MOST_GROUPED and dtype == torch.float16:
         assert kernels is None
         return
-    assert isinstance(kernels, GroupedKernels)
+    assert isinstance(kernels, PromptKernels if rows > MOST_GROUPED else GroupedKernels)
     # What is not written is NaN.
     torch.full((256 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
     found = kernels(arguments).double() - x.double()
@@ -253,6 +285,13 @@ def test_kernels_of_many_rows(columns: int, experts: int, chosen: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (512, 32), (4, 2)])
+def test_kernels_of_prompts(experts: int, chosen: int) -> None:
+    made = PromptSpecialization(experts, chosen, True)
+    assert PromptKernels.checked.check(made, torch.device("cuda", 0)).disagreement < 0.01
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [40, MOST_GROUPED + 40])
 @torch.inference_mode()
 def test_nan_of_many_rows_stays_in_its_row(rows: int) -> None:
@@ -263,7 +302,7 @@ def test_nan_of_many_rows_stays_in_its_row(rows: int) -> None:
     )
     norm = Norm(random_on_gpu(width), 1e-5)
     kernels = expert_kernels(x, experts)
-    assert isinstance(kernels, GroupedKernels)
+    assert isinstance(kernels, PromptKernels if rows > MOST_GROUPED else GroupedKernels)
     found = kernels(MixtureArguments(x, *norm, *experts))
     broken = x.clone()
     broken[7, 3] = torch.nan
