@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor: each rank has a part or a copy of it."""
     # Not by its class: the import takes a while, and models in one process need not wait for it.
-    return hasattr(tensor, "to_local")
+    return type(tensor) is not nn.Parameter and hasattr(tensor, "to_local")
 
 
 @overload

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ from torch import nn
 
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.fast_decode.experts import Experts, MixtureArguments, expert_kernels
+from oscar_mm.fast_decode.experts import expert_kernels
+from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import rope_
@@ -47,7 +48,8 @@ KNOWN_LAYERS = (
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
 """Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
 bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
-_HARMLESS = ("oscar_mm.", "transformers.utils.output_capturing")
+_OURS = "oscar_mm."
+_HARMLESS = (_OURS, "transformers.utils.output_capturing")
 """Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
 somebody has asked for hidden states or attentions."""
 _DIVIDED_BY = {
@@ -67,7 +69,7 @@ def supports(model: Any) -> bool:
         and model.config.get_text_config(decoder=True).hidden_act == "silu"
         and sees_all(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
-        and all(_is_plain(module) for module in (model, head, *decoder.modules()))
+        and all(map(_is_plain, (model, head, *_modules(decoder))))
         and all(len(devices(layer)) == 1 and _is_divided_as_known(layer) for layer in layers)
     )
 
@@ -80,15 +82,43 @@ def sees_all(model: Any) -> bool:
 
 def weights_key(model: Any) -> tuple[object, ...]:
     """The same as long as captured steps of a model hold: its weights are where they were, and
-    nobody has changed how its modules run."""
-    return supports(model), *(own_part(weight).data_ptr() for weight in model.parameters())
+    nobody has changed how its modules run, so that ``supports`` says what it said.
+
+    All requests that come while no other answer runs wait for this.
+    """
+    key = list[object]()
+    for module in _modules(model):
+        own = vars(module)
+        key += (id(module), type(module))
+        if (forward := own.get("forward")) is not None and not _is_of(forward, _OURS):
+            key.append(id(forward))
+        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+            key += [id(hook) for hook in hooks.values() if not _is_of(hook, _HARMLESS)]
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                key += (id(weight), own_part(weight).data_ptr())
+    return tuple(key)
+
+
+def _is_of(function: Any, homes: str | tuple[str, ...]) -> bool:
+    return getattr(function, "__module__", "").startswith(homes)
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """As ``root.modules()``, which makes up names and so takes three times as long."""
+    found, left = {}, [root]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            left += [child for child in module._modules.values() if child is not None]
+    return list(found)
 
 
 def devices(module: nn.Module) -> set[torch.device]:
     """Those of its weights and buffers."""
-    # In half the time of ``parameters`` and ``buffers``, which tell names apart.
     tensors = (
-        x for one in module.modules() for x in (*one._parameters.values(), *one._buffers.values())
+        x for one in _modules(module) for x in (*one._parameters.values(), *one._buffers.values())
     )
     return {tensor.device for tensor in tensors if tensor is not None}
 
@@ -106,7 +136,7 @@ def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
 
 def _is_divided_as_known(layer: Any) -> bool:
     """Whole, or with heads and what is between the MLP's products divided."""
-    divided = {module for module in layer.modules() if is_divided(module)}
+    divided = {module for module in _modules(layer) if is_divided(module)}
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
         as_known = {one for one, name in products.items() if is_divided(one, _DIVIDED_BY[name])}
@@ -121,22 +151,26 @@ def _is_plain(module: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
-        all(getattr(hook, "__module__", "").startswith(_HARMLESS) for hook in hooks)
-        and type(module).__module__.startswith(_HOMES)
-        and _runs_as_written(module)
+        _is_known_class(type(module))
+        and all(_is_of(hook, _HARMLESS) for hook in hooks)
+        and _runs_as_written(module, weights)
         and all(x.is_floating_point() and x.itemsize > 1 for x in weights)
-        and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
     )
 
 
-def _runs_as_written(module: nn.Module) -> bool:
+@cache
+def _is_known_class(kind: type[nn.Module]) -> bool:
+    is_linear = kind is nn.Linear or not issubclass(kind, nn.Linear)
+    return is_linear and kind.__module__.startswith(_HOMES)
+
+
+def _runs_as_written(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
     """No forward but the class's, ours, or the class's with what accelerate or transformers puts
     around."""
-    weights = [weight for weight in module._parameters.values() if weight is not None]
     forward = vars(module).get("forward")
-    if forward is None or getattr(forward, "__module__", "").startswith("oscar_mm."):
+    if forward is None or _is_of(forward, _OURS):
         return all(type(weight) is nn.Parameter for weight in weights)
-    if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":
+    if _is_of(forward, "transformers.distributed.tensor_parallel"):
         return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))

@@ -16,7 +16,9 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
-from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports
+from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports, weights_key
+from oscar_mm.fast_decode.prompt_layers import PromptLayers
+from oscar_mm.generation.prefill import MOST_TOKENS, in_pieces
 from oscar_mm.modality import Modality
 
 PIPELINES = {
@@ -224,5 +226,19 @@ def test_a_changed_model_is_left_to_its_modules(model) -> None:
 
     for change in (watched, hooked, replaced, adapted, unknown, parametrized, narrow):
         changed = copy.deepcopy(model)
+        before = weights_key(changed)
+        assert weights_key(changed) == before
         change(changed)
         assert not supports(changed), change.__name__
+        assert weights_key(changed) != before, change.__name__
+
+
+def test_our_own_hooks_and_layers_change_no_key(model) -> None:
+    before = weights_key(model)
+    with PromptLayers(model, 64).reading(OscarCache("bf16")), in_pieces(model, MOST_TOKENS + 1):
+        assert any("forward" in vars(layer) for layer in model.get_decoder().layers)
+        assert weights_key(model) == before
+    moved = copy.deepcopy(model)
+    key = weights_key(moved)
+    moved.get_decoder().norm.weight.data = moved.get_decoder().norm.weight.clone()
+    assert weights_key(moved) != key, "weights at another address"
