@@ -14,8 +14,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Literal, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -329,11 +329,22 @@ def _codes(ended: torch.Tensor) -> np.ndarray:
     return np.where(ended.numpy(), np.int8(PADDING), np.int8(Modality.TEXT))[:, None]
 
 
-def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
+def record_cuda_graph(
+    function: Callable[[], Result],
+    device: torch.device,
+    pool: Any = None,
+) -> Callable[[], Result]:
     """Capture a function's work on a GPU; what comes back launches it and returns the same tensors
     again.
 
     Other threads may use the GPU meanwhile, but not wait for all of it, which breaks the capture.
+
+    Args:
+        function: what to capture.
+        device: the GPU.
+        pool: memory (``torch.cuda.graph_pool_handle``) of several small graphs that are replayed
+            in the order of their captures; by default a graph has its own, for which torch gives
+            back what it keeps unused.
 
     Raises:
         Exception: what the function raises, or torch as the capture is broken. Another try may
@@ -346,13 +357,17 @@ def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> C
         with torch.cuda.device(device):
             # A thread's first product makes a handle of cuBLAS, which allocates: no capture may.
             torch.cuda.current_blas_handle()
+            if pool is None:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
         try:
             # Out of the stream again also where the capture fails at its end.
-            with (
-                torch.cuda.stream(aside),
-                torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
-            ):
-                result = function()
+            with torch.cuda.stream(aside):
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                finally:
+                    graph.capture_end()
         except BaseException:
             _BROKEN.append(graph)
             raise
@@ -364,15 +379,19 @@ def record_cuda_graph(function: Callable[[], Result], device: torch.device) -> C
     return replay
 
 
-def recorder(devices: set[torch.device]) -> Record | None:
+def recorder(devices: set[torch.device], *, small: bool = False) -> Record | None:
     """CUDA graphs where they can be had, for steps that attend by our kernels.
 
     Args:
         devices: on which steps compute.
+        small: whether the graphs are many small ones, which share their memory.
     """
     if switched_off() or os.environ.get(SWITCH) == "off":
         return None
-    return record_cuda_graph if all(device.type == "cuda" for device in devices) else None
+    if any(device.type != "cuda" for device in devices):
+        return None
+    pool = torch.cuda.graph_pool_handle() if small else None
+    return partial(record_cuda_graph, pool=pool)
 
 
 @cache

@@ -285,16 +285,38 @@ class FastLayer:
             cache: takes the tokens' keys and values.
             mask: as of ``oscar_mm.attention.attend``.
         """
-        attention, head_dim = self.attention, self.attention.head_dim
+        heads = self.projected(rows)
+        self.turn_(heads, cosine, sine)
+        return self.output(self.attend(heads, batch, cache, mask), residual=rows)
+
+    def projected(self, rows: torch.Tensor) -> torch.Tensor:
+        """(tokens, query, key and value heads, head_dim) of (tokens, hidden size)."""
         states = self.projections(rows, norm=self.attention_norm)
-        heads = states.view(len(rows), -1, head_dim)
-        query_heads, kv_heads = (x.shape[0] // head_dim for x in self.projections.weights[:2])
-        rope_(heads[:, : query_heads + kv_heads], query_heads, cosine, sine, self.head_norms)
-        sides = heads.split((query_heads, kv_heads, kv_heads), 1)
+        return states.view(len(rows), -1, self.attention.head_dim)
+
+    def turn_(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        """Norms and RoPE of query and key heads, in place."""
+        queries, keys, _ = self.heads
+        rope_(heads[:, : queries + keys], queries, cosine, sine, self.head_norms)
+
+    def attend(
+        self,
+        heads: torch.Tensor,
+        batch: int,
+        cache: OscarCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(tokens, query heads * head_dim) that attention finds; arguments as of ``attended``."""
+        attention, sides = self.attention, heads.split(self.heads, 1)
         query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
         key, value = cache.update(key, value, attention.layer_idx)
         found, _ = attend(attention, query, key, value, mask, scaling=attention.scaling)
-        return self.output(found.reshape(len(rows), -1), residual=rows)
+        return found.reshape(len(heads), -1)
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """How many query, key and value heads there are."""
+        return tuple(x.shape[0] // self.attention.head_dim for x in self.projections.weights)
 
     def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden size) after the MLP or the mixture of experts, a new tensor."""

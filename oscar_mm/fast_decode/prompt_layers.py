@@ -4,22 +4,164 @@ A third of the time of a prompt of 2,000 tokens goes to norms, RoPE, gates and r
 transformers' modules compute in some thirty small operations a layer. Here they are part of those
 of ``FastLayer``. The model runs as it is but for its layers: towers, embeddings, masks and what it
 adds between layers stay its own.
+
+Shorter prompts take the host longer than the GPU. RecordedLayers pads them to a few lengths, and
+replays what lies before and after attention as CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from oscar_mm.cache.cache import OscarCache, cache_of
-from oscar_mm.fast_decode.decoder import FastLayer, devices, supports
+from oscar_mm.fast_decode.decode_steps import recorder
+from oscar_mm.fast_decode.decoder import FastLayer, Record, devices, supports
 from oscar_mm.ranks import Ranks
+
+_LENGTHS = (
+    *(8, 16, 24, 32, 64, 96),
+    *(*range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)),
+)
+"""Tokens of recorded passes: a prompt is padded to the next length."""
+MOST_RECORDED = _LENGTHS[-1]
+_MOST_LENGTHS = 8
+"""Lengths whose graphs are kept; of one they take 20 to 70 MB of a GPU (36 layers, H100)."""
+_log = logging.getLogger(__name__)
 
 _REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments of a forward pass that ask for what is between the operations."""
+
+
+class _States(NamedTuple):
+    """What recorded passes work on, at addresses that stay.
+
+    Attributes:
+        hidden: (tokens, hidden size), before and after a layer.
+        heads: (tokens, query, key and value heads, head_dim).
+        found: (tokens, query heads * head_dim), by attention.
+        cosine, sine: (tokens, head_dim).
+    """
+
+    hidden: torch.Tensor
+    heads: torch.Tensor
+    found: torch.Tensor
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    @classmethod
+    def empty(cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor) -> _States:
+        """Of as many tokens as a pass may have, for layers of a shape and states of a dtype."""
+        head_dim, width = layer.attention.head_dim, sum(layer.heads)
+        shapes = (hidden.shape[-1:], (width, head_dim), (layer.heads[0] * head_dim,))
+        with torch.inference_mode(False):
+            states = [hidden.new_zeros(MOST_RECORDED, *shape) for shape in shapes]
+            angles = [cosine.new_zeros(MOST_RECORDED, head_dim) for _ in range(2)]
+        return cls(*states, *angles)
+
+    def first(self, tokens: int) -> _States:
+        """Those of so many tokens."""
+        return _States(*(x[:tokens] for x in self))
+
+
+class RecordedLayers:
+    """Passes of up to ``MOST_RECORDED`` tokens whose layers are recorded, but for attention.
+
+    The first pass of a length is left to others, as it may be the only one; the second one runs
+    padded, which compiles what is not compiled yet; from the third on graphs are replayed. Padding
+    goes through norms, products and experts, each token by itself, and neither into attention nor
+    into the cache.
+
+    Args:
+        layers: of one shape.
+        record: makes replays of functions.
+    """
+
+    def __init__(self, layers: Sequence[FastLayer], record: Record) -> None:
+        self._layers, self._record, self._fails = layers, record, False
+        self._uses = Counter[int]()
+        self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
+        """Of each length, the one that was used last at the end."""
+        self._whole: _States | None = None
+        self._states: _States | None = None
+        """Of the pass, with padding; None for a pass that is left to others."""
+
+    def begin(self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        """Begin a pass.
+
+        Args:
+            hidden: (sequences, tokens, hidden size).
+            cosine, sine: (1, tokens, head_dim).
+        """
+        sequences, tokens, _ = hidden.shape
+        self._states = None
+        if sequences > 1 or tokens > MOST_RECORDED or self._fails:
+            return
+        length = _LENGTHS[bisect_left(_LENGTHS, tokens)]
+        self._uses[length] += 1
+        if self._uses[length] == 1:
+            return
+        self._replays[length] = self._replays.pop(length, {})
+        if len(self._replays) > _MOST_LENGTHS:
+            self._replays.pop(next(iter(self._replays)))
+        if self._whole is None:
+            self._whole = _States.empty(self._layers[0], hidden, cosine)
+        self._states = self._whole.first(length)
+        # So padding stays 0, whatever the last pass has left.
+        self._states.hidden[tokens:].zero_()
+        self._states.found[tokens:].zero_()
+        self._states.cosine[:tokens].copy_(cosine[0])
+        self._states.sine[:tokens].copy_(sine[0])
+
+    @property
+    def takes_pass(self) -> bool:
+        """Whether the pass that has begun goes through here."""
+        return self._states is not None
+
+    def __call__(self, index: int, hidden: torch.Tensor, cache: OscarCache) -> torch.Tensor:
+        """(1, tokens, hidden size) after a layer, overwritten by the next one."""
+        assert self._states is not None
+        layer, states, tokens = self._layers[index], self._states, hidden.shape[1]
+        if hidden.data_ptr() != states.hidden.data_ptr():
+            states.hidden[:tokens].copy_(hidden[0])
+        self._run("before", index, partial(_before, layer, states))
+        states.found[:tokens].copy_(layer.attend(states.heads[:tokens], 1, cache))
+        self._run("after", index, partial(_after, layer, states))
+        return states.hidden[None, :tokens]
+
+    def _run(self, part: str, index: int, work: Callable[[], None]) -> None:
+        """Do a part of a layer's work: replay it, once it has run for this length."""
+        assert self._states is not None
+        length, key = len(self._states.hidden), (part, index)
+        replays = self._replays[length]
+        if self._uses[length] > 2 and key not in replays and not self._fails:
+            try:
+                replays[key] = self._record(work, self._states.hidden.device)
+            except Exception as error:
+                # The end of a broken capture raises over the error that broke it.
+                cause = error.__context__ or error
+                _log.warning("prompts are read eagerly, a CUDA graph could not be made: %s", cause)
+                self._fails = True
+        replays.get(key, work)()
+
+
+def _before(layer: FastLayer, states: _States) -> None:
+    """A layer up to its attention."""
+    states.heads.copy_(layer.projected(states.hidden))
+    layer.turn_(states.heads, states.cosine, states.sine)
+
+
+def _after(layer: FastLayer, states: _States) -> None:
+    """A layer after its attention."""
+    rows = layer.output(states.found, residual=states.hidden)
+    states.hidden.copy_(layer.feed_forward(rows))
 
 
 class PromptLayers:
@@ -28,11 +170,18 @@ class PromptLayers:
     Args:
         model: of transformers; one that ``takes`` accepts.
         most_tokens: that an MLP or a mixture sees at a time.
+        record: makes replays of functions; by default CUDA graphs where they can be had.
     """
 
-    def __init__(self, model: Any, most_tokens: int) -> None:
+    def __init__(
+        self, model: Any, most_tokens: int, record: Record | Literal["auto"] | None = "auto"
+    ) -> None:
         self._layers = [(layer, FastLayer.of(layer)) for layer in model.get_decoder().layers]
         self._most_tokens = most_tokens
+        fast = [fast for _, fast in self._layers]
+        if record == "auto":
+            record = recorder(devices(model.get_decoder().layers), small=True)
+        self._recorded = None if record is None else RecordedLayers(fast, record)
 
     @staticmethod
     def takes(model: Any) -> bool:
@@ -49,8 +198,8 @@ class PromptLayers:
     def reading(self, cache: OscarCache) -> Iterator[None]:
         """Inside, layers that are given this cache run as ``FastLayer``; other threads may give
         them another one."""
-        for layer, fast in self._layers:
-            layer.forward = self._forward(layer, fast, cache)
+        for index, (layer, fast) in enumerate(self._layers):
+            layer.forward = self._forward(index, layer, fast, cache)
         try:
             yield
         finally:
@@ -58,19 +207,23 @@ class PromptLayers:
                 vars(layer).pop("forward", None)
 
     def _forward(
-        self, layer: Any, fast: FastLayer, cache: OscarCache
+        self, index: int, layer: Any, fast: FastLayer, cache: OscarCache
     ) -> Callable[..., torch.Tensor]:
+        recorded = self._recorded
+
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             others = cache_of(kwargs) is not cache
             if others or args or any(kwargs.get(name) for name in _REPORTS):
                 return type(layer).forward(layer, hidden_states, *args, **kwargs)
             batch, tokens, _ = hidden_states.shape
-            cosine, sine = (
-                x.expand(batch, tokens, -1).flatten(0, 1) for x in kwargs["position_embeddings"]
-            )
-            rows = hidden_states.flatten(0, 1)
-            mask = kwargs.get("attention_mask")
-            rows = fast.attended(rows, batch, cosine, sine, cache, mask)
+            mask, angles = kwargs.get("attention_mask"), kwargs["position_embeddings"]
+            if recorded is not None and mask is None:
+                if index == 0:
+                    recorded.begin(hidden_states, *angles)
+                if recorded.takes_pass:
+                    return recorded(index, hidden_states, cache)
+            cosine, sine = (x.expand(batch, tokens, -1).flatten(0, 1) for x in angles)
+            rows = fast.attended(hidden_states.flatten(0, 1), batch, cosine, sine, cache, mask)
             if len(rows) <= self._most_tokens:
                 return fast.feed_forward(rows).view_as(hidden_states)
             for part in rows.split(self._most_tokens):

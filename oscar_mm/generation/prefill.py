@@ -14,7 +14,7 @@ A decoder's inputs are what a model gives its decoder once its towers have read 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, cache_of
+from oscar_mm.fast_decode.prompt_layers import MOST_RECORDED
 from oscar_mm.generation.prompt import Prompt, by_frames, forward, segments
 
 MOST_TOKENS = 1 << 13
@@ -331,7 +332,9 @@ def prefill(
     most = MOST_TOKENS if chunk is None else min(MOST_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
     for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
-        with _in_place(decoder, arguments):
+        # A copy of each layer's output, for memory that is of no account where tokens are few.
+        is_long = length(arguments) > MOST_RECORDED
+        with _in_place(decoder, arguments) if is_long else nullcontext():
             states = decoder(**arguments).last_hidden_state[:, list(last)].flatten(0, 1)
         del arguments  # before the towers read on
     return model.get_output_embeddings()(states)

@@ -80,6 +80,87 @@ def test_short_prompts_in_line(pipe) -> None:
     assert_same(found[1], found[0])
 
 
+class Recorder:
+    """Records nothing: a replay is the function, which runs once more as a capture would."""
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0
+
+    def __call__(self, function, device):
+        self.made += 1
+
+        def replay():
+            self.replayed += 1
+            return function()
+
+        return replay
+
+
+def test_recorded_passes(pipe) -> None:
+    """Prompts of several lengths that are padded to one; what padding holds changes nothing."""
+    record = Recorder()
+    layers = PromptLayers(pipe.model, 1 << 13, record)
+    count = len(pipe.model.get_decoder().layers)
+    for turn, text in enumerate(("7 W", "What is the code in it?", "4", "Which, now?", "7 W")):
+        prompt = pipe.read_request(text, {})
+        assert prompt.tokens <= 96
+        caches = [OscarCache("bf16") for _ in range(2)]
+        expected = read_prompt(pipe.model, prompt, caches[0])
+        with layers.reading(caches[1]):
+            assert_same(read_prompt(pipe.model, prompt, caches[1]), expected)
+        for mine, theirs in zip(held(caches[1]), held(caches[0]), strict=True):
+            assert_same(mine, theirs, 1e-2)
+        states = layers._recorded._whole if turn else None
+        if states is not None:  # A pass zeroes what it pads with, and reads nothing else of it.
+            for x in states:
+                x.fill_(torch.nan)
+    lengths = {8, 16, 24, 32, 64, 96} & set(layers._recorded._uses)
+    used = [layers._recorded._uses[length] for length in lengths]
+    assert record.made == 2 * count * sum(uses > 2 for uses in used)
+    assert record.replayed == 2 * count * sum(max(uses - 2, 0) for uses in used) > 0
+
+
+def test_recorded_passes_with_pictures_and_a_past(pipe) -> None:
+    """Features that are added between layers, and turns on a kept cache."""
+    layers = PromptLayers(pipe.model, 1 << 13, Recorder())
+    prompt, more = prompt_of(pipe), pipe.read_request("And picture 1?", {})
+    for _ in range(4):
+        caches = [OscarCache("bf16") for _ in range(2)]
+        for part in (prompt, more):
+            expected = read_prompt(pipe.model, part, caches[0])
+            with layers.reading(caches[1]):
+                assert_same(read_prompt(pipe.model, part, caches[1]), expected)
+
+
+def test_graphs_of_the_lengths_that_were_used_last_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr("oscar_mm.fast_decode.prompt_layers._MOST_LENGTHS", 2)
+    pipe = OscarVLPipeline("pocket-vl", device="cpu", dtype="float32")
+    record = Recorder()
+    layers, each = PromptLayers(pipe.model, 64, record), 2 * len(pipe.model.get_decoder().layers)
+    prompts = [pipe.read_request(" ".join(["7 W"] * count), {}) for count in (1, 15, 40)]
+    made = []
+    for which in (0, 0, 0, 1, 1, 1, 0, 2, 2, 2, 0, 1):
+        cache = OscarCache("bf16")
+        with layers.reading(cache):
+            read_prompt(pipe.model, prompts[which], cache)
+        made.append(record.made // each)
+    assert made == [0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4], "1 had to go for 2, and 0 had not"
+
+
+def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> None:
+    def record(function, device):
+        raise RuntimeError("no graphs here")
+
+    layers = PromptLayers(pipe.model, 1 << 13, record)
+    prompt = pipe.read_request("7 W", {})
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
+    for _ in range(5):
+        cache = OscarCache("bf16")
+        with layers.reading(cache):
+            assert_same(read_prompt(pipe.model, prompt, cache), expected)
+    assert len([x for x in caplog.records if "no graphs here" in x.message]) == 1
+
+
 def test_rows_with_padding(pipe) -> None:
     ids = torch.randint(20, 60, (3, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -140,3 +221,4 @@ def test_on_a_gpu(name: str) -> None:
                 cache.close()
             errors[fast].append(float((found.float().cpu() - exact).norm() / exact.norm()))
     assert median(errors[True]) < 1.5 * median(errors[False]) and max(errors[True]) < 0.1
+    assert reader._layers._recorded._replays, "all but the first two prompts were replayed"

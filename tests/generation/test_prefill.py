@@ -131,6 +131,7 @@ def test_activations_of_a_token(
 ) -> None:
     """Less than 10 hidden states in one go, and none in chunks: what grows is the cache."""
     monkeypatch.setattr(prefill_module, "MOST_TOKENS", 128)
+    monkeypatch.setattr(prefill_module, "MOST_RECORDED", 128)
     monkeypatch.setattr(prefill_module, "MOST_PATCHES", 512)
     picture = noise(256, 256)
     fewer, more = (
