@@ -31,7 +31,8 @@ from oscar_mm.fast_decode.experts import (
 from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments, experts_by_torch
 from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
+from tests.compiled import compile_once
 
 QWEN3_OMNI = Specialization(1, 128, 8, True, 2048, 768, torch.bfloat16)
 OTHERS = (
@@ -68,14 +69,14 @@ def test_compiles(arch: str, down: bool) -> None:
         assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
         if specialization is QWEN3_OMNI:
             assert specialization.shared_bytes(macros) <= limit
-        report = compile_text("experts/experts.cu", text, arch, macros).reports["experts"]
+        report = compile_once("experts/experts.cu", text, arch, macros)["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
 def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> tuple[int, ...]:
     """Spills and stack of all kernels of a source."""
     text = (csrc_folder() / source).read_text() + text
-    reports = compile_text(source, text, arch, macros).reports.values()
+    reports = compile_once(source, text, arch, macros).values()
     return tuple(
         sum(getattr(report, name) for report in reports)
         for name in ("spill_stores", "spill_loads", "stack")

@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.gate import THREADS, GateKernel, Params, gate_
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import ELEMENTS
+from tests.compiled import compile_once
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -32,8 +33,7 @@ def test_compiles(arch: str, dtype: torch.dtype) -> None:
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
         f"static_assert(THREADS == {THREADS});\n"
     )
-    report = compile_text("linear/gate.cu", text, arch, {"ELEMENT": ELEMENTS[dtype]})
-    (report,) = report.reports.values()
+    report = compile_once("linear/gate.cu", text, arch, {"ELEMENT": ELEMENTS[dtype]})["gate"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

@@ -13,7 +13,8 @@ from oscar_mm.fast_decode import linear as module
 from oscar_mm.fast_decode.decode_steps import record_cuda_graph
 from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
+from tests.compiled import compile_once
 
 ARCHITECTURES = {"sm_80": 2, "sm_86": 2, "sm_89": 2, "sm_90a": 4, "sm_100a": 4, "sm_120": 2}
 """Architecture -> pieces on their way."""
@@ -94,7 +95,7 @@ def test_compiles(arch: str, gated: bool) -> None:
     for rows, dtype in ((1, torch.bfloat16), (module.MOST_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
         macros = Specialization(rows, gated, dtype).macros(ARCHITECTURES[arch], bulk)
-        report = compile_text("linear/linear.cu", text, arch, macros).reports["linear"]
+        report = compile_once("linear/linear.cu", text, arch, macros)["linear"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

@@ -19,8 +19,9 @@ from oscar_mm.fast_decode.linear import (
     kernel_for,
 )
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import multiprocessors, uses_tma
+from tests.compiled import compile_once
 
 LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Architecture -> KiB of shared memory that a thread block may have."""
@@ -94,7 +95,7 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
         f" {depth} * STAGE_ROWS * STRIDE == {shared_bytes});\n"
     )
     macros = tiling.macros(made)
-    report = compile_text("linear/linear_rows.cu", text, arch, macros).reports["linear_rows"]
+    report = compile_once("linear/linear_rows.cu", text, arch, macros)["linear_rows"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
@@ -107,7 +108,7 @@ def test_norm_compiles(arch: str) -> None:
         f"static_assert(THREADS * EACH * 8 == {module.WIDEST_NORM});\n"
     )
     macros = {"ELEMENT": "__nv_bfloat16"}
-    report = compile_text("linear/rms_norm.cu", text, arch, macros).reports["rms_norm"]
+    report = compile_once("linear/rms_norm.cu", text, arch, macros)["rms_norm"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

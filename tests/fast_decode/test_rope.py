@@ -22,7 +22,8 @@ from oscar_mm.fast_decode.rope import (
     rope_,
     rope_by_torch,
 )
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
+from tests.compiled import compile_once
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -57,8 +58,7 @@ def test_compiles(arch: str) -> None:
     )
     for head_dim in HEAD_DIMS:
         macros = Specialization(head_dim, torch.bfloat16).macros
-        report = compile_text("rope/rope.cu", text, arch, macros)
-        report = report.reports["rope"]
+        report = compile_once("rope/rope.cu", text, arch, macros)["rope"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
+from oscar_mm.kernels.compile import Report, csrc_folder
 from oscar_mm.ops.decode import Params, Specialization
 from oscar_mm.ops.decode_tables import SEGMENT_ITEMS
 from oscar_mm.pages.layout import PageFormat
+from tests.compiled import compile_once
 from tests.ops.arguments import channel_policy, stream_policy
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -80,7 +81,7 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
             f"static_assert(sizeof(Assignment) == 64 && SEGMENT_ITEMS == {SEGMENT_ITEMS});\n"
         )
         macros = made.macros(*shape, arch in TMA)
-        report = compile_text("decode/decode.cu", text, arch, macros).reports["decode"]
+        report = compile_once("decode/decode.cu", text, arch, macros)["decode"]
         print(arch, head_dim, columns, shape, report)
         for name, value in asdict(report).items():
             record_property(name, value)

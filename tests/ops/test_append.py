@@ -5,9 +5,10 @@ import ctypes
 import pytest
 import torch
 
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.ops import append as module
 from oscar_mm.ops.append import UNITS, Specialization, append
+from tests.compiled import compile_once
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -105,8 +106,8 @@ def test_compiles(arch: str, dtype: torch.dtype) -> None:
         f"static_assert(sizeof(Params) == {ctypes.sizeof(module.AppendParams)});\n"
     )
     for unit in UNITS:
-        report = compile_text("append/append.cu", text, arch, Specialization(dtype, unit).macros)
-        report = report.reports["append"]
+        macros = Specialization(dtype, unit).macros
+        report = compile_once("append/append.cu", text, arch, macros)["append"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.ops import block_tables as module
 from oscar_mm.ops.block_tables import (
     BlockTables,
@@ -19,6 +19,7 @@ from oscar_mm.ops.block_tables import (
 )
 from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, SEGMENT_ITEMS, assign
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from tests.compiled import compile_once
 
 CPU = torch.device("cpu")
 PASTS = st.lists(st.integers(0, 700), min_size=1, max_size=6)
@@ -103,7 +104,7 @@ def test_the_kernel_compiles(arch: str) -> None:
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"
     )
-    report = compile_text("block_tables/block_tables.cu", text, arch, {}).reports["block_tables"]
+    report = compile_once("block_tables/block_tables.cu", text, arch, {})["block_tables"]
     assert report.spill_stores == report.spill_loads == 0
 
 

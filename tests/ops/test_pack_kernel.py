@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import SWITCH
 from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.ops.library import numbers_of
@@ -29,6 +29,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe
+from tests.compiled import compile_once
 from tests.ops.arguments import channel_policy
 
 POLICIES = {
@@ -57,7 +58,7 @@ def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int)
     recipe = Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy)
     made = Specialization(recipe, torch.float16).macros
     text = (csrc_folder() / "pack/pack.cu").read_text()
-    report = compile_text("pack/pack.cu", text, "sm_90a", made).reports["pack"]
+    report = compile_once("pack/pack.cu", text, "sm_90a", made)["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
 
 
@@ -71,7 +72,7 @@ def test_compiles(arch: str) -> None:
     policy = POLICIES["channel"]
     page_format = PageFormat.of(policy, Bits(2, 2), 8, 128)
     made = Specialization(Recipe.of(page_format, policy), torch.bfloat16).macros
-    report = compile_text("pack/pack.cu", text, arch, made).reports["pack"]
+    report = compile_once("pack/pack.cu", text, arch, made)["pack"]
     assert (report.spill_stores, report.spill_loads) == (0, 0)
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
 
@@ -86,8 +87,8 @@ def test_norms_compile(head_dim: int, arch: str) -> None:
     policy = POLICIES["oscar"]
     recipe = Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy)
     made = Specialization(recipe, torch.float16).norms_macros
-    report = compile_text("pack/norms.cu", text, arch, made)
-    assert (report.reports["norms"].spill_stores, report.reports["norms"].spill_loads) == (0, 0)
+    report = compile_once("pack/norms.cu", text, arch, made)["norms"]
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
 
 
 def states(pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.kernels.compile import Report, compile_text, csrc_folder
+from oscar_mm.kernels.compile import Report, csrc_folder
 from oscar_mm.ops.library import recipe_arguments
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import LayersParams, Specialization, StoreKernel, StoreParams
@@ -23,6 +23,7 @@ from oscar_mm.ops.store_torch import (
 )
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.quant.quantize import Recipe, unpack_stored
+from tests.compiled import compile_once
 from tests.ops.arguments import stream_policy
 
 POLICIES = {
@@ -58,7 +59,7 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
         f"static_assert(STORED_CENTER == {STORED_CENTER.start});\n"
     )
     macros = Specialization(recipe, dtype).macros
-    reports = compile_text("store/store.cu", text, arch, macros).reports
+    reports = compile_once("store/store.cu", text, arch, macros)
     assert set(reports) == {"store", "store_layers"} | (
         {"centers"} if recipe.page_format.center else set()
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.kernels.compile import compile_text, csrc_folder
+from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pages_cpu import reads
 from oscar_mm.ops.samples import random_basis, random_pages
@@ -16,6 +16,7 @@ from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpa
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.quantize import unpack_by_torch
+from tests.compiled import compile_once
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
@@ -107,7 +108,7 @@ def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) 
     )
     page_format = PageFormat.of(policy, Bits(*bits), 8, head_dim)
     made = Specialization(page_format, policy.rotate, torch.bfloat16).macros
-    report = compile_text("unpack/unpack.cu", text, arch, made).reports["unpack"]
+    report = compile_once("unpack/unpack.cu", text, arch, made)["unpack"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.registers <= 64, "so that a multiprocessor holds all its threads"
 

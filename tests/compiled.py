@@ -1,0 +1,33 @@
+"""Reports of kernels, for tests that need a compilation to succeed, and no GPU.
+
+NVRTC takes about a second for each, and gives the same for the same texts. So a file keeps the
+report under the hash of all that it depends on: kernels that have changed are compiled again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from oscar_mm.kernels import compile
+
+FOLDER = Path(__file__).parents[1] / ".cache" / "kernels"
+
+
+def compile_once(
+    source: str, text: str, arch: str, macros: Mapping[str, str | int]
+) -> dict[str, compile.Report]:
+    """What each kernel takes, by name; an error is that of the compiler.
+
+    Args:
+        source: a file of csrc.
+        text: of the file, and what a test adds to it.
+        arch: as of ``oscar_mm.kernels.compile.compile_text``.
+        macros: as there.
+    """
+    key = compile._key(compile._read_sources(source) | {source: text}, arch, macros)
+    path = FOLDER / f"{Path(source).stem}-{arch}-{key}"
+    found = compile._load(path, key)
+    if found is None:
+        found = replace(compile.compile_text(source, text, arch, macros), code=b"")
+        compile._store(path, key, found)
+    return found.reports
