@@ -19,8 +19,10 @@ demo: $(RUN_STAMP)
 demo-web: $(RUN_STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/oscar-mm demo
 
+# Bytecode is written also where the environment forbids it, as in many containers: without it pytest
+# rewrites the assertions of each file anew, and each process that tests start compiles the package.
 test: $(RUN_STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
