@@ -42,7 +42,10 @@ LOOK = (
     "len(inspect.getsource(m)))"
 )
 FORK = """
-import json, os, sys, torch, torch._dynamo
+import json, os, sys
+import accelerate, huggingface_hub.hf_api, scipy.optimize, tokenizers, torch, torch._dynamo
+import torchvision.transforms.v2
+assert not {{"transformers", "oscar_mm"}} & {{*sys.modules}}
 def output(program):
     reader, writer = os.pipe()
     process = os.fork()
@@ -69,7 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outputs(folder: Path) -> dict[str, str]:
-    """What programs print that are forked from a process with torch, whose import takes longest."""
+    """What programs print that are forked from a process with what transformers imports of other
+    packages, which takes longest."""
     programs = {name: order + LOAD.format(folder=str(folder)) for name, order in ORDERS.items()}
     programs |= {"with us": LOOK.format("import oscar_mm; "), "without us": LOOK.format("")}
     return json.loads(run_python(FORK.format(programs=programs), seconds=200))

@@ -44,6 +44,6 @@ def test_an_owned_server_that_does_not_answer() -> None:
         program = f"import time; print({said}, sep='\\n', flush=True); time.sleep(600)"
         server = OwnedServer("It", [sys.executable, "-c", program], os.environ)
         with pytest.raises(InputError) as refused:
-            server.wait_until(lambda: False, 2.0)
-        assert str(refused.value) == f"It does not answer in 2 s; its log: {told}"
+            server.wait_until(lambda: False, 1.0)
+        assert str(refused.value) == f"It does not answer in 1 s; its log: {told}"
         assert server.close() == "", "it has been closed"

@@ -164,7 +164,7 @@ def test_the_same_load_against_another_server(
 ) -> None:
     arguments = ["--against", like_vllm, "--device", "cpu", "--seconds", "0.6"]
     arguments += ["--new-tokens", "4", "--out", str(tmp_path)]
-    assert load.main([*arguments, "--clients", "1,2", "--processes", "2"]) == 0
+    assert load.main([*arguments, "--clients", "1,2", "--processes", "1"]) == 0
     assert load.main([*arguments, "--rate", "20", "--processes", "1", "--add"]) == 0
     [path] = tmp_path.iterdir()
     rows = Record.load(path).rows
@@ -212,7 +212,7 @@ def test_the_engine_alone_has_as_many_answers_as_clients(
         return next_ended(answers)
 
     monkeypatch.setattr(endless.engine, "next_ended", noted)
-    row = load.engine_alone(endless, ["What?", "Why?"], clients=3, new_tokens=8, seconds=1.0)
+    row = load.engine_alone(endless, ["What?", "Why?"], clients=3, new_tokens=8, seconds=0.5)
     assert row["run"] == "3 answers, engine alone" and row["tokens/s"] > 0
     assert set(at_once) == {3} and len(at_once) > 3
     assert not (endless.engine.running or endless.engine.waiting)

@@ -194,5 +194,6 @@ def poison(store: PageStore) -> None:
     """What nobody holds is NaN: reading it would show."""
     for pools in store.layers.values():
         for bits, pool in pools.by_bits.items():
-            free = [slot for slot in store.allocators[bits]._free if slot < len(pool.storage)]
-            pool.storage[free] = 0xFF if bits.packed else torch.nan
+            free = torch.tensor(store.allocators[bits]._free, dtype=torch.long)
+            free = free[free < len(pool.storage)]
+            pool.storage.index_fill_(0, free, 0xFF if bits.packed else torch.nan)

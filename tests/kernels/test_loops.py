@@ -1,8 +1,8 @@
 """Loops that numba compiles: where no file can be written, on threads, without numba; vectors."""
 
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ from oscar_mm.kernels.loops import (
     store,
     total,
 )
-from tests.processes import ROOT
+from tests.processes import Forked
 
 REVERSED_SECOND = shuffle(*(2 * LANES - 1 - lane for lane in range(LANES)))
 FLOATS = np.linspace(-3, 4, 3 * LANES, dtype=np.float32)
@@ -90,8 +90,11 @@ def test_no_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ADDS = """
 import sys
+import numba
 import numpy as np
 from numba.core import caching
+
+numba.config.CACHE_DIR = sys.argv[2]
 from oscar_mm.kernels.loops import compiled
 
 save = caching.IndexDataCacheFile._save_data
@@ -106,7 +109,7 @@ def add_up(numbers, found):
     for number in numbers:
         found[0] += number
 
-if sys.argv[2] == "slow":
+if sys.argv[3:] == ["slow"]:
     caching.IndexDataCacheFile._save_data = save_later
 numbers, found = np.arange(8).astype(sys.argv[1]), np.zeros(1)
 print("calls", flush=True)
@@ -115,31 +118,30 @@ print(found[0], flush=True)
 """
 
 
+def run_script(script: Path, *words: str) -> None:
+    """As a process of its own."""
+    sys.argv = [str(script), *words]
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def test_no_process_runs_code_for_other_types(tmp_path: Path) -> None:
     """One has noted where its code will be, where there is code of before for other types."""
     script = tmp_path / "adds.py"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "files")}
 
-    def adds(dtype: str, how: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, script, dtype, how],
-            env=environment,
-            text=True,
-            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
-        )
+    def adds(dtype: str, *how: str) -> Forked:
+        return Forked(run_script, script, dtype, str(tmp_path / "files"), *how)
 
     script.write_text(ADDS)
-    assert adds("float32", "").communicate() == ("calls\n28.0\n", "")
+    with adds("float32") as before:
+        assert before.end() == (0, b"calls\n28.0\n", b"")
     script.write_text(ADDS + "# a newer version")
     with adds("float64", "slow") as first:
-        assert first.stdout is not None
-        assert [first.stdout.readline() for _ in range(2)] == ["calls\n", "noted\n"]
-        with adds("float64", "") as second:
-            assert second.stdout is not None
-            assert second.stdout.readline() == "calls\n"
+        assert [first.stdout.readline() for _ in range(2)] == [b"calls\n", b"noted\n"]
+        with adds("float64") as second:
+            assert second.stdout.readline() == b"calls\n"
             time.sleep(0.5)
-            assert first.communicate() == ("28.0\n", "")
-            assert second.communicate() == ("28.0\n", "")
+            assert first.end() == (0, b"28.0\n", b"")
+            assert second.end() == (0, b"28.0\n", b"")
 
 
 @pytest.fixture
