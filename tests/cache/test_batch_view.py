@@ -109,10 +109,10 @@ def test_flash_attention_agrees(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @pytest.fixture(params=["row by row", "in one launch", "in two", "with a long row"])
-def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How attention goes over rows in line; in launches as on a GPU."""
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """How attention goes over rows in line; whether in launches, as on a GPU."""
     if request.param == "row by row":
-        return
+        return False
     monkeypatch.setattr(in_line, "flash_in_line", flash_by_sdpa)
     by_rows = pending._Chunk.by_rows
     monkeypatch.setattr(
@@ -122,6 +122,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     )
     most = {"in one launch": 600, "in two": 310, "with a long row": 200}[request.param]
     monkeypatch.setattr(in_line, "_MOST_KEYS", most)
+    return True
 
 
 @pytest.mark.gpu
@@ -149,9 +150,8 @@ def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) 
         assert error.max() < 0.05
 
 
-@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
+def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: bool) -> None:
     store = PageStore(policy)
     caches = caches_of(model, store)
     alone = [cache.fork() for cache in caches]
@@ -164,10 +164,11 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str) -> None:
         torch.testing.assert_close(found[row], expected, atol=2e-4, rtol=2e-4)
     lengths = [past + count for past, count in zip(LENGTHS, NEW, strict=True)]
     assert [cache.get_seq_length() for cache in caches] == lengths
-    # Steps of a token each, with a row that nobody looks at and another order.
+    # Steps of a token each, with a row that nobody looks at and another order. Launches are those
+    # of prompts: a few steps read what these have stored.
     order = [3, 0, 2, 1]
     view.seat([caches[row] for row in order] + [None])
-    for step in range(40):
+    for step in range(10 if launches else 40):
         tokens = torch.cat([ids(1, 77 * step + row) for row in range(5)])
         places = torch.tensor([[lengths[row] + step] for row in order] + [[0]])
         view.expect(torch.tensor([[0]] * 4 + [[-1]]))

@@ -19,6 +19,19 @@ def reference(request: pytest.FixtureRequest) -> Reference:
     return Reference(request.getfixturevalue(f"{request.param}_folder"))
 
 
+@pytest.fixture(scope="module")
+def plain(reference: Reference) -> dict[int | None, tuple[list[list[int]], dict[str, int]]]:
+    """Answers with transformers' own cache, and the options that they come of, by ``end``."""
+    inputs, options = reference.inputs(BATCH), {"max_new_tokens": 64, "eos_token_id": NEVER}
+    reference.model.set_attn_implementation({"text_config": "sdpa"})
+    whole = reference.generate(inputs, **options)
+    # A token that some rows choose early and others late or never.
+    early = options | {"eos_token_id": whole[0][3]}
+    ended = reference.generate(inputs, **early)
+    assert len(ended[0]) <= 3 and max(map(len, ended)) > 3
+    return {NEVER: (whole, options), None: (ended, early)}
+
+
 def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=24, **how):
     """Token lists of each row, and the cache."""
     cache = OscarCache(policy)
@@ -41,17 +54,10 @@ def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=2
 
 @pytest.mark.parametrize("attention", ["oscar", "sdpa", "eager"])
 @pytest.mark.parametrize("end", [NEVER, None])
-def test_generate_with_a_padded_batch(reference, attention: str, end: int | None) -> None:
+def test_generate_with_a_padded_batch(reference, plain, attention: str, end: int | None) -> None:
     inputs = reference.inputs(BATCH)
     assert (inputs["attention_mask"] == 0).any() and not inputs["attention_mask"][:, 0].all()
-    reference.model.set_attn_implementation({"text_config": "sdpa"})
-    options = {"max_new_tokens": 64, "eos_token_id": NEVER}
-    plain = reference.generate(inputs, **options)
-    if end is None:
-        # A token that some rows choose early and others late or never.
-        options["eos_token_id"] = plain[0][3]
-        plain = reference.generate(inputs, **options)
-        assert len(plain[0]) <= 3 and max(map(len, plain)) > 3
+    expected, options = plain[end]
     reference.model.set_attn_implementation({"text_config": attention})
     cache = OscarCache("bf16")
     cache.expect(
@@ -61,7 +67,7 @@ def test_generate_with_a_padded_batch(reference, attention: str, end: int | None
             attention_mask=inputs["attention_mask"],
         )
     )
-    assert reference.generate(inputs, **as_argument(cache), **options) == plain
+    assert reference.generate(inputs, **as_argument(cache), **options) == expected
     tokens = cache.memory().tokens
     assert tokens["image"] == int((inputs["mm_token_type_ids"] == 1).sum())
     assert tokens["video"] == int((inputs["mm_token_type_ids"] == 2).sum())

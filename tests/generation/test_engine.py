@@ -711,7 +711,7 @@ def test_a_chat_on_disk_waits_for_room(qwen3_vl_folder) -> None:
     turns = expected.turns
     expected.close()
     spill(pipe, found)
-    running = made(pipe, SHORT[1], max_new_tokens=400)
+    running = made(pipe, SHORT[1], max_new_tokens=150)
     pipe.engine.submit(running)
     pipe.engine.run_until(lambda: len(running.tokens) > 3)
     pipe.budget.limit = pipe.budget.taken_bytes + 1000
@@ -734,7 +734,7 @@ def test_turns_and_chats_that_are_read_wait_for_room(qwen3_vl_folder, tmp_path, 
     expected.save(tmp_path / "chat")
     held = pipe.budget.used_bytes
     expected.close()
-    running = made(pipe, SHORT[1], max_new_tokens=400)
+    running = made(pipe, SHORT[1], max_new_tokens=150)
     pipe.engine.submit(running)
     pipe.engine.run_until(lambda: len(running.tokens) > 3)
     pipe.budget.limit = pipe.budget.taken_bytes + held // 2
@@ -957,7 +957,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     pipe.engine.run_until(lambda: len(running[-1].tokens) > 4 or running[-1].ended)
     layers = pipe.model.get_decoder().layers
     handles = [layer.register_forward_hook(layer_ends, with_kwargs=True) for layer in layers]
-    long = made(pipe, "What is written on the sign at the corner of the street? " * 60)
+    long = made(pipe, "What is written on the sign at the corner of the street? " * 40)
     spent.update(layers=0.0, steps=0.0, turns=0.0)
     pipe.engine.submit(long)
     pipe.engine.run_until(lambda: bool(long.tokens) or long.ended)
