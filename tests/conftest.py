@@ -34,6 +34,14 @@ def built(family: str, factory: pytest.TempPathFactory) -> Path:
     return build(family, factory.mktemp(family))
 
 
+@pytest.fixture(scope="module")
+def quick_collection() -> None:
+    """Exempt objects of earlier files from the collection of garbage, for a file that often runs
+    it, or whose benchmarks do for each cell."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def qwen3_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL with its processor."""

@@ -1,7 +1,5 @@
 """Small decoders for benchmarks of decode steps, and random numbers."""
 
-import gc
-
 import pytest
 import torch
 
@@ -17,13 +15,6 @@ def decoder() -> Decoder:
 def mixture() -> Decoder:
     """A mixture of experts."""
     return Decoder("qwen3-vl-30b-a3b", torch.device("cpu"), tiny=True)
-
-
-@pytest.fixture(scope="module")
-def quick_collection() -> None:
-    """Exempt objects of earlier files from the collection of garbage, which each cell runs."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
 
 LONG = "What is written on the sign at the corner of the street? " * 40
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @contextmanager

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.cache.cache import OscarCache
@@ -37,10 +39,20 @@ SHORT = ["What is on the sign?", "Why?", "Which month was the wettest?", "How mu
 BAD = "Zq9 what?"
 """A prompt with tokens that no other one has."""
 TOKENS = 12
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
+
+@cache
+def checkpoint(folder: Path) -> tuple[PreTrainedModel, Any]:
+    """Its model and processor: a copy takes a sixth of the time of loading."""
+    pipe = OscarVLPipeline(folder, device="cpu")
+    return pipe.family.outer_model, pipe.processor
 
 
 def loaded(folder: Path, policy: str = "bf16", **options: Any) -> OscarVLPipeline:
-    pipe = OscarVLPipeline(folder, policy=policy, device="cpu", **options)
+    """A pipeline whose model is its own; the processor is that of all."""
+    model, processor = checkpoint(folder)
+    pipe = OscarVLPipeline(deepcopy(model), processor=processor, policy=policy, **options)
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe
 
