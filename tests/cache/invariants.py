@@ -112,18 +112,21 @@ def plain_attention(
 
     real: (batch, length) bool, False for padding.
     """
-    tokens, length = queries.shape[2], keys.shape[2]
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    batch, kv_heads, length, head_dim = keys.shape
+    tokens = queries.shape[2]
+    keys, values = keys.double(), values.double()
+    # The queries of a KV head follow each other, so that it need not be repeated.
+    rows = queries.double().reshape(batch, kv_heads, -1, head_dim)
     query, key = torch.arange(length - tokens, length)[:, None], torch.arange(length)
     visible = key <= query
     if window is not None:
         visible = visible & (key > query - window)
-    visible = visible.expand(len(queries), 1, tokens, length)
+    visible = visible.expand(batch, 1, tokens, length)
     if real is not None:
         visible = visible & real[:, None, None]
-    scores = queries.double() @ keys.transpose(2, 3) * keys.shape[-1] ** -0.5
-    output = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+    scores = (rows @ keys.transpose(2, 3) * head_dim**-0.5).view(batch, -1, tokens, length)
+    shares = scores.masked_fill_(~visible, -torch.inf).softmax(-1)
+    output = (shares.view(batch, kv_heads, -1, length) @ values).view(queries.shape)
     if real is not None:
         output[
             ~real[:, -tokens:, None, None].expand(-1, -1, *output.shape[1::2]).transpose(1, 2)
