@@ -164,7 +164,7 @@ def test_the_same_load_against_another_server(
 ) -> None:
     arguments = ["--against", like_vllm, "--device", "cpu", "--seconds", "0.6"]
     arguments += ["--new-tokens", "4", "--out", str(tmp_path)]
-    assert load.main([*arguments, "--clients", "1,2", "--processes", "1"]) == 0
+    assert load.main([*arguments, "--clients", "1,2", "--processes", "2"]) == 0
     assert load.main([*arguments, "--rate", "20", "--processes", "1", "--add"]) == 0
     [path] = tmp_path.iterdir()
     rows = Record.load(path).rows
