@@ -1,4 +1,4 @@
-"""Time to first token of many pictures and of long recordings, by stage, with full-size models.
+"""Time to first token of texts, and of many pictures and long recordings by stage, at full size.
 
 python -m benchmarks.first_token [--models qwen3-vl-8b,qwen3-omni-30b-a3b [--add]] [--tiny]
 
@@ -7,6 +7,7 @@ One model with its cases: ``--models qwen3-vl-8b``; with ``--add`` the other's r
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
+from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +52,7 @@ from oscar_mm.media.mono import RATE
 from oscar_mm.media.tower_inputs import ImagesInBytes, VideosInBytes
 from oscar_mm.modality import Modality
 from oscar_mm.threads import in_threads
+from tests.tiny import TEXT
 
 NOTES = [
     "Shapes of the released config.json, random weights in bfloat16, the default policy. Pictures "
@@ -64,6 +67,8 @@ NOTES = [
     "model are the model's own time. pack: keys and values into pages. rest: all else, such as "
     "embeddings, joins of features and the choice of the token.",
     "cpu: seconds of all cores together.",
+    "Texts: words in a random order, other ones in each call; the median of calls after the first "
+    "ones of a length, which compile and record.",
 ]
 OWN = ("towers", "language model")
 """Stages that are the model's own."""
@@ -71,6 +76,9 @@ STAGES = ("headers", "decode", "processor", "tokens", "copy", *OWN, "pack", "res
 MOST = 0.05
 """Largest share of the model's own time that another stage should take."""
 _QUESTION = "What is it?"
+WORDS = (20, 60, 300, 600, 1200)
+"""Of texts: questions, and up to 2,000 tokens."""
+_WARM_UP, _CALLS = 4, 7
 
 
 @dataclass(frozen=True)
@@ -231,9 +239,23 @@ def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:
     kind = OscarOmniPipeline if released.audio else OscarVLPipeline
     pipe = kind(model, processor=processor)
     build_s = perf_counter() - start
+    for words in WORDS:
+        row = {"model": name, "case": f"a text of {words:,} words", "date": now()}
+        yield row | read_text(pipe, words)
     for case in (case for case in CASES if case.model == name):
         row = {"model": name, "case": case.name, "date": now(), "build_s": build_s}
         yield row | request(pipe, case.tiny() if tiny else case, device)
+
+
+def read_text(pipe: Any, words: int) -> Row:
+    """Ask with texts of so many words."""
+    seconds, rng, tokens = [], random.Random(words), 0
+    for _ in range(_WARM_UP + _CALLS):
+        prompt = " ".join(rng.choices(TEXT.split(), k=words))
+        answer = pipe(images=None, prompt=prompt, max_new_tokens=1, temperature=0)
+        seconds.append(answer.timings.prefill_s)
+        tokens = answer.prompt_tokens
+    return {"prompt_tokens": tokens, "first_token_s": median(seconds[_WARM_UP:])}
 
 
 def request(pipe: Any, case: Case, device: torch.device) -> Row:
@@ -268,8 +290,15 @@ def request(pipe: Any, case: Case, device: torch.device) -> Row:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print seconds by stage, and whether each that is ours is within its bound."""
-    for row in rows:
+    """Print times of texts, and seconds by stage, and whether each that is ours is within its
+    bound."""
+    texts = [row for row in rows if "wall_s" not in row]
+    show(
+        "Texts",
+        ("model", "tokens", "first token, ms"),
+        ((x["model"], f"{x['prompt_tokens']:,}", f"{1e3 * x['first_token_s']:.1f}") for x in texts),
+    )
+    for row in (row for row in rows if "wall_s" in row):
         show(
             f"{row['model']}, {row['case']}: {row['prompt_tokens']:,} tokens, first token after "
             f"{row['first_token_s']:.2f} s",

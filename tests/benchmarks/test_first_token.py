@@ -19,7 +19,14 @@ def test_each_case_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert first_token.main(["--tiny", "--out", str(tmp_path)]) == 0
     assert MediaReader.read is read
     [path] = tmp_path.iterdir()
-    rows = Record.load(path).rows
+    texts, rows = [], []
+    for row in Record.load(path).rows:
+        (rows if "wall_s" in row else texts).append(row)
+    assert len(texts) == len(first_token.MODELS) * len(first_token.WORDS)
+    for model in first_token.MODELS:
+        tokens = [row["prompt_tokens"] for row in texts if row["model"] == model]
+        assert tokens == sorted(tokens) and tokens[-1] > first_token.WORDS[-1]
+    assert all(row["first_token_s"] > 0 for row in texts)
     assert [row["case"] for row in rows] == [case.name for case in first_token.CASES]
     for row, case in zip(rows, first_token.CASES, strict=True):
         assert row["files"] == case.tiny().count and row["file_bytes"] > 0
