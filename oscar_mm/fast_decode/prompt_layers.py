@@ -74,10 +74,9 @@ class _States(NamedTuple):
 class RecordedLayers:
     """Passes of up to ``MOST_RECORDED`` tokens whose layers are recorded, but for attention.
 
-    The first pass of a length is left to others, as it may be the only one; the second one runs
-    padded, which compiles what is not compiled yet; from the third on graphs are replayed. Padding
-    goes through norms, products and experts, each token by itself, and neither into attention nor
-    into the cache.
+    The first pass of a length may be the only one, and compiles what is not compiled yet; from the
+    second on graphs are replayed, to the same bits. Padding goes through norms, products and
+    experts, each token by itself, and neither into attention nor into the cache.
 
     Args:
         layers: of one shape.
@@ -104,15 +103,17 @@ class RecordedLayers:
         self._states = None
         if sequences > 1 or tokens > MOST_RECORDED or self._fails:
             return
+        if self._whole is None:
+            try:
+                self._whole = _States.empty(self._layers[0], hidden, cosine)
+            except torch.OutOfMemoryError as error:
+                self._give_up(error)
+                return
         length = _LENGTHS[bisect_left(_LENGTHS, tokens)]
         self._uses[length] += 1
-        if self._uses[length] == 1:
-            return
         self._replays[length] = self._replays.pop(length, {})
         if len(self._replays) > _MOST_LENGTHS:
             self._replays.pop(next(iter(self._replays)))
-        if self._whole is None:
-            self._whole = _States.empty(self._layers[0], hidden, cosine)
         self._states = self._whole.first(length)
         # So padding stays 0, whatever the last pass has left.
         self._states.hidden[tokens:].zero_()
@@ -141,15 +142,17 @@ class RecordedLayers:
         assert self._states is not None
         length, key = len(self._states.hidden), (part, index)
         replays = self._replays[length]
-        if self._uses[length] > 2 and key not in replays and not self._fails:
+        if self._uses[length] > 1 and key not in replays and not self._fails:
             try:
                 replays[key] = self._record(work, self._states.hidden.device)
             except Exception as error:
                 # The end of a broken capture raises over the error that broke it.
-                cause = error.__context__ or error
-                _log.warning("prompts are read eagerly, a CUDA graph could not be made: %s", cause)
-                self._fails = True
+                self._give_up(error.__context__ or error)
         replays.get(key, work)()
+
+    def _give_up(self, cause: BaseException) -> None:
+        _log.warning("prompts are read eagerly, a CUDA graph could not be made: %s", cause)
+        self._fails = True
 
 
 def _before(layer: FastLayer, states: _States) -> None:
