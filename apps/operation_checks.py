@@ -61,8 +61,17 @@ _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
 """Widths of the feed-forward layer through which a row goes."""
 _MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
-_GROUPED_MIXTURE = mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)
-_PROMPT_MIXTURE = mixture_module.PromptSpecialization(32, 8, True)
+_LINEAR_KERNELS = (
+    (LinearKernel, linear_module.Specialization(1, True, _DTYPE)),
+    (LinearRowsKernel, linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)),
+    (GateKernel, _DTYPE),
+)
+_MIXTURE_KERNELS = (
+    (ExpertKernels, _MIXTURE),
+    (GroupedKernels, mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)),
+    (PromptKernels, mixture_module.PromptSpecialization(32, 8, True)),
+)
+"""Kernels of an operation, and what they are compiled for; only the first one works without TMA."""
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 LOOPS = ("decode", "store", "unpack")
@@ -94,21 +103,9 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
             raise KernelError(specialization)
         return DecodeKernel.checked.check(specialization, device)
     if operation == "linear":
-        made = linear_module.Specialization(1, True, _DTYPE)
-        verdict = LinearKernel.checked.check(made, device)
-        if not verdict.agrees or not uses_tma(device):
-            return verdict
-        made = linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)
-        verdict = LinearRowsKernel.checked.check(made, device)
-        return GateKernel.checked.check(_DTYPE, device) if verdict.agrees else verdict
+        return _first_that_disagrees(device, *_LINEAR_KERNELS)
     if operation == "mixture":
-        verdict = ExpertKernels.checked.check(_MIXTURE, device)
-        if not verdict.agrees or not uses_tma(device):
-            return verdict
-        verdict = GroupedKernels.checked.check(_GROUPED_MIXTURE, device)
-        if not verdict.agrees:
-            return verdict
-        return PromptKernels.checked.check(_PROMPT_MIXTURE, device)
+        return _first_that_disagrees(device, *_MIXTURE_KERNELS)
     if operation == "pack":
         made = pack_module.Specialization(Recipe.of(page, _WHOLE_PAGE_POLICY), _DTYPE)
         return PackKernel.checked.check(made, device)
@@ -119,6 +116,19 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
         return RopeKernel.checked.check(rope_module.Specialization(_HEAD_DIM, _DTYPE), device)
     made = unpack_module.Specialization(page, _POLICY.rotate, _DTYPE)
     return UnpackKernel.checked.check(made, device)
+
+
+def _first_that_disagrees(
+    device: torch.device, first: tuple[Any, Any], *others: tuple[Any, Any]
+) -> Verdict:
+    """The verdict on the first of some kernels (with what they are compiled for) that disagrees, or
+    on the last; ``others`` only where kernels copy by TMA."""
+    kernel, made = first
+    verdict = kernel.checked.check(made, device)
+    for kernel, made in others:
+        if verdict.agrees and uses_tma(device):
+            verdict = kernel.checked.check(made, device)
+    return verdict
 
 
 def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workload:

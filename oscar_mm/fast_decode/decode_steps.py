@@ -361,7 +361,8 @@ def record_cuda_graph(
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
         try:
-            # Out of the stream again also where the capture fails at its end.
+            # Out of the stream again also where the capture fails at its end. Not by
+            # ``torch.cuda.graph``, which waits and gives memory back before each of many.
             with torch.cuda.stream(aside):
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:

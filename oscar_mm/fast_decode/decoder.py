@@ -231,6 +231,8 @@ class FastLayer:
     attention: Any
     attention_norm: Norm
     projections: _Product
+    heads: tuple[int, ...]
+    """How many query, key and value heads there are; of a rank its own."""
     head_norms: tuple[Norm, Norm] | None
     output: _Product
     mlp_norm: Norm
@@ -248,10 +250,12 @@ class FastLayer:
         if hasattr(attention, "q_norm"):
             head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
         dense = hasattr(mlp, "gate_proj")
+        projections = _Product.of(attention.q_proj, attention.k_proj, attention.v_proj)
         return cls(
             attention,
             _norm(layer.input_layernorm),
-            _Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            projections,
+            tuple(weight.shape[0] // attention.head_dim for weight in projections.weights),
             head_norms,
             _Product.of(attention.o_proj),
             _norm(layer.post_attention_layernorm),
@@ -312,11 +316,6 @@ class FastLayer:
         key, value = cache.update(key, value, attention.layer_idx)
         found, _ = attend(attention, query, key, value, mask, scaling=attention.scaling)
         return found.reshape(len(heads), -1)
-
-    @property
-    def heads(self) -> tuple[int, ...]:
-        """How many query, key and value heads there are."""
-        return tuple(x.shape[0] // self.attention.head_dim for x in self.projections.weights)
 
     def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden size) after the MLP or the mixture of experts, a new tensor."""

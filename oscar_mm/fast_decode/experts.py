@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from oscar_mm.fast_decode.experts_torch import (
+    Choosing,
     Experts,
     MixtureArguments,
     clear_choices,
@@ -69,6 +70,16 @@ _EARLY = 1
 _checker = ArgumentChecker("mixture")
 
 
+def _choice_macros(made: Choosing) -> dict[str, str | int]:
+    """Macros of how rows choose their experts (csrc/experts/choice.cuh)."""
+    return {
+        "CHOSEN": made.chosen,
+        "EXPERTS": made.experts,
+        "NORMALIZE": int(made.normalized),
+        "ELEMENT": ELEMENTS[made.dtype],
+    }
+
+
 class Params(ctypes.Structure):
     """``Params`` of csrc/experts/experts.cu, field for field."""
 
@@ -101,12 +112,9 @@ class Specialization:
         """
         piece = min(PIECE, self.between if down else self.width)
         return {
+            **_choice_macros(self),
             "DOWN": int(down),
-            "CHOSEN": self.chosen,
-            "EXPERTS": self.experts,
-            "NORMALIZE": int(self.normalized),
             "ROWS": self.rows,
-            "ELEMENT": ELEMENTS[self.dtype],
             "WARPS": WARPS,
             "DEPTH": depth_for(limit),
             "EARLY": _EARLY,
@@ -208,13 +216,7 @@ class GroupedSpecialization:
 
     def macros(self) -> dict[str, str | int]:
         """Macros that route.cu and combine.cu are compiled with."""
-        return {
-            "CHOSEN": self.chosen,
-            "EXPERTS": self.experts,
-            "NORMALIZE": int(self.normalized),
-            "COLUMNS": self.columns,
-            "ELEMENT": ELEMENTS[self.dtype],
-        }
+        return _choice_macros(self) | {"COLUMNS": self.columns}
 
     def products(self, gated: bool) -> RowsSpecialization:
         """Of linear_rows.cu, for the experts' first matrices or the second."""
@@ -334,12 +336,7 @@ class PromptSpecialization:
     @property
     def macros(self) -> dict[str, str | int]:
         """Macros that prompt.cu and combine.cu are compiled with."""
-        return {
-            "CHOSEN": self.chosen,
-            "EXPERTS": self.experts,
-            "NORMALIZE": int(self.normalized),
-            "ELEMENT": ELEMENTS[self.dtype],
-        }
+        return _choice_macros(self)
 
 
 class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mixture", bound=0.02):
@@ -402,15 +399,15 @@ def expert_kernels(
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
-    if rows > MOST_GROUPED:
-        if x.dtype != torch.bfloat16 or rows > _MOST_PROMPT_ROWS or not uses_tma(x.device):
-            return None
-        made = PromptSpecialization(count, experts.chosen, experts.normalized)
-        return PromptKernels.of(made, x.device)
     if rows > MOST_ROWS:
         if not uses_tma(x.device):
             return None
-        return GroupedKernels.of(GroupedSpecialization.of(rows, experts, x.dtype), x.device)
+        if rows <= MOST_GROUPED:
+            return GroupedKernels.of(GroupedSpecialization.of(rows, experts, x.dtype), x.device)
+        if x.dtype != torch.bfloat16 or rows > _MOST_PROMPT_ROWS:
+            return None
+        made = PromptSpecialization(count, experts.chosen, experts.normalized)
+        return PromptKernels.of(made, x.device)
     shape = (rows, count, experts.chosen, experts.normalized, width, both // 2, x.dtype)
     return ExpertKernels.of(Specialization(*shape), x.device)
 
