@@ -7,7 +7,6 @@ One model with its cases: ``--models qwen3-vl-8b``; with ``--add`` the other's r
 
 from __future__ import annotations
 
-import random
 import sys
 import tempfile
 import threading
@@ -28,7 +27,7 @@ from PIL import Image
 
 import oscar_mm
 from benchmarks.profiling import release
-from benchmarks.random_model import RELEASED, build
+from benchmarks.random_model import RELEASED, build, words
 from benchmarks.record import (
     Record,
     Row,
@@ -52,7 +51,6 @@ from oscar_mm.media.mono import RATE
 from oscar_mm.media.tower_inputs import ImagesInBytes, VideosInBytes
 from oscar_mm.modality import Modality
 from oscar_mm.threads import in_threads
-from tests.tiny import TEXT
 
 NOTES = [
     "Shapes of the released config.json, random weights in bfloat16, the default policy. Pictures "
@@ -239,23 +237,22 @@ def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:
     kind = OscarOmniPipeline if released.audio else OscarVLPipeline
     pipe = kind(model, processor=processor)
     build_s = perf_counter() - start
-    for words in WORDS:
-        row = {"model": name, "case": f"a text of {words:,} words", "date": now()}
-        yield row | read_text(pipe, words)
+    for count in WORDS:
+        row = {"model": name, "case": f"a text of {count:,} words", "date": now()}
+        yield row | read_text(pipe, count)
     for case in (case for case in CASES if case.model == name):
         row = {"model": name, "case": case.name, "date": now(), "build_s": build_s}
         yield row | request(pipe, case.tiny() if tiny else case, device)
 
 
-def read_text(pipe: Any, words: int) -> Row:
+def read_text(pipe: Any, count: int) -> Row:
     """Ask with texts of so many words."""
-    seconds, rng, tokens = [], random.Random(words), 0
-    for _ in range(_WARM_UP + _CALLS):
-        prompt = " ".join(rng.choices(TEXT.split(), k=words))
-        answer = pipe(images=None, prompt=prompt, max_new_tokens=1, temperature=0)
-        seconds.append(answer.timings.prefill_s)
-        tokens = answer.prompt_tokens
-    return {"prompt_tokens": tokens, "first_token_s": median(seconds[_WARM_UP:])}
+    answers = [
+        pipe(images=None, prompt=words(count, seed), max_new_tokens=1, temperature=0)
+        for seed in range(_WARM_UP + _CALLS)
+    ]
+    seconds = [answer.timings.prefill_s for answer in answers[_WARM_UP:]]
+    return {"prompt_tokens": answers[-1].prompt_tokens, "first_token_s": median(seconds)}
 
 
 def request(pipe: Any, case: Case, device: torch.device) -> Row:

@@ -27,13 +27,12 @@ import openai
 import torch
 
 from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figures, traffic, watch
-from benchmarks.random_model import endless_pipeline
+from benchmarks.random_model import endless_pipeline, words
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.warm_up import warm_up
 from oscar_mm.pipelines.pipeline import Pipeline
-from tests.tiny import TEXT
 
 CLIENTS = "1,4,16,64"
 KINDS = ("text", "pictures", "recordings")
@@ -64,11 +63,6 @@ NOTES = [
     "server still has the conversations that later requests can continue. RSS: of the server's "
     "processes.",
 ]
-
-
-def words(count: int, seed: int) -> str:
-    """So many words in a random order."""
-    return " ".join(random.Random(seed).choices(TEXT.split(), k=count))
 
 
 def words_of_tokens(server: Server, tokens: int) -> int:

@@ -7,6 +7,7 @@ attention "oscar" fills it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from oscar_mm.models import ReleasedModel
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.loading import device_of
 from oscar_mm.pipelines.pipeline import Pipeline
-from tests.tiny import llama_tokenizer, qwen_tokenizer
+from tests.tiny import TEXT, llama_tokenizer, qwen_tokenizer
 from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
 from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
 from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
@@ -342,6 +343,11 @@ def endless_pipeline(
     if model in RELEASED:
         return make_endless(random_pipeline(str(model), tiny=tiny, **options))
     return make_endless(usual(model)(model, **options))
+
+
+def words(count: int, seed: int) -> str:
+    """So many words in a random order."""
+    return " ".join(random.Random(seed).choices(TEXT.split(), k=count))
 
 
 def text_and_images(tokens: int) -> torch.Tensor:

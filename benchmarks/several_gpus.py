@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     released = RELEASED[options.model].with_positions(options.context + 8192)
     pictures, answer = (max(1, options.context // 1024), 1024), 128
     if options.tiny:
-        released, pictures, answer = _with_two_kv_heads(released.tiny()), (3, 16), 6
+        released, pictures, answer = _with_two_kv_heads(released.tiny()), (3, 16), 24
     rows = [
         {"model": options.model} | row for row in measure(released, options.gpus, pictures, answer)
     ]

@@ -1,7 +1,5 @@
 """The benchmark of several GPUs, rehearsed on a CPU."""
 
-from math import isfinite
-
 import pytest
 
 from benchmarks import several_gpus
@@ -14,7 +12,6 @@ def test_a_rehearsal(tmp_path, capsys) -> None:
     [path] = tmp_path.glob("several_gpus-*.json")
     rows = {row["way"]: row for row in Record.load(path).rows}
     assert list(rows) == ["one", "layers", "heads"]
-    # The time of three tokens is a difference, which other work may turn around.
-    assert all(isfinite(row["ms"]) and row["same"].endswith("of 6") for row in rows.values())
-    assert rows["layers"]["same"] == "6 of 6" and rows["heads"]["ranks_agree"]
+    assert all(row["ms"] > 0 and row["same"].endswith("of 24") for row in rows.values())
+    assert rows["layers"]["same"] == "24 of 24" and rows["heads"]["ranks_agree"]
     assert "heads" in capsys.readouterr().out
