@@ -126,42 +126,23 @@ def test_rows_of_a_group(rows: int, columns: int) -> None:
     assert GroupedSpecialization.of(rows, experts, torch.bfloat16).columns == columns
 
 
+@pytest.mark.parametrize(
+    ("kernels", "made", "row"),
+    [
+        (ExpertKernels, Specialization(3, 6, 2, True, 256, 256, torch.float32), 1),
+        (GroupedKernels, GroupedSpecialization(8, 12, 2, True, torch.float32), 2),
+        (PromptKernels, PromptSpecialization(12, 2, True, torch.float32), 2),
+    ],
+)
 @pytest.mark.parametrize("value", [None, 0.0, torch.nan])
-def test_one_wrong_row_of_many_shows(value: float | None) -> None:
-    def kernels(arguments: MixtureArguments) -> torch.Tensor:
+def test_one_wrong_row_shows(kernels, made, row: int, value: float | None) -> None:
+    def kernel(arguments: MixtureArguments) -> torch.Tensor:
         output = experts_by_torch(arguments)
         if value is not None:
-            output[2] = arguments.x[2] + value
+            output[row] = arguments.x[row] + value
         return output
 
-    made = GroupedSpecialization(8, 12, 2, True, torch.float32)
-    worst = GroupedKernels.disagreement(made, kernels, torch.device("cpu"))
-    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
-
-
-@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
-def test_one_wrong_row_of_a_prompt_shows(value: float | None) -> None:
-    def kernels(arguments: MixtureArguments) -> torch.Tensor:
-        output = experts_by_torch(arguments)
-        if value is not None:
-            output[2] = arguments.x[2] + value
-        return output
-
-    made = PromptSpecialization(12, 2, True, torch.float32)
-    worst = PromptKernels.disagreement(made, kernels, torch.device("cpu"))
-    assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
-
-
-@pytest.mark.parametrize("value", [None, 0.0, torch.nan])
-def test_one_wrong_row_shows(value: float | None) -> None:
-    def kernels(arguments: MixtureArguments) -> torch.Tensor:
-        output = experts_by_torch(arguments)
-        if value is not None:
-            output[1] = arguments.x[1] + value
-        return output
-
-    made = Specialization(3, 6, 2, True, 256, 256, torch.float32)
-    worst = ExpertKernels.disagreement(made, kernels, torch.device("cpu"))
+    worst = kernels.disagreement(made, kernel, torch.device("cpu"))
     assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
 

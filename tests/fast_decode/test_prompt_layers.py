@@ -64,6 +64,15 @@ def test_logits_and_cache_are_those_of_the_modules(pipe, chunk, most: int) -> No
         assert_same(mine, theirs, 1e-2)  # They are kept in 16 bit.
 
 
+def read_by(
+    layers: PromptLayers, pipe: Pipeline, prompt: Prompt, policy: str = "bf16"
+) -> torch.Tensor:
+    """Logits after a prompt that layers read into a cache of its own."""
+    cache = OscarCache(policy)
+    with layers.reading(cache):
+        return read_prompt(pipe.model, prompt, cache)
+
+
 def test_short_prompts_in_line(pipe) -> None:
     prompts = [pipe.read_request(text, {}) for text in ("7 W", "What is the code?", "4")]
     found = []
@@ -122,11 +131,7 @@ def test_recorded_passes(pipe) -> None:
 def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
     """Before, while and after its length is recorded."""
     layers, prompt = PromptLayers(pipe.model, 1 << 13, Recorder()), prompt_of(pipe)
-    found = []
-    for _ in range(4):
-        cache = OscarCache("standard")
-        with layers.reading(cache):
-            found.append(read_prompt(pipe.model, prompt, cache))
+    found = [read_by(layers, pipe, prompt, "standard") for _ in range(4)]
     assert all(torch.equal(x, found[0]) for x in found)
 
 
@@ -150,9 +155,7 @@ def test_graphs_of_the_lengths_that_were_used_last_are_kept(monkeypatch) -> None
     prompts = [pipe.read_request(" ".join(["7 W"] * count), {}) for count in (1, 15, 40)]
     made = []
     for which in (0, 0, 1, 1, 0, 2, 2, 0, 1):
-        cache = OscarCache("bf16")
-        with layers.reading(cache):
-            read_prompt(pipe.model, prompts[which], cache)
+        read_by(layers, pipe, prompts[which])
         made.append(record.made // each)
     assert made == [0, 1, 1, 2, 2, 2, 3, 3, 4], "1 had to go for 2, and 0 had not"
 
@@ -167,9 +170,7 @@ def test_without_memory_for_recorded_passes_prompts_are_read_all_the_same(
     layers, prompt = PromptLayers(pipe.model, 1 << 13, Recorder()), pipe.read_request("7 W", {})
     expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
     for _ in range(3):
-        cache = OscarCache("bf16")
-        with layers.reading(cache):
-            assert_same(read_prompt(pipe.model, prompt, cache), expected)
+        assert_same(read_by(layers, pipe, prompt), expected)
     assert len([x for x in caplog.records if "nothing is left" in x.message]) == 1
 
 
@@ -181,9 +182,7 @@ def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> No
     prompt = pipe.read_request("7 W", {})
     expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
     for _ in range(5):
-        cache = OscarCache("bf16")
-        with layers.reading(cache):
-            assert_same(read_prompt(pipe.model, prompt, cache), expected)
+        assert_same(read_by(layers, pipe, prompt), expected)
     assert len([x for x in caplog.records if "no graphs here" in x.message]) == 1
 
 
