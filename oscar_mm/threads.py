@@ -211,7 +211,7 @@ class LeaderFollowers:
         lock: that the leader works under. Its owner does not wait, as the leader waits for it.
 
     Attributes:
-        watchers: called after each step, and wherever threads are woken.
+        watchers: called after each step, and by ``wake``.
     """
 
     def __init__(self, lock: FairLock) -> None:
@@ -261,13 +261,17 @@ class LeaderFollowers:
         self.wake()
 
     def wake(self) -> None:
-        """Let the threads go on that have what they wait for."""
+        """Let the threads go on that have what they wait for, and call the watchers."""
+        self.wake_followers()
+        for watcher in tuple(self.watchers):
+            watcher()
+
+    def wake_followers(self) -> None:
+        """Let the threads go on that have what they wait for; watchers may take a while."""
         with self._guard:
             for follower in self._followers:
                 if not follower.turn.is_set() and follower.is_ready:
                     follower.turn.set()
-        for watcher in tuple(self.watchers):
-            watcher()
 
     def promote(self) -> None:
         """Let the next thread that waits lead, if nobody does."""

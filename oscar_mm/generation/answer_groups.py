@@ -34,9 +34,11 @@ _MOST_READING = 8.0
 _MOST_OWED = 3
 """Steps for whose time answers are made up later, at most. With one of them answers had 0.49 of
 their pace, with three 0.50."""
-_SHORT_S = 0.01
-"""Seconds of a GPU for a layer of a short prompt. Two such layers stay in flight while the host
-launches a step, which takes it 3 ms for 64 rows; longer ones would keep the answers waiting."""
+_IN_FLIGHT_S = 0.01
+"""Seconds of a GPU for which layers of prompts stay in flight while the host launches a step, which
+takes it 3 ms for 64 rows, and twice that beside a server; more would keep the answers waiting."""
+_MOST_IN_FLIGHT = 4
+"""Layers of prompts."""
 
 
 class Moment:
@@ -263,6 +265,15 @@ class AnswerGroups:
             if self.live:  # The last step of all may have been launched early: then this took none.
                 self.pace.note(begin, self.wait_since)
 
+    def reading_share(self, others: int = 0) -> float:
+        """How many times as long prompts are read as answers make steps.
+
+        Args:
+            others: prompts that are read, but for one of them.
+        """
+        others += self._waiting()
+        return min(max(_READING * others / max(len(self.live), 1), 1.0), _MOST_READING)
+
     def settle_ended(self) -> None:
         """Let go of answers that have ended, and of what they hold."""
         for answer in self.drop_ended():
@@ -392,9 +403,8 @@ class LayerTurns:
         """Called where the host has launched a layer of the decoder; raises ``Cancelled``."""
         if self._groups.stepping or threading.get_ident() != self._thread:
             return
-        is_short = self._layer_seconds < _SHORT_S
         if self._waits:
-            self._wait_for_layers(2 if is_short else 1)
+            self._wait_for_layers()
         self.stop_if_cancelled()
         self._groups.let_others_in(self._cache)
         if self._layer_end is None or not self._decodes:
@@ -405,7 +415,7 @@ class LayerTurns:
         waited = owed + self._layer_end.since(self._turn.end)
         if waited < share * step_seconds:
             return
-        if self._launched and is_short:
+        if self._launched and self._most_in_flight > 1:
             waited += len(self._launched) * self._layer_seconds
         elif self._launched:
             self._launched[-1].wait()
@@ -434,11 +444,16 @@ class LayerTurns:
                 made += 1
         self._turn = _Turn(self._turn.end, begin, self._groups.wait_since, made * step_seconds)
 
-    def _wait_for_layers(self, in_flight: int) -> None:
+    @property
+    def _most_in_flight(self) -> int:
+        """How many layers are in flight while the host launches others or a step."""
+        count = math.ceil(_IN_FLIGHT_S / max(self._layer_seconds, 1e-6))
+        return min(max(count, 1), _MOST_IN_FLIGHT)
+
+    def _wait_for_layers(self) -> None:
         """Wait for layers that were launched, but for the last ones where they come later."""
         self._launched.append(Moment(self._groups.family.device))
-        if not self._launched[-1].comes_later:
-            in_flight = 0
+        in_flight = self._most_in_flight if self._launched[-1].comes_later else 0
         while len(self._launched) > in_flight:
             before, self._layer_end = self._layer_end or self._turn.end, self._launched.pop(0)
             self._layer_end.wait()
@@ -447,5 +462,4 @@ class LayerTurns:
     @property
     def _share(self) -> float:
         """How many times as long prompts are read as answers make steps."""
-        others = self._groups._waiting() + self._prompts - 1
-        return min(max(_READING * others / max(len(self._groups.live), 1), 1.0), _MOST_READING)
+        return self._groups.reading_share(self._prompts - 1)

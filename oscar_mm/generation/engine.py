@@ -334,7 +334,11 @@ class Engine:
                     if answer.ended:
                         answer.settle()
                         self._groups.freed = True
-            self._threads.wake()
+            self._threads.wake_followers()
+            # Without a step the device would have nothing to do until the next prompt's layers.
+            if self.could_begin() and self._groups.reading_share() <= 1.0:
+                self._groups.step()
+                self._threads.wake()
             if self._queue and self.lock.is_contended:
                 return False
         return True

@@ -1106,6 +1106,35 @@ def test_many_that_wait_are_read_before_a_few_go_on(
         answer.cancel()
 
 
+def test_between_two_prompts_answers_make_a_step(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device works on it while the host prepares the second prompt; of many that wait for a few
+    that run each is read at once, see the test before."""
+    pipe, read = loaded(qwen3_vl_folder), list[list[int]]()
+    pipe.engine.reader.most_in_line = 1  # Each prompt is read by itself.
+    monkeypatch.setattr(answer_groups.Pace, "seconds", lambda _: 1e9)  # No steps between layers.
+    running = [made(pipe, SHORT[0], max_new_tokens=100) for _ in range(8)]
+    for answer in running:
+        pipe.engine.submit(answer)
+    pipe.engine.run_until(lambda: min(len(answer.tokens) for answer in running) > 4)
+    others = [made(pipe, SHORT[1], max_new_tokens=100) for _ in range(2)]
+
+    def begin(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs["inputs_embeds"].shape[1] > 1:
+            read.append([len(answer.tokens) for answer in (*running, *others)])
+
+    handle = pipe.model.get_decoder().register_forward_pre_hook(begin, with_kwargs=True)
+    for answer in others:
+        pipe.engine.submit(answer)
+    pipe.engine.run_until(lambda: bool(others[1].tokens))
+    handle.remove()
+    first, second = read
+    assert second == [*(tokens + 1 for tokens in first[:8]), 2, 0]
+    for answer in (*running, *others):
+        answer.cancel()
+
+
 def test_nobody_is_overtaken_for_ever(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
