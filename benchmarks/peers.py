@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from benchmarks.record import Record, Row, command, device_name, finish, parser,
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
-"""Of a single sequence; at full memory without those that take as much for a row as others."""
+"""Caches of a single sequence; at full memory those that take less for a row than others."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
 ATTENTIONS = {"auto": "vLLM, bf16", "fp8": "vLLM, fp8", "standard": "vLLM, our standard pages"}
 OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
@@ -93,9 +94,8 @@ def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[R
     yield from of_loops(measured("throughput", batches), full=True)
     if tiny or find_spec("vllm") is None:
         return
-    for model in models.split(","):
-        options = ["--model", model, "--contexts", contexts, "--full", full]
-        line = [*options, "--attention", ",".join(ATTENTIONS)]
+    for model, attention in product(models.split(","), ATTENTIONS):
+        line = ["--model", model, "--contexts", contexts, "--full", full, "--attention", attention]
         yield from of_vllm(measured("vllm_attention", line))
 
 
@@ -151,9 +151,13 @@ def main(arguments: Sequence[str]) -> int:
     add("--full", default=FULL, help="contexts at full memory, with commas")
     add("--tiny", action="store_true", help="a rehearsal with tiny models, without vLLM")
     options = options_parser.parse_args(arguments)
-    rows = [*all_rows(options.models, options.contexts, options.full, tiny=options.tiny)]
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    record = Record("peers", command("benchmarks.peers", arguments), device, rows, NOTES)
+    record = Record("peers", command("benchmarks.peers", arguments), device, [], NOTES)
+    record.extra["complete"] = False
+    for row in all_rows(options.models, options.contexts, options.full, tiny=options.tiny):
+        record.rows.append(row)
+        record.write(options.out)  # A run that is cut off leaves what it has found.
+    record.extra["complete"], rows = True, record.rows
     report(rows)
     finish(record, options.out)
     return int(any("error" in row for row in rows))

@@ -37,7 +37,8 @@ _BEGUN = 4
 """Tokens of each sequence before steps are timed."""
 _SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
 """Rows of which vLLM captures a step."""
-_LONGEST = 131072 + 1024
+_FURTHER = 1024
+"""Tokens for which vLLM has room beyond the longest context."""
 _READ_AT_ONCE = 8192
 _PROMPT, _HIT, _LONG = 8192, 7168, 32768
 _LAST_ID = 150_000
@@ -92,19 +93,20 @@ def model_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-def engine_options(attention: str, folder: Path, *, filled: bool) -> dict[str, Any]:
+def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``.
 
     Args:
         attention: one of vLLM's KV cache dtypes, or a policy of ours.
         folder: of the model.
+        longest: most tokens of a context.
         filled: whether decoding is timed, on a cache of random values; else prompts are.
     """
     options: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
-        "max_model_len": _LONGEST,
+        "max_model_len": longest + _FURTHER,
         "max_num_seqs": max(_SIZES),
         "max_num_batched_tokens": _READ_AT_ONCE,
         "gpu_memory_utilization": 0.92,
@@ -217,7 +219,8 @@ def child(spec: dict[str, Any]) -> None:
 
     folder = model_folder(spec["model"], Path(spec["folder"]))
     filled = not spec["prompts"]
-    llm = LLM(**engine_options(spec["attention"], folder, filled=filled))
+    longest = max([*spec["contexts"], *spec["full"], _LONG])
+    llm = LLM(**engine_options(spec["attention"], folder, longest, filled=filled))
     engine: Any = llm.llm_engine
     rows = decode_rows(engine, spec["contexts"], spec["full"]) if filled else prompt_rows(llm)
     with open(spec["rows"], "a") as file:

@@ -25,7 +25,7 @@ def rows_of(name: str, arguments: list[str]) -> list[Row]:
         # What ran out of memory was tried again with fewer.
         return [row | {"way": "DynamicCache", "error": "full", "out_of_memory": True}, *found]
     assert arguments[arguments.index("--model") + 1] == MODEL
-    return [
+    found = [
         {"model": MODEL, "attention": "auto", "what": "capacity", "tokens": 8},
         {"model": MODEL, "attention": "auto", "what": "one sequence 2048", "ms": 5.5},
         {"model": MODEL, "attention": "fp8", "what": "decode", "error": "exit code 1"},
@@ -38,6 +38,8 @@ def rows_of(name: str, arguments: list[str]) -> list[Row]:
             "ms": 44.0,
         },
     ]
+    attention = arguments[arguments.index("--attention") + 1]
+    return [row for row in found if row["attention"] == attention]
 
 
 @pytest.mark.parametrize("has_vllm", [True, False])
@@ -55,6 +57,24 @@ def test_one_table(has_vllm: bool, tmp_path, capsys, monkeypatch: pytest.MonkeyP
     [path] = tmp_path.glob("peers-*.json")
     errors = [row["method"] for row in Record.load(path).rows if "error" in row]
     assert errors == ["StaticCache, compiled", *(["vLLM, fp8"] if has_vllm else [])]
+    assert Record.load(path).extra == {"complete": True}
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has_found(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(name: str, arguments: list[str]) -> list[Row]:
+        if name == "throughput":
+            raise KeyboardInterrupt
+        return rows_of(name, arguments)
+
+    monkeypatch.setattr(peers, "measured", cut)
+    with pytest.raises(KeyboardInterrupt):
+        peers.main(["--models", MODEL, "--contexts", "2048", "--out", str(tmp_path)])
+    [path] = tmp_path.glob("peers-*.json")
+    record = Record.load(path)
+    assert [row["method"] for row in record.rows] == [*STEPS]
+    assert record.extra == {"complete": False}
 
 
 def test_a_benchmark_that_writes_nothing_is_an_error() -> None:

@@ -14,10 +14,10 @@ def test_options_of_both_kinds(tmp_path) -> None:
     folder = model_folder("qwen3-vl-30b-a3b", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["num_experts"] == 128
-    ours = engine_options("standard:bits=4/2", folder, filled=True)
+    ours = engine_options("standard:bits=4/2", folder, 32768, filled=True)
     assert ours["attention_backend"] == "CUSTOM" and "kv_cache_dtype" not in ours
     assert ours["additional_config"] == {"oscar_mm": {"policy": "standard:bits=4/2"}}
-    theirs = engine_options("fp8", folder, filled=False)
+    theirs = engine_options("fp8", folder, 32768, filled=False)
     assert theirs["kv_cache_dtype"] == "fp8" and "attention_backend" not in theirs
     assert theirs["enable_prefix_caching"] and not ours["enable_prefix_caching"]
 
