@@ -83,6 +83,7 @@ def test_a_model_loads_with_attention_oscar(folder: Path) -> None:
     run_python(FRESH + LOAD.format(folder=str(folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_any_order(order: str, outputs: dict[str, str]) -> None:
     assert outputs[order] == ""
