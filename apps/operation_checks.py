@@ -76,7 +76,7 @@ _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 LOOPS = ("decode", "store", "unpack")
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of keys and values; loops are compiled for each."""
+"""Dtypes of keys and values; loops are compiled for each."""
 _CPU = torch.device("cpu")
 
 

@@ -46,7 +46,7 @@ _GAP_S = 0.06
 _MOST_S, _LEAST_S = 3.5, 1.0
 FULL_SIZE, FULL_SECONDS, FULL_TOKENS = "qwen3-omni-30b-a3b", 60, 64
 FULL_RUNS = (("shared", 64, 200), ("shared", 8, 200), ("shared", 1, 50), ("not shared", 64, 50))
-"""Of each run its kind, the most rows at once, and how many of the rows."""
+"""Each run's kind, its most rows at once, and how many rows it has."""
 AT_LEAST = 5.0
 """Rows a minute of the first run, by those of the run that answers one by one."""
 FULL_NOTES = [

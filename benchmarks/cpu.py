@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def page_format(self) -> PageFormat:
-        """Of the pages."""
+        """The format of the pages."""
         policy = KVPolicy.preset(self.policy)
         return PageFormat.of(policy, policy.bits.text, self.kv_heads, self.head_dim)
 

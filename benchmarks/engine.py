@@ -49,7 +49,7 @@ BOUND_CONTEXT, SHARE, READING = 32768, 0.9, 0.5
 while a prompt is read."""
 _QUESTION = "What is it?"
 _MOST_TOKENS = 4096
-"""Of an answer: more than are chosen while anything is measured."""
+"""Longest answer: more tokens than are chosen while anything is measured."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. A number of rows without room is followed by the largest that has some.",

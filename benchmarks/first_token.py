@@ -75,7 +75,7 @@ MOST = 0.05
 """Largest share of the model's own time that another stage should take."""
 _QUESTION = "What is it?"
 WORDS = (20, 60, 300, 600, 1200)
-"""Of texts: questions, and up to 2,000 tokens."""
+"""Words of texts: questions, and up to 2,000 tokens."""
 _WARM_UP, _CALLS = 4, 7
 
 

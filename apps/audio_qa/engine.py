@@ -117,7 +117,7 @@ class Engine:
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
         self._running: dict[Generation, tuple[Row, SharedMedia]] = {}
         self._reading: SharedMedia | None = None
-        """Of the group some of whose rows have not begun."""
+        """Media of the group some of whose rows have not begun."""
         self._since = 0.0
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:

@@ -53,7 +53,7 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
-"""Of pages or tokens that are looked at in one go."""
+"""Bytes of pages or tokens that are checked at a time."""
 _MOST = 512.0
 """Sigma and its inverse are below that (``oscar_mm.quant.basis``)."""
 _SHOWN = 200
@@ -233,7 +233,7 @@ class SavedCache:
 
     @property
     def bytes(self) -> int:
-        """Of pages and tokens in 16 bit."""
+        """Bytes of pages and of tokens in 16 bit."""
         return sum(x.nbytes for name, x in self.tensors.items() if not name.endswith("sigma"))
 
     def placed(

@@ -185,7 +185,7 @@ class DecodeSteps:
         self._early: EarlyStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
-        """Of the steps when one was captured."""
+        """Version of the steps when one was captured."""
         self._failures = self._eager_left = 0
         """Captures that have failed since the last one that did not, and steps to the next try."""
 

@@ -116,7 +116,7 @@ def _modules(root: nn.Module) -> list[nn.Module]:
 
 
 def devices(module: nn.Module) -> set[torch.device]:
-    """Those of its weights and buffers."""
+    """Devices on which a module has weights or buffers."""
     tensors = (
         x for one in _modules(module) for x in (*one._parameters.values(), *one._buffers.values())
     )
@@ -240,7 +240,7 @@ class FastLayer:
     gate_and_up: _Product | None
     down: _Product | None
     experts: Experts | None
-    """Of a mixture that is whole; one that is divided is left to its module."""
+    """Weights of a mixture that is whole; a divided one is left to its module."""
 
     @classmethod
     def of(cls, layer: Any) -> FastLayer:

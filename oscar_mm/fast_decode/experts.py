@@ -123,7 +123,7 @@ class Specialization:
         }
 
     def shared_bytes(self, macros: dict[str, str | int]) -> int:
-        """Of a thread block: pieces, then rows of x, then the norm's weight."""
+        """Shared memory of a thread block: pieces, then rows of x, then the norm's weight."""
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
         if macros["DOWN"]:
             return 2 * (pieces + self.rows * self.chosen * self.between)
@@ -219,13 +219,13 @@ class GroupedSpecialization:
         return _choice_macros(self) | {"COLUMNS": self.columns}
 
     def products(self, gated: bool) -> RowsSpecialization:
-        """Of linear_rows.cu, for the experts' first matrices or the second."""
+        """What linear_rows.cu is compiled for: the experts' first matrices, or the second."""
         return RowsSpecialization(self.columns, gated, self.dtype, grouped=True)
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
-    """Of the experts' first matrices and of the second, where a thread block may have so many bytes
-    of shared memory."""
+    """Tilings of the experts' first matrices and of the second, where a thread block may have so
+    many bytes of shared memory."""
     first = tiling_for(shared_bytes)
     return first, replace(first, span=min(first.span, 384))
 

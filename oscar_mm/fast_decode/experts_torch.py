@@ -75,7 +75,7 @@ class Choosing(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows and weights."""
+        """Dtype of rows and weights."""
         ...
 
 

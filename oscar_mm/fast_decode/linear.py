@@ -47,7 +47,7 @@ MOST_ROWS = 4
 """Rows of the kernel for a few."""
 AT_ONCE = 256
 WARPS, PIECE = 16, 1024
-"""Of a thread block, and elements of a piece."""
+"""Warps of a thread block, and elements of a piece."""
 _MOST_PARTS = 3
 _ADDRESSES, _SIZES = ctypes.c_void_p * _MOST_PARTS, ctypes.c_int * _MOST_PARTS
 MOST_COLUMNS = 24
@@ -290,11 +290,11 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        """Of a thread block."""
+        """Threads of a block."""
         return (self.consumers + self.producers) * 32
 
     def outputs(self, gated: bool) -> int:
-        """Of a sweep at most."""
+        """Most outputs of a sweep."""
         return self.sweep // (2 if gated else 1)
 
     def launch(self, specialization: RowsSpecialization, outputs: int, limit: int) -> Launch:

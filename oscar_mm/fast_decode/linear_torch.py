@@ -65,7 +65,7 @@ class LinearArguments(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> Self:
-        """Of weights and biases (or none) in any sequence, which is not copied, and a norm."""
+        """Arguments from sequences of weights and of biases (or none), not copied, and a norm."""
         weight, epsilon = (None, 0.0) if norm is None else norm
         biases = biases or (None,) * len(weights)
         return cls(x, cast(list, weights), cast(list, biases), weight, epsilon, residual, gated)

@@ -58,7 +58,7 @@ class _States(NamedTuple):
 
     @classmethod
     def empty(cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor) -> _States:
-        """Of as many tokens as a pass may have, for layers of a shape and states of a dtype."""
+        """Room for the longest pass, of layers of a shape and states of a dtype."""
         head_dim, width = layer.attention.head_dim, sum(layer.heads)
         shapes = (hidden.shape[-1:], (width, head_dim), (layer.heads[0] * head_dim,))
         with torch.inference_mode(False):
@@ -67,7 +67,7 @@ class _States(NamedTuple):
         return cls(*states, *angles)
 
     def first(self, tokens: int) -> _States:
-        """Those of so many tokens."""
+        """The part that so many tokens take."""
         return _States(*(x[:tokens] for x in self))
 
 
@@ -87,10 +87,10 @@ class RecordedLayers:
         self._layers, self._record, self._fails = layers, record, False
         self._uses = Counter[int]()
         self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
-        """Of each length, the one that was used last at the end."""
+        """Replays of each length, with the length that was used last at the end."""
         self._whole: _States | None = None
         self._states: _States | None = None
-        """Of the pass, with padding; None for a pass that is left to others."""
+        """What the pass works on, with padding; None for a pass that does not go through here."""
 
     def begin(self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
         """Begin a pass.

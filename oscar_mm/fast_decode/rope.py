@@ -17,7 +17,7 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 HEAD_DIMS = (64, 128, 192, 256)
 _WARPS = 4
 _MOST_ROWS = (1 << 16) - 1
-"""Of a launch."""
+"""Most rows of a launch."""
 _checker = ArgumentChecker("rope")
 
 

@@ -81,11 +81,11 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=_COUNTED)
 
     def note(self, begin: Moment, end: Moment) -> None:
-        """Of a step."""
+        """Count a step from its begin to its end, which may be still to come."""
         self._steps.append((begin, end))
 
     def seconds(self) -> float:
-        """Of a step; 0 before there was one. All of them have come."""
+        """Seconds that a step takes, 0 before the first one. All steps noted must have ended."""
         self._seconds.extend(end.since(begin) for begin, end in self._steps)
         self._steps.clear()
         return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0
@@ -392,7 +392,7 @@ class LayerTurns:
         self._launched: list[Moment] = []
         """The ends of layers that the host has not waited for."""
         self._layer_end: Moment | None = None
-        """Of the latest layer that it has waited for since the last steps."""
+        """End of the latest layer that the host has waited for since the last steps."""
         self._layer_seconds = math.inf
         begin = groups.wait_since if self._decodes else Moment(groups.family.device)
         self._turn = _Turn(begin, begin, begin, 0.0)

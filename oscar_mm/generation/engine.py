@@ -201,7 +201,7 @@ class Engine:
                 self.drop_ended()
 
     def next_ended(self, answers: Collection[Generation]) -> list[Generation]:
-        """Those of some answers that have ended, once there are any."""
+        """Wait until some of these answers have ended, and return them."""
         self.run_until(lambda: any(answer.ended for answer in answers))
         return [answer for answer in answers if answer.ended]
 

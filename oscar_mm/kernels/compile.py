@@ -70,7 +70,7 @@ def store_file(path: Path, key: str, content: bytes) -> None:
 
 
 def _private_bytes(path: Path) -> bytes:
-    """Of a file in a folder; PermissionError unless both are the user's alone."""
+    """Bytes of a file. PermissionError unless the file and its folder are the user's alone."""
     if os.name != "posix":
         return path.read_bytes()
     # The folder that was looked at is the one that is read from, whoever moves links meanwhile.

@@ -93,7 +93,7 @@ def shared_of_one(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 elsewhere."""
+    """Number of multiprocessors of a GPU; 1 for another device."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -107,7 +107,7 @@ OUT_OF_ORDER = (
 )
 """Why they do not take a page format that is not in fragments."""
 _MOST_CONFIGS = 256
-"""Of launches of a kernel, kept because making one takes as long as launching."""
+"""Most configurations of launches that are kept: to make one takes as long as to launch."""
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
 _kernels: dict[tuple[object, ...], Kernel] = {}

@@ -36,8 +36,8 @@ _typed: Any = infer_global
 
 
 class compiled:  # a decorator
-    """Of a function that Python calls, and that raises nothing: compiled at its first call. The
-    code stays in a file for the next process, where a file can be written and read."""
+    """Compiles a function that Python calls, and that raises nothing, at its first call. The code
+    stays in a file for the next process, where a file can be written and read."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -79,7 +79,7 @@ def _compile_alone(dispatcher: Any, types: Any) -> Any:
 # run, with other bits as a result, depends on whether the code comes from the cache. That looks at
 # the file of the compiled function alone: after a change of another touch those that call it.
 inlined = njit(inline="always", **_HOW)
-"""Of a function that a compiled one calls."""
+"""Decorator of functions that compiled ones call."""
 
 
 def as_bits(states: torch.Tensor) -> np.ndarray:

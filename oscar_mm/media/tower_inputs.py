@@ -51,7 +51,7 @@ class PixelScale(NamedTuple):
 
     @classmethod
     def of(cls, processor: Any) -> PixelScale | None:
-        """That of an image or video processor; None if its pixels cannot be scaled later."""
+        """How an image or video processor scales; None if its pixels cannot be scaled later."""
         by_torch = getattr(processor, "backend", None) == "torchvision"
         if not (by_torch and processor.do_rescale and processor.do_normalize):
             return None

@@ -17,7 +17,7 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 _MAX_THREADS = 64
-"""Of a thread block: as many as have room beside one of ``decode``."""
+"""Most threads of a block: as many as have room beside a block of ``decode``."""
 UNITS = (16, 8, 4)
 """Bytes that a thread of the kernel takes at a time, the fastest first."""
 _EXPONENTS = {

@@ -42,13 +42,13 @@ class BlockTables(NamedTuple):
             i-th of the new tokens.
         items: (decodes or more, most pages, 2), as of ``oscar_mm.ops.decode``: a request's pages
             without its new tokens.
-        counts: (decodes or more, 2), likewise.
-        assignments: (thread blocks, 16), likewise.
+        counts: (decodes or more, 2), as of ``oscar_mm.ops.decode``.
+        assignments: (thread blocks, 16), as of ``oscar_mm.ops.decode``.
         jobs: (``job_count``, 20), as of ``oscar_mm.ops.store``, of new tokens in one row. Jobs
             beyond those of the requests store nothing.
-        begins: (``begin_count``, 36), likewise. A page's center is the mean of its first 32 tokens
-            if they are all new; else of the last 32 of the request's new tokens; with fewer of
-            them, of keys that the page before stores.
+        begins: (``begin_count``, 36), as of ``oscar_mm.ops.store``. A page's center is the mean of
+            its first 32 tokens if they are all new; else of the last 32 of the request's new
+            tokens; with fewer of them, of keys that the page before stores.
     """
 
     blocks: torch.Tensor

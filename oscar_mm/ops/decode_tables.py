@@ -20,8 +20,8 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 COLUMNS = 8
 """Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
 FEWEST_ITEMS = 8
-"""Of a thread block, where a segment has that many: its warps take one each at a time, and adding
-up the parts of many thread blocks takes longer."""
+"""Fewest items that a thread block gets, where a segment has that many: its warps take one each at
+a time, and to add up the parts of many thread blocks takes longer."""
 SEGMENT_ITEMS = 20
 """Items in the time of which a thread block goes over to its next segment."""
 TILE = 16
@@ -36,7 +36,7 @@ FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, padding i
 _checker = ArgumentChecker("decode")
 
 Entries = tuple[np.ndarray, np.ndarray]
-"""Of a sequence: (n, 2) int32 pages as of ``Tables.items``, and (m,) int32 slots of 16 bit."""
+"""What a sequence has: (n, 2) int32 pages as in ``Tables.items``, (m,) int32 slots of 16 bit."""
 
 
 @dataclass(frozen=True)

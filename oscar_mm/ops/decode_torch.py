@@ -48,8 +48,7 @@ class MergedAttention:
         """Attend to one part.
 
         Args:
-            keys: (batch, KV heads, n, head_dim) in the queries' dtype, n at least 1; values
-                likewise.
+            keys, values: (batch, KV heads, n, head_dim) in the queries' dtype, n at least 1.
             causal: query i sees the keys up to the i-th, of as many as there are queries.
         """
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))

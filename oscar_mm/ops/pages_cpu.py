@@ -27,7 +27,7 @@ TILE = 16
 """Tokens."""
 TILES = PAGE_TOKENS // TILE
 GROUPS = 8
-"""Of words of a tile."""
+"""Groups of words in a tile."""
 
 
 class CodesLayout(NamedTuple):
@@ -155,7 +155,7 @@ class _Side(NamedTuple):
         elements: (planes, d) int64: which of a token's codes in a plane a channel has.
         numbers: (KV heads, 2, 128, groups) int64: where scales and zeros are, in units of two
             bytes.
-        center: (KV heads, d) int64 likewise; without elements where there is none.
+        center: (KV heads, d) int64: where the center is, in the same units; empty without one.
     """
 
     group: int

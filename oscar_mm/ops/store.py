@@ -47,10 +47,10 @@ from oscar_mm.quant.fit import CHANGES, FLOOR
 from oscar_mm.quant.quantize import Recipe
 
 _WARPS = 4
-"""Of a thread block: each has the keys, or the values, of one head of a job."""
+"""Warps of a thread block; each has the keys, or the values, of one head of a job."""
 _CHECKED_SLOTS = 5
 _MOST_LAYERS = 96
-"""Of a launch: what its parameters have room for."""
+"""Most layers of a launch, whose parameters have room for no more."""
 _NORMS = ("plain", "unbiased")
 _checker, _layers_checker = ArgumentChecker("store"), ArgumentChecker("store_layers")
 

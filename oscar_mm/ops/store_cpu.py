@@ -45,7 +45,7 @@ class _Side(NamedTuple):
         elements, channels: (planes, 128, d) int64: ``PageFormat.token_elements``.
         numbers: (KV heads, 2, 128, groups) int64: where scales and zeros are, in units of two
             bytes.
-        center: (KV heads, d) int64 likewise; without elements where there is none.
+        center: (KV heads, d) int64: where the center is, in the same units; empty without one.
     """
 
     bits: int

@@ -2,8 +2,9 @@
 
 A kernel multiplies 16 x 16 fragments. Lane 4 * group + quad (group 0..7, quad 0..3) of a warp
 holds, of keys (tokens x channels), rows group and group + 8 and columns 2 quad, 2 quad + 1 and
-both + 8; of values transposed (channels x tokens) likewise. With ``half`` for the + 8, ``odd`` for
-the + 1 and ``step`` for the 16 channels of a key fragment or of a value fragment's rows:
+both + 8; of transposed values (channels x tokens) the same rows and columns. With ``half`` for the
++ 8, ``odd`` for the + 1 and ``step`` for the 16 channels of a key fragment or of a value fragment's
+rows:
 
     key codes    token = 16 tile + 8 half + group,  channel = 16 step + 8 chalf + 2 quad + odd
     value codes  token = 16 tile + 8 thalf + 2 quad + odd,

@@ -71,7 +71,7 @@ def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
 PAGE_TOKENS = 128
 ALIGNMENT = 16
 _CLEARED_BYTES = 1 << 26
-"""Of pages that are cleared in one go."""
+"""Bytes of pages that are cleared at a time."""
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
 """Bits of the arrays that codes are stored in, lowest bits first."""
 
@@ -222,7 +222,7 @@ class PageFormat:
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """Of every field; of codes that of the array of their lowest bits and of that above."""
+        """Order of every field; codes have one for their low bits and one for their high bits."""
         tokens, d = PAGE_TOKENS, self.head_dim
         if self.in_fragments:
             return fragment_orders(

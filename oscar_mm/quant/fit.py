@@ -30,9 +30,9 @@ import torch
 from oscar_mm.quant.basis import hadamard
 
 LSQ_ROUNDS = 2
-"""Of which the first looks at some of the values only in whole pages (``first_apart``). Three
-rounds over all of them, at twice the cost, have up to 3% less squared error (normal, uniform,
-heavy-tailed, skewed groups)."""
+"""Rounds of the fit. In whole pages the first one looks at some of the values only
+(``first_apart``). Three rounds over all values, at twice the cost, have up to 3% less squared error
+(normal, uniform, heavy-tailed, skewed groups)."""
 KEY_RUN, VALUE_RUN = 8, 2
 """Tokens of a key group, and channels of a value group, that the first round takes at a time: the
 ones that the threads of csrc/pack/pack.cu have in hand together."""
@@ -51,7 +51,7 @@ def first_range(bits: int, count: int) -> float:
 
 
 def first_apart(count: int) -> int:
-    """Of so many runs the first round looks at one."""
+    """The first round looks at one of so many runs."""
     return 4 if count >= 64 else 2
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 KEY = "oscar_mm"
-"""Of the plugin's options in `--additional-config`."""
+"""Name under which `--additional-config` has the plugin's options."""
 
 
 def additional_config(policy: str) -> dict[str, Any]:

@@ -75,12 +75,12 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[OscarImpl]:
-        """Of a layer."""
+        """The class that attends in a layer."""
         return OscarImpl
 
     @staticmethod
     def get_builder_cls() -> type[OscarMetadataBuilder]:
-        """Of a step."""
+        """The class that makes the tables of a step."""
         return OscarMetadataBuilder
 
     @staticmethod
@@ -90,12 +90,12 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Those of the kernels."""
+        """The head sizes that the kernels take."""
         return list(KERNEL_HEAD_DIMS)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Those of the kernels."""
+        """Whether the kernels run on GPUs of this compute capability."""
         return (capability.major, capability.minor) >= _LEAST_CAPABILITY
 
     @classmethod
