@@ -38,7 +38,7 @@ class _Waiting(NamedTuple):
 
 
 class FairLock:
-    """As ``threading.RLock``, but first come, first served.
+    """A reentrant lock, as ``threading.RLock``, that is given first to those who asked first.
 
     A thread that releases a ``threading.RLock`` and takes it again at once, as one that makes step
     after step does, nearly always gets it before those that wait.

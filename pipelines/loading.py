@@ -287,7 +287,7 @@ class Placement:
         return self.target.type == "cpu"
 
     def arguments(self, auto_class: Any, config: Any) -> dict[str, Any]:
-        """For ``from_pretrained``, after which a model goes to ``target`` if there is one.
+        """Arguments of ``from_pretrained``, after which a model goes to ``target`` if there is one.
 
         Raises:
             InputError: the heads cannot be divided among the processes.

@@ -385,7 +385,7 @@ class Session:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """As of ``_exclusive``, for what changes the conversation."""
+        """Be ``_exclusive``, and note that the conversation changes."""
         with self._exclusive():
             self.is_unsaved = True
             yield

@@ -407,7 +407,7 @@ def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
 
 
 def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
-    """Those whose ``check_stored`` raises; waits once for each device."""
+    """The layers whose ``check_stored`` raises; waits once for each device."""
     by_device = defaultdict[torch.device, list[OscarLayer]](list)
     for layer in layers:
         by_device[layer.device].append(layer)

@@ -277,8 +277,8 @@ class Step:
 
 
 _LEAST_ITEMS, _LEAST_RECENTS = 64, 128
-"""That there is room for: of tokens in 16 bit the sinks, the window and, of the streams of a few
-modalities, those that wait for a page."""
+"""Least room for pages and for tokens in 16 bit: sinks, the window and, in the streams of a few
+modalities, tokens that wait for a page."""
 _WRITES = "writes"
 
 

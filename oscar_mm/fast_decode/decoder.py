@@ -105,7 +105,7 @@ def _is_of(function: Any, homes: str | tuple[str, ...]) -> bool:
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:
-    """As ``root.modules()``, which makes up names and so takes three times as long."""
+    """The modules of ``root.modules()``, which makes up names and takes three times as long."""
     found, left = {}, [root]
     while left:
         module = left.pop()
@@ -213,7 +213,7 @@ class _Product(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """As ``linear``; divided by inputs it has neither norm nor gate."""
+        """Multiply as ``linear`` does; weights divided by inputs have neither norm nor gate."""
         if self.ranks.count == 1:
             return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
         if self.ranks.rank == 0:
@@ -378,7 +378,7 @@ class FastDecoder:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Those that it computes on."""
+        """The devices that it computes on."""
         return {part.device for part in self._parts}
 
     def __call__(

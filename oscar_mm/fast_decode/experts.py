@@ -208,8 +208,8 @@ class GroupedSpecialization:
 
     @classmethod
     def of(cls, rows: int, experts: Experts, dtype: torch.dtype) -> GroupedSpecialization:
-        """For so many rows of x. Groups of 16 leave more room for weights on their way, and are
-        seldom too small while an expert has six rows on average."""
+        """What serves so many rows of x. Groups of 16 leave more room for weights on their way,
+        and are seldom too small while an expert has six rows on average."""
         count = len(experts.router)
         columns = 8 if rows <= 8 else 16 if rows * experts.chosen <= 6 * count else 32
         return cls(columns, count, experts.chosen, experts.normalized, dtype)

@@ -245,7 +245,7 @@ class RowsSpecialization:
 
     @classmethod
     def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
-        """For so many rows of x."""
+        """What serves so many rows of x."""
         return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype)
 
 

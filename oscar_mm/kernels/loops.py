@@ -228,7 +228,7 @@ _define_operator(operator.rshift, (WORDS, types.int64), lambda b, x, y: b.lshr(x
 
 
 def _pointer(context: Any, builder: Any, sig: Any, values: Any, vector: ir.Type) -> Any:
-    """To an element of an array, from the first two arguments of a function."""
+    """Pointer to an element; array and index are the first two arguments of a function."""
     array = context.make_array(sig.args[0])(context, builder, values[0])
     place = builder.gep(array.data, [values[1]])
     return builder.bitcast(place, vector.as_pointer())

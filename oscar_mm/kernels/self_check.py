@@ -116,7 +116,7 @@ class CheckedKernels(Generic[S, K]):
         return self.verdict(specialization, self._make(specialization, device), device)
 
     def verdict(self, specialization: S, kernel: K, device: torch.device) -> Verdict:
-        """As ``check``, of a kernel that was made."""
+        """Check a kernel that was made, see ``check``."""
         verdict = Verdict(self._disagreement(specialization, kernel, device), self.bound)
         path, key = self._file(kernel, device)
         if path is not None:

@@ -80,7 +80,7 @@ class Specialization:
         dtype: torch.dtype,
         columns: int,
     ) -> Specialization | str:
-        """For a layer's page formats, at most two, or the reason why there is none.
+        """What serves a layer's page formats, at most two, or the reason why nothing does.
 
         Args:
             columns: queries of a KV head: new tokens times query heads.

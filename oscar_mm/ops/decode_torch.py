@@ -106,7 +106,7 @@ def has_flash(queries: torch.Tensor) -> bool:
 def _without_flash(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By matrix products in float32, some queries at a time."""
+    """Attention by matrix products in float32, some queries at a time."""
     kv_heads, count = keys.shape[1:3]
     grouped = queries.unflatten(1, (kv_heads, -1))
     keys, values = (x.float()[:, :, None] for x in (keys, values))

@@ -168,7 +168,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, page_format: PageFormat, name: str) -> _Side:
-        """For "key" or "value"."""
+        """Where a page has its keys (name "key") or its values ("value")."""
         planes, head_dim = page_format.planes(f"{name}_codes"), page_format.head_dim
         places = np.zeros((len(planes), PAGE_TOKENS, head_dim), np.int64)
         counts = np.zeros((len(planes), 2), np.int64)

@@ -62,7 +62,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe, name: str) -> _Side:
-        """For "key" or "value"."""
+        """How keys (name "key") or values ("value") are stored."""
         page_format, is_key = recipe.page_format, name == "key"
         heads = page_format.kv_heads
         bits = page_format.bits.keys if is_key else page_format.bits.values

@@ -70,7 +70,7 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """As vLLM's enumeration has it."""
+        """Name of the backend in vLLM's enumeration."""
         return "CUSTOM"
 
     @staticmethod
