@@ -1,8 +1,12 @@
-"""Checkpoints that several tests of reading prompts share."""
+"""Checkpoints that several tests of reading prompts share, and a pipeline."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from oscar_mm import OscarVLPipeline
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,11 @@ def folders(
         "llava": llava_next_folder,
         "omni": qwen3_omni_folder,
     }
+
+
+@pytest.fixture(scope="module")
+def plain(qwen3_vl_folder: Path) -> "OscarVLPipeline":
+    """Nobody changes it."""
+    from tests.generation.engine import loaded
+
+    return loaded(qwen3_vl_folder)

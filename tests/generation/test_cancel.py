@@ -17,7 +17,7 @@ from oscar_mm.generation.generation import Generation
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.ranks import Ranks
 from tests.cache.test_random_walk import poison
-from tests.generation.test_engine import (
+from tests.generation.engine import (
     BAD,
     SHORT,
     TOKENS,

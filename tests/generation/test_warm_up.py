@@ -10,7 +10,7 @@ from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_batch
 from oscar_mm.generation.warm_up import warm_up
 from tests.fast_decode.test_decode_steps import Repeat
-from tests.generation.test_engine import SHORT, alone, empty, loaded, made, together
+from tests.generation.engine import SHORT, alone, empty, loaded, made, together
 
 ROWS = 14
 """Of a batch of 16."""
