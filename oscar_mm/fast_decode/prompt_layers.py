@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -85,7 +85,8 @@ class RecordedLayers:
 
     def __init__(self, layers: Sequence[FastLayer], record: Record) -> None:
         self._layers, self._record, self._fails = layers, record, False
-        self._uses = Counter[int]()
+        self._ran = defaultdict[int, set[tuple[str, int]]](set)
+        """Parts of layers that have run, by length."""
         self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
         """Replays of each length, with the length that was used last at the end."""
         self._whole: _States | None = None
@@ -110,7 +111,6 @@ class RecordedLayers:
                 self._give_up(error)
                 return
         length = _LENGTHS[bisect_left(_LENGTHS, tokens)]
-        self._uses[length] += 1
         self._replays[length] = self._replays.pop(length, {})
         if len(self._replays) > _MOST_LENGTHS:
             self._replays.pop(next(iter(self._replays)))
@@ -141,18 +141,20 @@ class RecordedLayers:
         """Do a part of a layer's work: replay it, once it has run for this length."""
         assert self._states is not None
         length, key = len(self._states.hidden), (part, index)
-        replays = self._replays[length]
-        if self._uses[length] > 1 and key not in replays and not self._fails:
+        replays = self._replays.get(length, {})
+        if key in self._ran[length] and key not in replays and not self._fails:
             try:
                 replays[key] = self._record(work, self._states.hidden.device)
             except Exception as error:
                 # The end of a broken capture raises over the error that broke it.
                 self._give_up(error.__context__ or error)
         replays.get(key, work)()
+        self._ran[length].add(key)
 
     def _give_up(self, cause: BaseException) -> None:
         _log.warning("prompts are read eagerly, a CUDA graph could not be made: %s", cause)
-        self._fails = True
+        self._fails, self._whole = True, None
+        self._replays.clear()
 
 
 def _before(layer: FastLayer, states: _States) -> None:

@@ -423,16 +423,15 @@ class Engine:
         read = self._read_beginnings([answer for answer in answers if not answer.ended])
         if not read:
             return
-        for answer, _ in read:
-            if self.prefixes is not None and not answer.has_past:
-                settings = processor_settings(self.family.processor)
-                self.prefixes.keep(answer.prompt, settings, answer.cache)
         logits = torch.cat([row for _, row in read])
         samplers, ranks = [answer.sampler for answer, _ in read], Ranks.of(self.family.model)
         tokens = Choices(samplers, logits.device, ranks)(logits).listed()
         for (answer, _), token in zip(read, tokens, strict=True):
             if not answer.ended:  # It may have been cancelled meanwhile.
                 answer.take(token)
+            if self.prefixes is not None and not answer.has_past and answer.error is None:
+                settings = processor_settings(self.family.processor)
+                self.prefixes.keep(answer.prompt, settings, answer.cache)
             if not answer.ended:
                 self._groups.join(answer, alike=self.reader.by_weights)
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -27,7 +27,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
 _LOCK, _LONGEST_LOCK_S = "oscar_mm.lock", 120.0
-"""File that a process locks while it compiles, and seconds after which it goes without files."""
+"""File that a process locks while it compiles, and seconds after which others go without files."""
 _log = logging.getLogger(__name__)
 LANES = 16
 # Type checkers take what they return for a function of other arguments.
@@ -38,6 +38,9 @@ _typed: Any = infer_global
 class compiled:  # a decorator
     """Compiles a function that Python calls, and that raises nothing, at its first call. The code
     stays in a file for the next process, where a file can be written and read."""
+
+    patience_s: ClassVar[float] = _LONGEST_LOCK_S
+    """Seconds to wait for the lock: 0 once a wait was in vain, as who has it may have stopped."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -71,8 +74,20 @@ def _compile_alone(dispatcher: Any, types: Any) -> Any:
     """
     folder = Path(dispatcher.stats.cache_path)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / _LOCK, timeout=_LONGEST_LOCK_S):
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _log.info("another process compiles loops: waiting for %s", lock.lock_file)
+        try:
+            lock.acquire(timeout=compiled.patience_s)
+        except Timeout:
+            compiled.patience_s = 0.0
+            raise
+    try:
         return type(dispatcher).compile(dispatcher, types)
+    finally:
+        lock.release()
 
 
 # A function that is called is there twice, once in the caller's own code, and which of the two is

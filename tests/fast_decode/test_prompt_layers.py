@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from accelerate import dispatch_model
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.fast_decode import prompt_layers
+from oscar_mm.fast_decode.decoder import FastLayer, supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.prefill import read_in_line, read_prompt
 from oscar_mm.generation.prompt import Prompt
@@ -109,7 +111,7 @@ def test_recorded_passes(pipe) -> None:
     """Prompts of several lengths that are padded to one; what padding holds changes nothing."""
     record = Recorder()
     layers = PromptLayers(pipe.model, 1 << 13, record)
-    count = len(pipe.model.get_decoder().layers)
+    count, used = len(pipe.model.get_decoder().layers), Counter[int]()
     for text in ("7 W", "What is the code in it?", "4", "Which, now?", "7 W"):
         prompt = pipe.read_request(text, {})
         assert prompt.tokens <= 96
@@ -122,10 +124,9 @@ def test_recorded_passes(pipe) -> None:
         # A pass zeroes what it pads with, and reads nothing else of it.
         for x in layers._recorded._whole:
             x.fill_(torch.nan)
-    lengths = {8, 16, 24, 32, 64, 96} & set(layers._recorded._uses)
-    used = [layers._recorded._uses[length] for length in lengths]
-    assert record.made == 2 * count * sum(uses > 1 for uses in used)
-    assert record.replayed == 2 * count * sum(uses - 1 for uses in used) > 0
+        used[next(length for length in (8, 16, 24, 32, 64, 96) if length >= prompt.tokens)] += 1
+    assert record.made == 2 * count * sum(uses > 1 for uses in used.values())
+    assert record.replayed == 2 * count * sum(uses - 1 for uses in used.values()) > 0
 
 
 def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
@@ -184,6 +185,39 @@ def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> No
     for _ in range(5):
         assert_same(read_by(layers, pipe, prompt), expected)
     assert len([x for x in caplog.records if "no graphs here" in x.message]) == 1
+    assert layers._recorded._whole is None, "what nobody uses any more is given back"
+
+
+def test_nothing_is_recorded_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first pass that ends early has not compiled what it did not come to."""
+    pipe, ran = OscarVLPipeline("pocket-vl", device="cpu", dtype="float32"), Counter[str]()
+
+    class Strict(Recorder):
+        def __call__(self, function, device):
+            part = function.func.__name__
+            assert ran[part], f"{part} has never run"
+            return super().__call__(function, device)
+
+    def counted(part):
+        def run(*arguments):
+            ran[part.__name__] += 1
+            return part(*arguments)
+
+        run.__name__ = part.__name__
+        return run
+
+    for part in (prompt_layers._before, prompt_layers._after):
+        monkeypatch.setattr(prompt_layers, part.__name__, counted(part))
+    layers = PromptLayers(pipe.model, 1 << 13, record := Strict())
+    prompt = pipe.read_request("7 W", {})
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
+    with monkeypatch.context() as broken:
+        broken.setattr(FastLayer, "attend", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            read_by(layers, pipe, prompt)
+    for _ in range(3):
+        assert_same(read_by(layers, pipe, prompt), expected)
+    assert record.made == 2 * len(pipe.model.get_decoder().layers)
 
 
 def test_rows_with_padding(pipe) -> None:

@@ -96,6 +96,47 @@ def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
     assert [answer.complete().token_ids for answer in answers[1:]] == expected
 
 
+@pytest.mark.parametrize("policy", ["bf16", "standard"])
+def test_a_chat_that_begins_beside_a_bad_prompt(qwen3_vl_folder, policy: str) -> None:
+    """The first prompts of a pipeline, and a later turn of the good one."""
+    pipe = loaded(qwen3_vl_folder, policy)
+    with torch.no_grad():
+        place = pipe.processor.tokenizer("Zq9")["input_ids"][-1]
+        pipe.model.get_input_embeddings().weight[place] = torch.nan
+    found = []
+    for beside in ([made(pipe, BAD)], []):
+        chat = pipe.chat()
+        for answer in beside:
+            pipe.engine.submit(answer)
+        found.append([chat.ask(text, max_new_tokens=3).token_ids for text in ("Why?", "How?")])
+        for answer in beside:
+            with pytest.raises(FloatingPointError):
+                answer.complete()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard"])
+def test_beginnings_of_bad_prompts_are_not_kept(qwen3_vl_folder, policy: str) -> None:
+    """Nor is one that was read beside them thrown away."""
+    pipe = loaded(qwen3_vl_folder, policy, prefix_cache=1 << 22)
+    with torch.no_grad():
+        place = pipe.processor.tokenizer("Zq9")["input_ids"][-1]
+        pipe.model.get_input_embeddings().weight[place] = torch.nan
+    good = " ".join(SHORT) * 6
+    answers = [made(pipe, prompt) for prompt in (BAD, f"{good} {BAD}", f"{good} Then?")]
+    for answer in answers:
+        pipe.engine.submit(answer)
+    run(pipe, answers)
+    for answer in answers[:2]:
+        with pytest.raises(FloatingPointError):
+            answer.complete()
+    assert pipe.prefixes is not None and len(pipe.prefixes) == 1
+    again = together(pipe, [made(pipe, f"{good} Then?")])[0]
+    assert pipe.prefixes.hits
+    if policy == "bf16":
+        assert answers[2].complete().token_ids == again
+
+
 def test_a_later_turn_that_is_read_beside_a_bad_prompt(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
 

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from numba import njit
 
 from oscar_mm.kernels import launch, loops
@@ -142,6 +143,21 @@ def test_no_process_runs_code_for_other_types(tmp_path: Path) -> None:
             time.sleep(0.5)
             assert first.end() == (0, b"28.0\n", b"")
             assert second.end() == (0, b"28.0\n", b"")
+
+
+def test_a_lock_that_is_never_free_is_waited_for_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process that compiles was stopped."""
+    monkeypatch.setattr(compiled, "patience_s", 1.5)
+    assert doubles()
+    (inside,) = folder.iterdir()
+    with FileLock(inside / "oscar_mm.lock"):
+        for at_least, at_most in ((1.5, 10.0), (0.0, 1.4)):
+            start = time.monotonic()
+            assert doubles()
+            assert at_least <= time.monotonic() - start < at_most
+    assert doubles()
 
 
 @pytest.fixture
