@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
+_MOST_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 class InputError(ValueError):
     """The user gave something that cannot be used.
@@ -32,6 +35,15 @@ class Busy(InputError):
 
 class Cancelled(Exception):
     """An answer was cancelled before its first word."""
+
+
+def shown(value: object) -> str:
+    """What the user gave, for a message: its repr, of which the first characters if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits.
+        text = f"{type(value).__name__} of very many digits"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:

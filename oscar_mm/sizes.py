@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
 
 GPUS = {
     "RTX 4090": 24,
@@ -40,7 +40,7 @@ def parse_bytes(name: str, size: Any) -> int:
         if match and match[2].upper() in _UNITS:
             count = float(match[1]) * _UNITS[match[2].upper()]
     if count < 1:
-        raise InputError(f'{name}={size!r}: must be a number of bytes, or text such as "8GB"')
+        raise InputError(f'{name}={shown(size)}: must be a number of bytes, or text such as "8GB"')
     return int(count)
 
 

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
 from oscar_mm.ranks import Ranks
 
 
@@ -109,7 +109,7 @@ class Sampling:
         }
         for name, (valid, allowed) in checks.items():
             if not valid:
-                raise InputError(f"{name}={getattr(self, name)!r}: must be {allowed}")
+                raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
 
     @property
     def changes_logits(self) -> bool:

@@ -23,9 +23,16 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, some in BAD.items() for v in some])
 def test_what_is_not_allowed(name: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"^{name}=.*must be .+$") as caught:
+    with pytest.raises(InputError, match=rf"^{name}=.{{1,100}}: must be .+$") as caught:
         Sampling(**{name: value})
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_allowed_and_very_long() -> None:
+    for digits in (4000, 5000):
+        with pytest.raises(InputError) as caught:
+            Sampling(seed=10**digits)
+        assert len(str(caught.value)) < 200
 
 
 def test_what_is_allowed() -> None:
