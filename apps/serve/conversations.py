@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import DecodedMessage, Request, Turn
 from oscar_mm.chat.chat import Chat
+from oscar_mm.chat.conversation import ToldTurn
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.family import Message
@@ -81,8 +82,8 @@ class Conversations:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
-            the chat that answers, "" after each earlier turn that the model had to read and once
-            the question is read, then the first piece of the answer, then the answer as it is
+            the chat that answers, "" after earlier turns, where the model had to read any, and
+            once the question is read, then the first piece of the answer, then the answer as it is
             written, from which pieces can be taken, then the pieces that are left and the complete
             answer. Pieces of the reasoning are ``Reasoning``.
 
@@ -96,8 +97,13 @@ class Conversations:
         try:
             yield chat
             cached = chat.turns[-1].stop if chat.turns else 0
-            for question, answer in request.past[turns:]:
-                chat.tell(answer=answer.text, **_chat_arguments(question))
+            if earlier := request.past[turns:]:
+                chat.tell_all(
+                    [
+                        ToldTurn(answer=answer.text, **_chat_arguments(question))
+                        for question, answer in earlier
+                    ]
+                )
                 yield ""
             stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
             yield ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,13 @@ from oscar_mm.chat.conversation import (
     ChatEngine,
     Conversation,
     Segment,
+    ToldTurn,
     Turn,
     check_turn,
     joined_text,
     next_prompt,
     past_of,
-    with_answer,
-    without_reasoning,
+    told_prompt,
 )
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
@@ -152,21 +152,41 @@ class Chat:
         Raises:
             InputError: media or text that cannot be used; as ``NoRoom`` a turn that is too long.
         """
-        pipe, family = self.pipe, self.pipe.family
-        check_turn(pipe, prompt, self.system, before, (images, videos, audio))
-        pipe.admission.check_text("answer", answer, may_be_empty=True)
-        shown = pipe.media_reader.read(images, videos, audio)
-        ids = family.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        with self._next_turn(prompt, shown, len(ids), before, reserves=True) as (now, opened):
-            question = without_reasoning(opened, family.think_tokens)
+        self.tell_all([ToldTurn(prompt, answer, images, videos, audio, before)])
+
+    def tell_all(self, told: Sequence[ToldTurn]) -> None:
+        """Add turns that took place elsewhere, which the model reads all at once.
+
+        Raises:
+            InputError: as of ``tell``; none of the turns counts then.
+        """
+        pipe, admission, reader = self.pipe, self.pipe.admission, self.pipe.media_reader
+        for turn in told:
+            check_turn(pipe, turn.prompt, self.system, turn.before, turn.media)
+            admission.check_text("answer", turn.answer, may_be_empty=True)
+        texts = "\n".join(turn.texts for turn in told)
+        admission.check_text_length("prompt", texts)
+        self._check_outlines(texts, [reader.outline(*turn.media) for turn in told], 0)
+        shown = [reader.read(*turn.media) for turn in told]
+        tokenizer = pipe.family.processor.tokenizer
+        ids = [tokenizer(turn.answer, add_special_tokens=False)["input_ids"] for turn in told]
+        after: Conversation | None = None
+
+        def prepare(then: Conversation) -> Prompt:
+            nonlocal after
+            prompt, after = told_prompt(pipe, then, told, self.system, shown, ids)
+            return prompt
+
+        with self._next_turn(prepare, 0, reserves=True) as (now, prompt):
+            assert after is not None
             cache = now.cache.fork()
             try:
-                read = with_answer(question, ids).to(family.device)
+                read = prompt.to(pipe.family.device)
                 pipe.engine.reader.read(read, cache, lambda: self._cancelled)
             except BaseException:
                 cache.close()
                 raise
-            self._spillable.replace(now.with_turn(cache, question, prompt, answer, ids, "stop"))
+            self._spillable.replace(replace(after, kv=cache))
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -319,17 +339,15 @@ class Chat:
     @contextmanager
     def _next_turn(
         self,
-        question: str,
-        shown: Media,
+        prepare: Callable[[Conversation], Prompt],
         most: int,
-        before: Sequence[Message],
         *,
         reserves: bool = False,
     ) -> Iterator[tuple[Conversation, Prompt]]:
-        """Inside, as of ``_alone``: the conversation, and the prompt of its next turn, which fits.
+        """Inside, as of ``_alone``: the conversation, and what it goes on with, which fits.
 
-        Others answer while the prompt is prepared. With ``reserves`` there is room for the prompt
-        and for ``most`` tokens after it, which waits for theirs.
+        Others answer while ``prepare`` makes that of the conversation. With ``reserves`` there is
+        room for the prompt and for ``most`` tokens after it, which waits for theirs.
         """
         pipe = self.pipe
 
@@ -337,15 +355,13 @@ class Chat:
             now = self._load()
             if reserves and now.turns is then.turns:
                 pipe.admission.check_prompt(prompt, most, past_of(now))
-                read = without_reasoning(prompt, pipe.family.think_tokens)
-                self._spillable.make_room(read, most + 1)  # all of them are stored
+                self._spillable.make_room(prompt, most + 1)  # all of them are stored
             return now
 
         with self._calls:
             while True:
                 then = self._spillable.conversation
-                system = None if then.turns else self.system
-                prompt = next_prompt(pipe, then, question, system, shown, most, before)
+                prompt = prepare(then)
                 with pipe.engine.room_for(begin, brief=not reserves) as now:
                     if now.turns is not then.turns:
                         continue  # A stream that was left has become a turn.
@@ -382,16 +398,27 @@ class Chat:
         images, videos, audio, sound = media
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
         # to disk. So its cache is looked at anew each time, under the lock.
-        if outline := pipe.media_reader.outline(images, videos, audio, sound=sound):
-            with self._alone() as now:
-                system = None if now.turns else self.system
-                texts, past = joined_text(question, before), past_of(now)
-                pipe.admission.check_outline(texts, system, outline, sampling.max_new_tokens, past)
+        outline = pipe.media_reader.outline(images, videos, audio, sound=sound)
+        most = sampling.max_new_tokens
+        self._check_outlines(joined_text(question, before), [outline], most)
         shown = pipe.media_reader.read(images, videos, audio, sound=sound)
-        with self._next_turn(question, shown, sampling.max_new_tokens, before) as (_, prompt):
+
+        def prepare(then: Conversation) -> Prompt:
+            system = None if then.turns else self.system
+            return next_prompt(pipe, then, question, system, shown, most, before)
+
+        with self._next_turn(prepare, most) as (_, prompt):
             pieces = self._answer(question, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)
+
+    def _check_outlines(self, texts: str, outlines: Sequence[Media], most: int) -> None:
+        """Refuse media that have no room beside texts and ``most`` tokens of an answer."""
+        if any(outlines):
+            shown = sum(outlines[1:], start=outlines[0])
+            with self._alone() as now:
+                system = None if now.turns else self.system
+                self.pipe.admission.check_outline(texts, system, shown, most, past_of(now))
 
     def _answer(
         self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
@@ -399,9 +426,10 @@ class Chat:
         """Pieces of the answer, then the answer; the turn counts from then on."""
 
         def after(finish_reason: str) -> Conversation:
-            written = generation.written
-            answer = written.text, written.token_ids, finish_reason, written.reasoning_span
-            return before.with_turn(generation.cache, prompt, question, *answer)
+            written, cache = generation.written, generation.cache
+            stored = cache.get_seq_length() - before.tokens - prompt.tokens
+            answer = written.text, written.token_ids, finish_reason, stored, written.reasoning_span
+            return before.with_turn(cache, prompt, question, *answer)
 
         with self.pipe.engine.room_for(self._spillable.load) as before:
             cache = before.cache.fork()

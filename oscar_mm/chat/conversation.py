@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,34 @@ class Turn:
     reasoning: str | None = None
 
 
+class ToldTurn(NamedTuple):
+    """A turn that took place elsewhere, see ``Chat.tell``.
+
+    Attributes:
+        prompt: the question.
+        answer: what was answered; may be empty.
+        images, videos, audio: as of ``Chat.ask``.
+        before: as of ``Chat.stream``.
+    """
+
+    prompt: str
+    answer: str
+    images: Any = None
+    videos: Any = None
+    audio: Any = None
+    before: Sequence[Message] = ()
+
+    @property
+    def media(self) -> tuple[Any, Any, Any]:
+        """Images, videos and recordings."""
+        return self.images, self.videos, self.audio
+
+    @property
+    def texts(self) -> str:
+        """The texts of the turn, to be counted."""
+        return "\n".join([joined_text(self.prompt, self.before), self.answer])
+
+
 @dataclass(frozen=True, eq=False)
 class Conversation:
     """Everything that the next turn goes on from; it never changes, a turn makes a new one.
@@ -133,12 +161,13 @@ class Conversation:
 
     def with_turn(
         self,
-        cache: OscarCache,
+        cache: OscarCache | None,
         prompt: Prompt,
         question: str,
         answer: str,
         ids: list[int],
         finish_reason: str,
+        stored: int,
         reasoning: ReasoningSpan | None = None,
     ) -> Conversation:
         """The conversation with one more turn.
@@ -147,20 +176,20 @@ class Conversation:
         turn ends before that, and the next one begins by reading the answer's text.
 
         Args:
-            cache: holds prompt and answer, perhaps without the answer's last tokens.
+            cache: holds prompt and answer, perhaps without the answer's last tokens; None while it
+                is on disk.
             prompt: of the turn.
             question: its text.
             answer: its text.
             ids: tokens of the answer, reasoning included.
             finish_reason: why the answer ended.
-            reasoning: what the answer began with.
+            stored: tokens of the answer that the cache holds.
+            reasoning: what the answer began with; the cache is to be cut off before it.
         """
-        if reasoning is None:
-            stop = cache.get_seq_length()
-            stored = read = stop - self.tokens - prompt.tokens
-        else:
+        read = stored
+        if reasoning is not None:
             stored, read = -reasoning.opened, reasoning.tokens
-            stop = self.tokens + prompt.tokens + stored
+        stop = self.tokens + prompt.tokens + stored
         turn = Turn(
             prompt=question,
             answer=answer,
@@ -381,6 +410,40 @@ def next_prompt(
         longest = config.get_text_config().max_position_embeddings
         _check_positions(int(prompt.next_position), max_new_tokens, longest)
     return prompt
+
+
+def told_prompt(
+    engine: ChatEngine,
+    conversation: Conversation,
+    told: Sequence[ToldTurn],
+    system: str | None,
+    shown: Sequence[Media],
+    answers: Sequence[list[int]],
+) -> tuple[Prompt, Conversation]:
+    """What the model reads of turns that took place elsewhere, and the conversation with them.
+
+    The cache of that conversation is the one of before, which the caller replaces.
+
+    Args:
+        engine: of the chat; its lock is not taken.
+        conversation: so far.
+        told: the turns, checked.
+        system: system prompt of a first turn, checked.
+        shown: media of each turn.
+        answers: token ids of each answer.
+
+    Raises:
+        InputError: as of ``next_prompt``.
+    """
+    family, prompts = engine.family, list[Prompt]()
+    for turn, media, ids in zip(told, shown, answers, strict=True):
+        first = None if conversation.turns else system
+        opened = next_prompt(engine, conversation, turn.prompt, first, media, len(ids), turn.before)
+        question = without_reasoning(opened, family.think_tokens)
+        prompts.append(with_answer(question, ids))
+        answer = turn.prompt, turn.answer, ids, "stop", len(ids)
+        conversation = conversation.with_turn(conversation.kv, question, *answer)
+    return family.in_line(prompts), conversation
 
 
 def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:

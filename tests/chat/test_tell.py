@@ -1,11 +1,15 @@
 """Turns that took place elsewhere: the chat goes on as if they had been asked here."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from oscar_mm import InputError
+from oscar_mm.chat.conversation import ToldTurn
+from oscar_mm.errors import NoRoom
 from oscar_mm.generation.sampling import Sampling
+from tests.generation.engine import counted
 from tests.pipelines.conftest import llava, omni, qwen  # noqa: F401 - fixtures
 from tests.prompts import noise, tone
 
@@ -17,13 +21,17 @@ TURNS = {
 }
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("name", TURNS)
-def test_goes_on_from_what_was_said(name, request) -> None:
+def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
     pipe = request.getfixturevalue(name)
     messages, shown = [], pipe.read_media()
     with pipe.chat("Be brief.") as chat:
+        told = [ToldTurn("What is it?", answer, **media) for media, answer in TURNS[name]]
+        with counted(pipe.model.get_decoder().layers[:1]) as passes:
+            chat.tell_all(told) if at_once else [chat.tell_all([turn]) for turn in told]
+        assert sum(passes) == (1 if at_once else 2)
         for media, answer in TURNS[name]:
-            chat.tell("What is it?", answer, **media)
             earlier = [medium.modality for medium in shown]
             new = pipe.read_media(**media)
             system = None if messages else "Be brief."
@@ -60,4 +68,49 @@ def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # no
         with pytest.raises(InputError) as refused:
             chat.tell(question, answer)
         assert expected in str(refused.value)
+        with pytest.raises(InputError, match=r"empty|holds|over the context"):
+            chat.tell_all([ToldTurn("Why?", "Yes."), ToldTurn(question, answer)])
         assert chat.turns == ()
+
+
+@pytest.mark.parametrize("what", ["texts", "pictures"])
+def test_too_many_are_refused_before_any_is_read(qwen, what: str, monkeypatch) -> None:  # noqa: F811
+    """Each by itself has room; pictures are not even decoded."""
+    monkeypatch.setattr(type(qwen.media_reader), "read", lambda *_, **__: 1 / 0)
+    turns = {
+        "texts": [ToldTurn("Why? " * 900, "Yes. " * 900)] * 40,
+        "pictures": [ToldTurn("What is it?", "Noise.", [noise(900, 900)] * 12)] * 90,
+    }
+    with qwen.chat() as chat, counted(qwen.model.get_decoder().layers) as passes:
+        with pytest.raises(NoRoom, match="context"):
+            chat.tell_all(turns[what])
+        assert chat.turns == () and not sum(passes)
+    assert qwen.store.memory().used_bytes == 0
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_turns_that_are_told_are_turns(omni, at_once: bool) -> None:  # noqa: F811
+    """They are forgotten, taken back and saved as those that were asked."""
+    told = [
+        ToldTurn("What is it?", "A sound.", audio=tone(1.2)),
+        ToldTurn("And what is this?", "Two dogs.", [noise(64, 96), noise(40, 70, 1)]),
+        ToldTurn("Why?", ""),
+    ]
+    chats = omni.chat(), omni.chat()
+    for turn in told:
+        chats[0].tell_all([turn])
+    chats[1].tell_all(told[:1] if at_once else told)
+    if at_once:
+        chats[1].tell_all(told[1:])
+    assert chats[0].turns == chats[1].turns
+    bare = [[replace(x, bytes=0) for x in chat.segments] for chat in chats]
+    assert bare[0] == bare[1] and [x.tokens > 0 for x in bare[0]] == [True] * 6
+    for chat in chats:
+        chat.forget(4)
+        chat.undo()
+    assert chats[0].turns == chats[1].turns
+    answers = [chat.ask("And now?", max_new_tokens=4).token_ids for chat in chats]
+    assert answers[0] == answers[1]
+    for chat in chats:
+        chat.close()
+    assert omni.store.memory().used_bytes == 0

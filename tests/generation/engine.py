@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +123,19 @@ class SimulatedMoment:
 
     def since(self, earlier: "SimulatedMoment") -> float:
         return self.seconds - earlier.seconds
+
+
+@contextmanager
+def counted(modules: Any) -> Iterator[list[int]]:
+    """How often each of some layers reads a prompt, or a part of one."""
+    counts = [0] * len(modules)
+
+    def count(index: int, _: Any, args: tuple) -> None:
+        counts[index] += args[0].shape[1] > 1
+
+    hooks = [x.register_forward_pre_hook(partial(count, i)) for i, x in enumerate(modules)]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.generation.engine import (
     TOKENS,
     SimulatedMoment,
     alone,
+    counted,
     embedding,
     empty,
     loaded,
@@ -55,22 +55,6 @@ def at_layer(module: Any, call: Callable[[], Any], passed: int = 0) -> Iterator[
         assert left[0] < 0
     finally:
         handle.remove()
-
-
-@contextmanager
-def counted(modules: Any) -> Iterator[list[int]]:
-    """How often each of some layers reads a prompt, or a part of one."""
-    counts = [0] * len(modules)
-
-    def count(index: int, _: Any, args: tuple) -> None:
-        counts[index] += args[0].shape[1] > 1
-
-    hooks = [x.register_forward_pre_hook(partial(count, i)) for i, x in enumerate(modules)]
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

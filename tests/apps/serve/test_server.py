@@ -12,6 +12,7 @@ import pytest
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.generation.answer import Reasoning
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
+from tests.generation.engine import counted
 from tests.thinking import ids_of, saying
 
 SHOWN = user(sound(wav()), image(png()), text("What is it?"))
@@ -70,7 +71,6 @@ def test_a_conversation_goes_on_from_its_cache(omni, client) -> None:
 
 
 def test_an_unknown_past_is_read(omni, client) -> None:
-
     past = [SHOWN, {"role": "assistant", "content": "Two dogs."}, user("Which colour?")]
     more = [{"role": "assistant", "content": [text("brown")]}, user("Sure?")]
     with omni.chat() as chat:
@@ -78,7 +78,9 @@ def test_an_unknown_past_is_read(omni, client) -> None:
         chat.tell("Which colour?", "brown")
         held = chat.turns[0].stop
         expected = chat.ask("Sure?", max_new_tokens=6)
-    answer = ask(client, *past, *more)
+    with counted(omni.model.get_decoder().layers[:1]) as passes:
+        answer = ask(client, *past, *more)
+    assert passes == [2], "the past and the question"
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.usage.prompt_tokens > held
