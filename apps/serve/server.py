@@ -251,6 +251,8 @@ class Service:
         pipe, most = self.conversations.pipe, self.limits.max_new_tokens
         remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
         request = read_request(body, pipe.limits, remote_bytes)
+        characters = sum(len(message.text) for message in request.messages())
+        pipe.admission.check_characters("messages", characters)
         for message in request.messages():
             pipe.check_text(f"messages[{message.place}].content", message.text, may_be_empty=True)
         if request.sampling.setdefault("max_new_tokens", most) > most:

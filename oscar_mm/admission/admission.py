@@ -103,7 +103,7 @@ class Admission:
         """
         if not isinstance(text, str):
             raise InputError(f"{name} must be text, not {type(text).__name__}")
-        self._check_characters(name, text)
+        self.check_characters(name, len(text))
         if not (may_be_empty or text.strip()):
             raise InputError(f"{name} is empty: give some text")
         try:
@@ -129,8 +129,18 @@ class Admission:
         Raises:
             NoRoom: names the argument, its characters and those that fit.
         """
-        self._check_characters(name, text)
+        self.check_characters(name, len(text))
         self._check_tokens(name, text)
+
+    def check_characters(self, name: str, count: int) -> None:
+        """Refuse more characters than the context has room for, without looking at them.
+
+        Raises:
+            NoRoom: as of ``check_text_length``.
+        """
+        longest = self.family.longest_token
+        if count > (most := self.max_context * longest):
+            raise self._too_long(name, count, most, -(-count // longest))
 
     def check_outline(
         self,
@@ -265,12 +275,6 @@ class Admission:
         dtype = self.model.get_input_embeddings().weight.dtype
         return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
 
-    def _check_characters(self, name: str, text: str) -> None:
-        """Refuse more characters than the context has room for, without looking at them."""
-        longest = self.family.longest_token
-        if len(text) > (most := self.max_context * longest):
-            raise self._too_long(name, text, most, -(-len(text) // longest))
-
     def _check_tokens(self, name: str, text: str) -> None:
         """Refuse a long text block by block, so that a text of any length takes no more time than
         the longest one that fits; a short one is counted with the whole request."""
@@ -281,12 +285,12 @@ class Admission:
             new = self.family.tokenize(block).shape[1] - self.family.longest_token - 2
             if tokens + new > self.max_context:
                 fit = start + _BLOCK * max(0, self.max_context - tokens) // max(1, new)
-                raise self._too_long(name, text, fit, tokens + new)
+                raise self._too_long(name, len(text), fit, tokens + new)
             tokens += max(0, new)
 
-    def _too_long(self, name: str, text: str, fit: int, tokens: int) -> NoRoom:
+    def _too_long(self, name: str, count: int, fit: int, tokens: int) -> NoRoom:
         return NoRoom(
-            f"{name}: {len(text):,} characters are over the context of {self.max_context:,} "
+            f"{name}: {count:,} characters are over the context of {self.max_context:,} "
             f"tokens, where at most about {fit:,} fit: give a shorter text",
             tokens,
             self.max_context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from oscar_mm.chat.conversation import (
     next_prompt,
     past_of,
     told_prompt,
+    told_together,
 )
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
@@ -33,7 +34,6 @@ from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
-from oscar_mm.media.media import Media
 
 _ARGUMENTS = ("prompt", "images", "videos", "audio", "use_audio_in_video")
 
@@ -154,20 +154,26 @@ class Chat:
         """
         self.tell_all([ToldTurn(prompt, answer, images, videos, audio, before)])
 
-    def tell_all(self, told: Sequence[ToldTurn]) -> None:
-        """Add turns that took place elsewhere, which the model reads all at once.
+    def tell_all(self, told: Iterable[ToldTurn]) -> None:
+        """Add turns that took place elsewhere; short ones without media are read together.
 
         Raises:
-            InputError: as of ``tell``; none of the turns counts then.
+            InputError: as of ``tell``; the turns that were read before count.
         """
-        pipe, admission, reader = self.pipe, self.pipe.admission, self.pipe.media_reader
+        told = list(told)
+        if len(told) > 1:  # Of one its texts are told apart.
+            characters = sum(turn.characters for turn in told)
+            self.pipe.admission.check_characters("the turns", characters)
+        for run in told_together(told):
+            self._tell(run)
+
+    def _tell(self, told: Sequence[ToldTurn]) -> None:
+        """Add turns, which are read in one pass."""
+        pipe = self.pipe
         for turn in told:
             check_turn(pipe, turn.prompt, self.system, turn.before, turn.media)
-            admission.check_text("answer", turn.answer, may_be_empty=True)
-        texts = "\n".join(turn.texts for turn in told)
-        admission.check_text_length("prompt", texts)
-        self._check_outlines(texts, [reader.outline(*turn.media) for turn in told], 0)
-        shown = [reader.read(*turn.media) for turn in told]
+            pipe.admission.check_text("answer", turn.answer, may_be_empty=True)
+        shown = [pipe.media_reader.read(*turn.media) for turn in told]
         tokenizer = pipe.family.processor.tokenizer
         ids = [tokenizer(turn.answer, add_special_tokens=False)["input_ids"] for turn in told]
         after: Conversation | None = None
@@ -179,14 +185,16 @@ class Chat:
 
         with self._next_turn(prepare, 0, reserves=True) as (now, prompt):
             assert after is not None
-            cache = now.cache.fork()
+            cache, self._spillable.reading = now.cache.fork(), True
             try:
                 read = prompt.to(pipe.family.device)
                 pipe.engine.reader.read(read, cache, lambda: self._cancelled)
+                self._spillable.replace(replace(after, kv=cache))
             except BaseException:
                 cache.close()
                 raise
-            self._spillable.replace(replace(after, kv=cache))
+            finally:
+                self._spillable.reading = False
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -398,9 +406,12 @@ class Chat:
         images, videos, audio, sound = media
         # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
         # to disk. So its cache is looked at anew each time, under the lock.
-        outline = pipe.media_reader.outline(images, videos, audio, sound=sound)
         most = sampling.max_new_tokens
-        self._check_outlines(joined_text(question, before), [outline], most)
+        if outline := pipe.media_reader.outline(images, videos, audio, sound=sound):
+            with self._alone() as now:
+                system = None if now.turns else self.system
+                texts = joined_text(question, before)
+                pipe.admission.check_outline(texts, system, outline, most, past_of(now))
         shown = pipe.media_reader.read(images, videos, audio, sound=sound)
 
         def prepare(then: Conversation) -> Prompt:
@@ -411,14 +422,6 @@ class Chat:
             pieces = self._answer(question, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)
-
-    def _check_outlines(self, texts: str, outlines: Sequence[Media], most: int) -> None:
-        """Refuse media that have no room beside texts and ``most`` tokens of an answer."""
-        if any(outlines):
-            shown = sum(outlines[1:], start=outlines[0])
-            with self._alone() as now:
-                system = None if now.turns else self.system
-                self.pipe.admission.check_outline(texts, system, shown, most, past_of(now))
 
     def _answer(
         self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool

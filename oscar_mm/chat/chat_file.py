@@ -248,11 +248,13 @@ class SpillableConversation:
 
     Attributes:
         answering: the answer that is being written just now, or None.
+        reading: whether a turn that took place elsewhere is being read.
     """
 
     def __init__(self, engine: ChatEngine, conversation: Conversation) -> None:
         self.engine = engine
         self.answering: Generation | None = None
+        self.reading = False
         self._conversation: Conversation | None = conversation
         self._file: _SpillFile | None = None
         if (budget := engine.admission.budget) is not None:
@@ -340,7 +342,9 @@ class SpillableConversation:
     def can_be_spilled(self) -> bool:
         """Whether there is anything to spill, and no turn is going on."""
         now = self._conversation
-        return bool(now and now.kv is not None and now.turns and not self.answering)
+        return bool(
+            now and now.kv is not None and now.turns and not (self.answering or self.reading)
+        )
 
     def spill(self, path: Path) -> None:
         """Write keys and values to a file and give up their pages; ``load`` gets them back.

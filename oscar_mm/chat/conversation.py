@@ -5,7 +5,7 @@ Turn and Segment are its parts. ChatEngine: what a chat needs of a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,9 @@ from oscar_mm.threads import FairLock
 
 _LABEL = 40
 """Characters of a prompt that name its segment."""
+_TOLD_CHARACTERS, _TEMPLATE = 1 << 13, 32
+"""Most characters of told turns that are read in one pass, which is some 2,000 to 4,000 tokens, and
+what counts for the tokens that a template puts around a turn."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,32 @@ class ToldTurn(NamedTuple):
         return self.images, self.videos, self.audio
 
     @property
-    def texts(self) -> str:
-        """The texts of the turn, to be counted."""
-        return "\n".join([joined_text(self.prompt, self.before), self.answer])
+    def characters(self) -> int:
+        """Of all texts; what is no text has none."""
+        texts = (*(message.text for message in self.before), self.prompt, self.answer)
+        return sum(len(text) for text in texts if isinstance(text, str))
+
+    @property
+    def shows(self) -> bool:
+        """Whether it has media."""
+        return any(medium is not None for medium in self.media)
+
+
+def told_together(told: Iterable[ToldTurn]) -> Iterator[list[ToldTurn]]:
+    """Runs of turns that are read in one pass: short ones without media.
+
+    Others need the model meanwhile, and media of a turn are decoded when it is read.
+    """
+    run: list[ToldTurn] = []
+    characters = 0
+    for turn in told:
+        characters += turn.characters + _TEMPLATE
+        if run and (turn.shows or run[-1].shows or characters > _TOLD_CHARACTERS):
+            yield run
+            run, characters = [], turn.characters + _TEMPLATE
+        run.append(turn)
+    if run:
+        yield run
 
 
 @dataclass(frozen=True, eq=False)

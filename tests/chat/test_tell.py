@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,7 @@ def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
     messages, shown = [], pipe.read_media()
     with pipe.chat("Be brief.") as chat:
         told = [ToldTurn("What is it?", answer, **media) for media, answer in TURNS[name]]
-        with counted(pipe.model.get_decoder().layers[:1]) as passes:
-            chat.tell_all(told) if at_once else [chat.tell_all([turn]) for turn in told]
-        assert sum(passes) == (1 if at_once else 2)
+        chat.tell_all(told) if at_once else [chat.tell_all([turn]) for turn in told]
         for media, answer in TURNS[name]:
             earlier = [medium.modality for medium in shown]
             new = pipe.read_media(**media)
@@ -68,23 +67,54 @@ def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # no
         with pytest.raises(InputError) as refused:
             chat.tell(question, answer)
         assert expected in str(refused.value)
+        assert chat.turns == ()
         with pytest.raises(InputError, match=r"empty|holds|over the context"):
             chat.tell_all([ToldTurn("Why?", "Yes."), ToldTurn(question, answer)])
+        assert [turn.answer for turn in chat.turns] in ([], ["Yes."])
+
+
+def test_too_many_are_refused_before_any_is_looked_at(qwen, monkeypatch) -> None:  # noqa: F811
+    """Each by itself has room."""
+    monkeypatch.setattr(type(qwen.admission), "check_text", lambda *_, **__: 1 / 0)
+    long = "yes " * 12_000
+    with qwen.chat() as chat:
+        with pytest.raises(NoRoom, match=r"^the turns: .* are over the context"):
+            chat.tell_all([ToldTurn(long, long)] * 140)
         assert chat.turns == ()
 
 
-@pytest.mark.parametrize("what", ["texts", "pictures"])
-def test_too_many_are_refused_before_any_is_read(qwen, what: str, monkeypatch) -> None:  # noqa: F811
-    """Each by itself has room; pictures are not even decoded."""
-    monkeypatch.setattr(type(qwen.media_reader), "read", lambda *_, **__: 1 / 0)
-    turns = {
-        "texts": [ToldTurn("Why? " * 900, "Yes. " * 900)] * 40,
-        "pictures": [ToldTurn("What is it?", "Noise.", [noise(900, 900)] * 12)] * 90,
-    }
-    with qwen.chat() as chat, counted(qwen.model.get_decoder().layers) as passes:
-        with pytest.raises(NoRoom, match="context"):
-            chat.tell_all(turns[what])
-        assert chat.turns == () and not sum(passes)
+def test_short_texts_are_read_together(qwen) -> None:  # noqa: F811
+    """Media by themselves, and of long texts as many as others can wait for."""
+    short = [ToldTurn(f"What is {place}?", "Yes.") for place in range(30)]
+    shown, long = ToldTurn("This?", "Noise.", [noise(64, 64)]), ToldTurn("Why? " * 1100, "So.")
+    passes = {1: short, 4: [*short, shown, *short, long, long, *short]}
+    with qwen.chat() as chat:
+        for count, told in passes.items():
+            with counted(qwen.model.get_decoder().layers[:1]) as found:
+                chat.tell_all(iter(told))
+            assert found == [count]
+        assert len(chat.turns) == sum(map(len, passes.values()))
+        chat.tell_all([])
+
+
+def test_a_chat_stays_while_turns_are_told(qwen) -> None:  # noqa: F811
+    """Who needs room meanwhile does not move it to disk, which would free nothing."""
+    found = []
+    with qwen.chat() as chat:
+        chat.tell("Why?", "So.")
+        layer, calls = qwen.model.get_decoder().layers[0], [True, False]
+
+        def at_layer(*_: Any) -> None:
+            found.append(chat._spillable.can_be_spilled)
+            if not calls.pop(0):
+                raise ZeroDivisionError
+
+        hook = layer.register_forward_pre_hook(at_layer)
+        chat.tell("Why?", "So.")
+        with pytest.raises(ZeroDivisionError):
+            chat.tell("Why?", "So.")
+        hook.remove()
+        assert found == [False, False] and chat._spillable.can_be_spilled and len(chat.turns) == 2
     assert qwen.store.memory().used_bytes == 0
 
 

@@ -80,7 +80,7 @@ def test_an_unknown_past_is_read(omni, client) -> None:
         expected = chat.ask("Sure?", max_new_tokens=6)
     with counted(omni.model.get_decoder().layers[:1]) as passes:
         answer = ask(client, *past, *more)
-    assert passes == [2], "the past and the question"
+    assert passes == [3], "a turn with media, the other one and the question"
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.usage.prompt_tokens > held
