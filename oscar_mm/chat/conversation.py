@@ -111,7 +111,7 @@ class ToldTurn(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Of all texts; what is no text has none."""
+        """Characters of all texts; what is no text counts for none."""
         texts = (*(message.text for message in self.before), self.prompt, self.answer)
         return sum(len(text) for text in texts if isinstance(text, str))
 
