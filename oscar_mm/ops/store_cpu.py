@@ -26,7 +26,7 @@ from oscar_mm.kernels.loops import (
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.quant.basis import rotation_blocks
-from oscar_mm.quant.fit import CHANGES, FLOOR, LSQ_ROUNDS, first_range
+from oscar_mm.quant.fit import CHANGES, FLOOR, LEAST_SCALE, LSQ_ROUNDS, first_range
 from oscar_mm.quant.quantize import Recipe
 
 
@@ -255,7 +255,7 @@ def _fit(vector, start, side, codes, found, word):
     for number in range(side.rounds + 1):
         if number == side.rounds:
             scale, zero = _rounded(scale, word), _rounded(zero, word)
-        inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+        inverse = np.float32(1) / scale if scale > LEAST_SCALE else np.float32(0)
         total = np.float32(0)
         for index in range(start, stop):
             code = np.rint((vector[index] - zero) * inverse)

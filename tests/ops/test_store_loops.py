@@ -82,3 +82,11 @@ def test_what_cannot_be_stored_is_noted(side: str, value: float) -> None:
     arguments.jobs[0, 4] = 7
     getattr(arguments, side)[0, 1, 7, 5] = value
     assert [flag for _, flag in stored(arguments)] == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-40, 1e-44])
+def test_states_so_small_that_a_step_has_no_inverse(size: float) -> None:
+    arguments = random_arguments(POLICIES["standard"], Bits(3, 2), 64, torch.float32)
+    small = {name: getattr(arguments, name) * size for name in ("keys", "values", "recent")}
+    for _, not_finite in stored(arguments._replace(**small)):
+        assert not not_finite
