@@ -38,7 +38,7 @@ _IN_FLIGHT_S = 0.01
 """Seconds of a GPU for which layers of prompts stay in flight while the host launches a step, which
 takes it 3 ms for 64 rows, and twice that beside a server; more would keep the answers waiting."""
 _MOST_IN_FLIGHT = 4
-"""Layers of prompts."""
+"""Most layers of prompts in flight."""
 
 
 class Moment:
@@ -274,6 +274,12 @@ class AnswerGroups:
         others += self._waiting()
         return min(max(_READING * others / max(len(self.live), 1), 1.0), _MOST_READING)
 
+    @property
+    def fills_pauses(self) -> bool:
+        """Whether a step between two prompts is worth it: it keeps a device busy, if that is not
+        the host itself, until the layers of the next prompt are there."""
+        return self.wait_since.comes_later and self.reading_share() <= 1.0
+
     def settle_ended(self) -> None:
         """Let go of answers that have ended, and of what they hold."""
         for answer in self.drop_ended():
@@ -385,7 +391,7 @@ class LayerTurns:
         prompts: Sequence[Prompt],
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        self._groups, self._cache, self._prompts = groups, cache, len(prompts)
+        self._groups, self._cache, self._others = groups, cache, len(prompts) - 1
         self._decodes = bool(groups.live)  # No answers join meanwhile.
         self._waits = self._decodes or sum(prompt.tokens for prompt in prompts) > MOST_TOKENS
         self._cancelled, self._thread = cancelled, threading.get_ident()
@@ -409,7 +415,8 @@ class LayerTurns:
         self._groups.let_others_in(self._cache)
         if self._layer_end is None or not self._decodes:
             return
-        step_seconds, share = self._groups.pace.seconds(), self._share
+        step_seconds = self._groups.pace.seconds()
+        share = self._groups.reading_share(self._others)
         # No more than for a few steps: those that have become slower must not keep prompts waiting.
         owed = min(self._owed + self._turn.owed(share), _MOST_OWED * share * step_seconds)
         waited = owed + self._layer_end.since(self._turn.end)
@@ -458,8 +465,3 @@ class LayerTurns:
             before, self._layer_end = self._layer_end or self._turn.end, self._launched.pop(0)
             self._layer_end.wait()
             self._layer_seconds = self._layer_end.since(before)
-
-    @property
-    def _share(self) -> float:
-        """How many times as long prompts are read as answers make steps."""
-        return self._groups.reading_share(self._prompts - 1)

@@ -335,8 +335,7 @@ class Engine:
                         answer.settle()
                         self._groups.freed = True
             self._threads.wake_followers()
-            # Without a step the device would have nothing to do until the next prompt's layers.
-            if self.could_begin() and self._groups.reading_share() <= 1.0:
+            if self.could_begin() and self._groups.fills_pauses:
                 self._groups.step()
                 self._threads.wake()
             if self._queue and self.lock.is_contended:

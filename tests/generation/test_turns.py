@@ -328,14 +328,17 @@ def test_many_that_wait_are_read_before_a_few_go_on(
         answer.cancel()
 
 
+@pytest.mark.parametrize("works_alone", [True, False])
 def test_between_two_prompts_answers_make_a_step(
-    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    works_alone: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device works on it while the host prepares the second prompt; of many that wait for a few
-    that run each is read at once, see the test before."""
+    """A device works on it while the host prepares the second prompt, if it is not the host itself;
+    of many that wait for a few that run each is read at once, see the test before."""
     pipe, read = loaded(qwen3_vl_folder), list[list[int]]()
     pipe.engine.reader.most_in_line = 1  # Each prompt is read by itself.
     monkeypatch.setattr(answer_groups.Pace, "seconds", lambda _: 1e9)  # No steps between layers.
+    if works_alone:
+        monkeypatch.setattr(answer_groups, "Moment", SimulatedMoment)
     running = [made(pipe, SHORT[0], max_new_tokens=100) for _ in range(8)]
     for answer in running:
         pipe.engine.submit(answer)
@@ -352,7 +355,7 @@ def test_between_two_prompts_answers_make_a_step(
     pipe.engine.run_until(lambda: bool(others[1].tokens))
     handle.remove()
     first, second = read
-    assert second == [*(tokens + 1 for tokens in first[:8]), 2, 0]
+    assert second == [*(tokens + works_alone for tokens in first[:8]), 1 + works_alone, 0]
     for answer in (*running, *others):
         answer.cancel()
 
