@@ -152,12 +152,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--tiny", action="store_true", help="a rehearsal with tiny models, without vLLM")
     options = options_parser.parse_args(arguments)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    record = Record("peers", command("benchmarks.peers", arguments), device, [], NOTES)
-    record.extra["complete"] = False
+    line, rows = command("benchmarks.peers", arguments), list[Row]()
+    record = Record("peers", line, device, rows, NOTES, extra={"complete": False})
     for row in all_rows(options.models, options.contexts, options.full, tiny=options.tiny):
-        record.rows.append(row)
+        rows.append(row)
         record.write(options.out)  # A run that is cut off leaves what it has found.
-    record.extra["complete"], rows = True, record.rows
+    record.extra["complete"] = True
     report(rows)
     finish(record, options.out)
     return int(any("error" in row for row in rows))

@@ -26,8 +26,8 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
-_LOCK, _LONGEST_LOCK_S = "oscar_mm.lock", 120.0
-"""File that a process locks while it compiles, and seconds after which others go without files."""
+_LOCK = "oscar_mm.lock"
+"""File that a process locks while it compiles."""
 _log = logging.getLogger(__name__)
 LANES = 16
 # Type checkers take what they return for a function of other arguments.
@@ -39,8 +39,9 @@ class compiled:  # a decorator
     """Compiles a function that Python calls, and that raises nothing, at its first call. The code
     stays in a file for the next process, where a file can be written and read."""
 
-    patience_s: ClassVar[float] = _LONGEST_LOCK_S
-    """Seconds to wait for the lock: 0 once a wait was in vain, as who has it may have stopped."""
+    patience_s: ClassVar[float] = 120.0
+    """Seconds to wait for the lock, and then go without files: 0 once a wait was in vain, as who
+    has it may have stopped."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -28,9 +28,11 @@ def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
     pipe = request.getfixturevalue(name)
     messages, shown = [], pipe.read_media()
     with pipe.chat("Be brief.") as chat:
-        told = [ToldTurn("What is it?", answer, **media) for media, answer in TURNS[name]]
-        chat.tell_all(told) if at_once else [chat.tell_all([turn]) for turn in told]
+        if at_once:
+            chat.tell_all(ToldTurn("What is it?", said, **media) for media, said in TURNS[name])
         for media, answer in TURNS[name]:
+            if not at_once:
+                chat.tell("What is it?", answer, **media)
             earlier = [medium.modality for medium in shown]
             new = pipe.read_media(**media)
             system = None if messages else "Be brief."
@@ -118,9 +120,9 @@ def test_a_chat_stays_while_turns_are_told(qwen) -> None:  # noqa: F811
     assert qwen.store.memory().used_bytes == 0
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_turns_that_are_told_are_turns(omni, at_once: bool) -> None:  # noqa: F811
-    """They are forgotten, taken back and saved as those that were asked."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_turns_that_are_told_are_turns(omni, first: int) -> None:  # noqa: F811
+    """They are forgotten and taken back as those that were asked, however many were told before."""
     told = [
         ToldTurn("What is it?", "A sound.", audio=tone(1.2)),
         ToldTurn("And what is this?", "Two dogs.", [noise(64, 96), noise(40, 70, 1)]),
@@ -129,9 +131,8 @@ def test_turns_that_are_told_are_turns(omni, at_once: bool) -> None:  # noqa: F8
     chats = omni.chat(), omni.chat()
     for turn in told:
         chats[0].tell_all([turn])
-    chats[1].tell_all(told[:1] if at_once else told)
-    if at_once:
-        chats[1].tell_all(told[1:])
+    for some in (told[:first], told[first:]):
+        chats[1].tell_all(some)
     assert chats[0].turns == chats[1].turns
     bare = [[replace(x, bytes=0) for x in chat.segments] for chat in chats]
     assert bare[0] == bare[1] and [x.tokens > 0 for x in bare[0]] == [True] * 6
