@@ -30,20 +30,37 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     rope(const __grid_constant__ Params params) {
   const int head = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_begin();
-  wait_for_previous();
-  if (head >= params.all_heads) return;
   ELEMENT* at = params.heads + blockIdx.y * params.row_stride + head * HEAD_DIM;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * HEAD_DIM;
   const ELEMENT* norm = head < params.query_heads ? params.query_norm : params.key_norm;
+  const bool normed = norm != nullptr;
+  // All that is read is asked for at once, before anything is written: each wait for L2 counts.
+  ELEMENT read[2][PAIRS], weight[2][PAIRS], cosine[2][PAIRS], sine[2][PAIRS];
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+      weight[side][i] = normed ? norm[side * HALF + i * 32 + lane] : ELEMENT(1.0f);
+  wait_for_previous();
+  if (head >= params.all_heads) return;
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      const int channel = side * HALF + i * 32 + lane;
+      read[side][i] = at[channel];
+      cosine[side][i] = params.cosine[row + channel];
+      sine[side][i] = params.sine[row + channel];
+    }
   float x[2][PAIRS], sum = 0.0f;
 #pragma unroll
   for (int side = 0; side < 2; ++side)
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      x[side][i] = static_cast<float>(at[side * HALF + i * 32 + lane]);
+      x[side][i] = static_cast<float>(read[side][i]);
       sum = fmaf(x[side][i], x[side][i], sum);
     }
-  if (norm != nullptr) {
+  if (normed) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     const float scale = rsqrtf(sum / HEAD_DIM + params.epsilon);
@@ -51,17 +68,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     for (int side = 0; side < 2; ++side)
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i)
-        x[side][i] = rounded(rounded(x[side][i] * scale) *
-                             static_cast<float>(norm[side * HALF + i * 32 + lane]));
+        x[side][i] =
+            rounded(rounded(x[side][i] * scale) * static_cast<float>(weight[side][i]));
   }
 #pragma unroll
   for (int side = 0; side < 2; ++side)
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      const int channel = side * HALF + i * 32 + lane;
-      const float cosine = static_cast<float>(params.cosine[row + channel]);
-      const float sine = static_cast<float>(params.sine[row + channel]);
       const float turned = side ? x[0][i] : -x[1][i];
-      at[channel] = ELEMENT(rounded(x[side][i] * cosine) + rounded(turned * sine));
+      at[side * HALF + i * 32 + lane] =
+          ELEMENT(rounded(x[side][i] * static_cast<float>(cosine[side][i])) +
+                  rounded(turned * static_cast<float>(sine[side][i])));
     }
 }
