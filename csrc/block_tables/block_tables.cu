@@ -17,6 +17,7 @@ constexpr int CENTER_TOKENS = 32;
 constexpr int FIELDS = 16;         // of an assignment
 constexpr int SEGMENT_ITEMS = 20;  // places after a segment, where thread blocks have several
 constexpr int FEWEST_ITEMS = 8;    // of a thread block of decode, where there are as many
+constexpr int ROUND_ITEMS = 12;    // where three quarters of them would have work
 constexpr int NOTHING = -2147483647 - 1;
 
 struct Params {
@@ -93,13 +94,17 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
   const int total = per_row * before[rows];
   int longest = 1;  // items of a part, where each thread block has one segment
   if (few) {
-    int low = FEWEST_ITEMS, high = FEWEST_ITEMS;
+    const auto parts_of = [&](int items) {
+      int parts = 0;
+      for (int row = lane; row < rows; row += 32) parts += ceil_div(items_of(row), items);
+      return sum_of(parts) * per_row;
+    };
+    int low = parts_of(FEWEST_ITEMS) * 4 > params.workers * 3 ? ROUND_ITEMS : FEWEST_ITEMS;
+    int high = low;
     for (int row = 0; row < rows; ++row) high = max(high, items_of(row));
     while (low < high) {
       const int middle = (low + high) / 2;
-      int parts = 0;
-      for (int row = lane; row < rows; row += 32) parts += ceil_div(items_of(row), middle);
-      if (sum_of(parts) * per_row <= params.workers)
+      if (parts_of(middle) <= params.workers)
         high = middle;
       else
         low = middle + 1;

@@ -65,7 +65,7 @@ MOST_GROUPED = 512
 """Rows that our own products take at most, grouped by expert; more are a prompt's."""
 _MOST_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
-_EARLY = 1
+_EARLY = 2
 """Pieces of the second kernel that do not wait for the first."""
 _checker = ArgumentChecker("mixture")
 

@@ -22,6 +22,10 @@ COLUMNS = 8
 FEWEST_ITEMS = 8
 """Fewest items that a thread block gets, where a segment has that many: its warps take one each at
 a time, and to add up the parts of many thread blocks takes longer."""
+ROUND_ITEMS = 12
+"""Fewest items where with ``FEWEST_ITEMS`` more than three quarters of the thread blocks had work:
+a round of the warps. Meanwhile weights of the next product come to multiprocessors without work,
+and there are fewer parts; steps take 2% to 3% less (30B-A3B after 32K tokens, H100)."""
 SEGMENT_ITEMS = 20
 """Items in the time of which a thread block goes over to its next segment."""
 TILE = 16
@@ -208,8 +212,10 @@ def assign(
 
 def _shares(lengths: np.ndarray, workers: int) -> list[int]:
     """Thread blocks for each segment: the longest part is as short as it can be, but no shorter
-    than ``FEWEST_ITEMS``."""
-    longest, high = FEWEST_ITEMS, max(FEWEST_ITEMS, int(lengths.max()))
+    than ``FEWEST_ITEMS`` or ``ROUND_ITEMS``."""
+    crowded = (-(-lengths // FEWEST_ITEMS)).sum() * 4 > workers * 3
+    longest = ROUND_ITEMS if crowded else FEWEST_ITEMS
+    high = max(longest, int(lengths.max()))
     while longest < high:
         middle = (longest + high) // 2
         if (-(-lengths // middle)).sum() <= workers:

@@ -17,7 +17,7 @@ from oscar_mm.ops.block_tables import (
     checked_tables,
     row_tiles,
 )
-from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, SEGMENT_ITEMS, assign
+from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, ROUND_ITEMS, SEGMENT_ITEMS, assign
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from tests.compiled import compile_once
 
@@ -101,7 +101,7 @@ def test_the_kernel_compiles(arch: str) -> None:
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
         f"static_assert(MOST_ROWS == {module.MOST_ROWS} && FIELDS == {FIELDS});\n"
         f"static_assert(HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS} && TILE == {TILE});\n"
-        f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS});\n"
+        f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"
     )
     report = compile_once("block_tables/block_tables.cu", text, arch, {})["block_tables"]

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from oscar_mm.cache.ledger import Ledger
 from oscar_mm.cache.store import PageStore
-from oscar_mm.ops.decode_tables import COLUMNS, FEWEST_ITEMS, SEGMENT_ITEMS, assign, tables_of
+from oscar_mm.ops.decode_tables import (
+    COLUMNS,
+    FEWEST_ITEMS,
+    ROUND_ITEMS,
+    SEGMENT_ITEMS,
+    assign,
+    tables_of,
+)
 from oscar_mm.policy import Bits, KVPolicy
 
 COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 300)), min_size=1, max_size=5)
@@ -59,12 +66,23 @@ def test_line_is_shared_out(
         else:
             assert used == min(workers, total)
     if len(lengths) <= workers:
-        # With a shorter longest part the segments would need more thread blocks than there are.
         longest = int((working[:, 1] - working[:, 0]).max())
-        assert longest <= FEWEST_ITEMS or (-(-lengths // (longest - 1))).sum() > workers
+
+        def fit(items: int) -> bool:
+            return (-(-lengths // items)).sum() <= workers
+
+        # With shorter ones the segments would need more thread blocks than there are.
+        assert longest <= ROUND_ITEMS or not fit(longest - 1)
+        assert longest <= FEWEST_ITEMS or (-(-lengths // FEWEST_ITEMS)).sum() > 0.75 * workers
     else:
         spread = np.diff([0, *working[:, 1]])
         assert spread.max() - spread.min() <= 1
+
+
+def test_where_most_thread_blocks_have_work_each_has_a_round() -> None:
+    """Of 260 items of a head nobody gets eight, of which all would get some."""
+    tables = [assign(((3, pages),), 4, 4, 132) for pages in (65, 188, 256, 392, 400)]
+    assert [(table[:, 1] > 0).sum() // 4 for table in tables] == [9, 24, 22, 33, 32]
 
 
 def test_more_segments_than_thread_blocks_straddle() -> None:
