@@ -18,7 +18,7 @@ from oscar_mm.cache.in_line import Run, attend_in_line, can_attend_in_line, runs
 from oscar_mm.cache.layer import OscarLayer, TokenPlaces
 from oscar_mm.cache.step import Attention, Step
 from oscar_mm.kernels.launch import multiprocessors
-from oscar_mm.ops.decode import MAX_QUERY_TOKENS, DecodeKernel, decode, decode_kernel
+from oscar_mm.ops.decode import MAX_QUERY_TOKENS, DecodeKernel, decode_directly, decode_kernel
 from oscar_mm.ops.decode_tables import DecodeArguments, Tables
 from oscar_mm.ops.decode_torch import MergedAttention, has_flash
 from oscar_mm.ops.library import numbers_of
@@ -96,7 +96,7 @@ class _Chunk:
         rotate = layer.cache.policy.rotate
         arguments = DecodeArguments(*states, *tables, self.scaling, plan.numbers, rotate)
         if plan.kernel is None:
-            output = decode(*arguments)
+            output = decode_directly(arguments)
         else:
             output = plan.kernel(arguments, early=self.step.fixed is not None)
         in_rows = self.step.real

@@ -30,6 +30,8 @@ _LOCK = "oscar_mm.lock"
 """File that a process locks while it compiles."""
 _log = logging.getLogger(__name__)
 LANES = 16
+_HAND_OVER_US = 100
+"""What it takes to give another thread something to do and to hear of its end."""
 # Type checkers take what they return for a function of other arguments.
 _intrinsic: Any = intrinsic
 _typed: Any = infer_global
@@ -144,23 +146,30 @@ def shares(tasks: np.ndarray) -> list[np.ndarray]:
     return [tasks[first::threads].copy() for first in range(threads)]
 
 
+def threads_for(microseconds: float) -> int:
+    """Threads that work is worth which takes one of them so long, of those that torch has."""
+    return max(1, min(torch.get_num_threads(), int(microseconds / _HAND_OVER_US)))
+
+
 def call_all(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Call functions with their arguments, at once if torch has several threads. None of them runs
-    any more when this returns or raises."""
+    """Call functions with their arguments, at once if torch has several threads, this one among
+    them. None of them runs any more when this returns or raises."""
     begun: list[Future[Any]] = []
-    if len(calls) > 1 and (threads := torch.get_num_threads()) > 1:
-        try:
-            pool = _pool(os.getpid(), threads)
-            for call in calls:
-                begun.append(pool.submit(*call))
-        except RuntimeError:  # Python is ending, and waits for this thread: pools take no more.
-            pass
-        finally:
+    try:
+        if len(calls) > 1 and (threads := torch.get_num_threads()) > 1:
+            try:
+                pool = _pool(os.getpid(), threads)
+                for call in calls[:-1]:
+                    begun.append(pool.submit(*call))
+            except RuntimeError:  # Python is ending, and waits for this thread: pools take no more.
+                pass
+        for function, *arguments in calls[len(begun) :]:
+            function(*arguments)
+    finally:
+        if begun:
             _wait_for_all(begun)
     for future in begun:
         future.result()
-    for function, *arguments in calls[len(begun) :]:
-        function(*arguments)
 
 
 def _wait_for_all(futures: Sequence[Future[Any]]) -> None:

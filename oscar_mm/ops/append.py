@@ -124,11 +124,12 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
 
 def append_by_torch(arguments: AppendArguments) -> None:
     """``append`` by PyTorch operations; waits for the device."""
-    rows, tokens, slots = arguments.writes[arguments.writes[:, 2] >= 0].long().unbind(1)
-    for side, states in enumerate((arguments.keys, arguments.values)):
-        new = states[rows, :, tokens]
-        arguments.recent[:, side][slots] = new
-        arguments.not_finite.bitwise_or_((~new.isfinite().all()).int())
+    rows, tokens, slots = arguments.writes[arguments.writes[:, 2] >= 0].unbind(1)
+    sides = arguments.keys, arguments.values
+    new = torch.stack([states[rows, :, tokens] for states in sides], 1)
+    arguments.recent[slots] = new
+    if not bool(new.isfinite().all()):
+        arguments.not_finite.fill_(1)
 
 
 def _check(arguments: AppendArguments) -> None:

@@ -321,7 +321,9 @@ def _check(arguments: DecodeArguments) -> None:
     check("assignments", arguments.assignments, ("thread blocks", FIELDS), torch.int32, device)
 
 
-def _decode(arguments: DecodeArguments) -> torch.Tensor:
+@torch.no_grad()
+def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
+    """The operation ``decode`` without its checks."""
     queries, formats = arguments.queries, arguments.page_formats
     columns = queries.shape[1] // arguments.keys.shape[1] * queries.shape[2]
     how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
@@ -342,4 +344,4 @@ def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch
     return None
 
 
-decode = define("decode", DecodeArguments, _check, _decode, "Tensor")
+decode = define("decode", DecodeArguments, _check, decode_directly, "Tensor")

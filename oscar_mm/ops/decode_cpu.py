@@ -33,6 +33,7 @@ from oscar_mm.kernels.loops import (
     splat,
     splat_one,
     store,
+    threads_for,
     total,
     widen,
 )
@@ -52,6 +53,8 @@ _BLOCKS = PAGE_TOKENS // 2 // LANES
 """Vectors that have the words of a place of all groups and tiles."""
 _PART = 64
 """Most pages of a task: bounds the scores that are in memory."""
+_PRODUCTS_OF_PAGES, _PRODUCTS_OF_TOKENS = 20_000, 5_000
+"""Products of two numbers in a microsecond, about."""
 _ZIP_LOW = shuffle(*(lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _ZIP_HIGH = shuffle(*(8 + lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _FIRST_HALVES = shuffle(*(lane + lane // 8 * 8 for lane in range(LANES)))
@@ -91,7 +94,10 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     kv_heads, rotate = keys.shape[1], arguments.rotate and bool(pages)
     columns = query_heads // kv_heads * tokens
     entries, ends = items.numpy(), counts.numpy()
-    threads, parts = torch.get_num_threads(), -(-entries.shape[1] // _PART)
+    parts = -(-entries.shape[1] // _PART)
+    in_16_bit, in_pages = ends.sum(0).tolist()
+    products = 2 * query_heads * tokens * head_dim  # of a token
+    threads = threads_for(PAGE_TOKENS * in_pages * products / _PRODUCTS_OF_PAGES)
     totals = np.empty((len(pages) * parts, batch, kv_heads, columns), np.float32)
     outputs = np.empty((*totals.shape, head_dim), np.float32)
     balancing = np.ones((1, head_dim), np.float32) if sigma is None else sigma.detach().numpy()
@@ -112,6 +118,7 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     # New tokens, which are few, in float32: loops are compiled for the dtypes of stored ones alone.
     new = as_bits(keys.float()), as_bits(values.float())
     states = *new, as_bits(recent), recents.numpy(), ends
+    threads = threads_for((in_16_bit + batch * tokens) * products / _PRODUCTS_OF_TOKENS)
     call_all(
         [
             (_attend_to_tokens, first, threads, *states, *given, result)

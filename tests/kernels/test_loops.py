@@ -4,6 +4,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from oscar_mm.kernels.loops import (
     splat,
     splat_one,
     store,
+    threads_for,
     total,
 )
 from tests.processes import Forked
@@ -184,12 +186,13 @@ def test_no_call_outlives_an_interrupt(request: pytest.FixtureRequest) -> None:
         ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        call_all([(write,), (interrupt,), (write,)])
-    assert len(ended) == 2
+        call_all([(write,), (interrupt,), (time.sleep, 0.5)])
+    assert ended
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.usefixtures("two_threads")
-def test_no_call_outlives_an_error() -> None:
+def test_no_call_outlives_an_error(first: bool) -> None:
     ended = []
 
     def write() -> None:
@@ -200,8 +203,20 @@ def test_no_call_outlives_an_error() -> None:
         raise ValueError("a mistake")
 
     with pytest.raises(ValueError, match="a mistake"):
-        call_all([(fail,), (write,)])
+        call_all([(fail,), (write,)] if first else [(write,), (fail,)])
     assert ended
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_thread_that_calls_works_too() -> None:
+    threads = set[int]()
+    call_all([(lambda: threads.add(threading.get_ident()),)] * 2)
+    assert len(threads) == 2 and threading.get_ident() in threads
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_little_work_is_one_threads() -> None:
+    assert [threads_for(us) for us in (0, 150, 250, 1e6)] == [1, 1, 2, 2]
 
 
 @pytest.mark.usefixtures("two_threads")

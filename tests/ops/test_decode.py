@@ -5,6 +5,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.self_check import relative_error
+from oscar_mm.ops import decode_cpu
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
 from oscar_mm.ops.decode_torch import decode_by_torch
@@ -113,6 +114,20 @@ def test_loops_do_not_lose_nan(bits: int) -> None:
     states[0].view(torch.int32)[0, 0, 0, 3] = bits
     found = decode(*states, *tables, 0.1, numbers_of(page_format), True)
     assert found[0, 0, 0].isnan().all() and found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_loops_give_the_same_bits_with_any_number_of_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)
+    states, *tables = random_past([page_format], True, torch.float32, CPU, 1)
+    found = []
+    for count in (1, threads):
+        monkeypatch.setattr(decode_cpu, "threads_for", lambda _, count=count: count)
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        found.append(decode(*states, *tables, 0.1, numbers_of(page_format), True))
+    assert torch.equal(*found)
 
 
 @pytest.mark.usefixtures("kernels")
