@@ -1,5 +1,5 @@
-// rope: rotary position embedding of the query and key heads of a token of each row, in place; before
-// it, where the model has that, the RMSNorm of each head. A warp a head.
+// rope: rotary position embedding of the query and key heads of a token of each row, in place;
+// before it, where the model has that, the RMSNorm of each head. A warp a head.
 //
 // Channels i and i + HEAD_DIM / 2 turn together. Rounding is that of the separate operations.
 //
@@ -68,8 +68,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     for (int side = 0; side < 2; ++side)
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i)
-        x[side][i] =
-            rounded(rounded(x[side][i] * scale) * static_cast<float>(weight[side][i]));
+        x[side][i] = rounded(rounded(x[side][i] * scale) * static_cast<float>(weight[side][i]));
   }
 #pragma unroll
   for (int side = 0; side < 2; ++side)

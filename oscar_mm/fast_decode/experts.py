@@ -66,7 +66,8 @@ MOST_GROUPED = 512
 _MOST_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _EARLY = 2
-"""Pieces of the second kernel that do not wait for the first."""
+"""Pieces of the second kernel that do not wait for the first. With one, steps take 1% longer, with
+three as long (30B-A3B after 32K tokens, H100)."""
 _checker = ArgumentChecker("mixture")
 
 
