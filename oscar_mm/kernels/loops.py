@@ -1,4 +1,4 @@
-"""Loops for CPUs that numba compiles: how, on how many threads, and their vectors of 16 numbers.
+"""Loops for CPUs that numba compiles: how, for how many threads, and their vectors of 16 numbers.
 
 A loop uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each to one
 register or to several shorter ones, so that it neither decides whether to vectorize a loop nor in
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -149,42 +147,6 @@ def shares(tasks: np.ndarray) -> list[np.ndarray]:
 def threads_for(microseconds: float) -> int:
     """Threads that work is worth which takes one of them so long, of those that torch has."""
     return max(1, min(torch.get_num_threads(), int(microseconds / _HAND_OVER_US)))
-
-
-def call_all(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Call functions with their arguments, at once if torch has several threads, this one among
-    them. None of them runs any more when this returns or raises."""
-    begun: list[Future[Any]] = []
-    try:
-        if len(calls) > 1 and (threads := torch.get_num_threads()) > 1:
-            try:
-                pool = _pool(os.getpid(), threads)
-                for call in calls[:-1]:
-                    begun.append(pool.submit(*call))
-            except RuntimeError:  # Python is ending, and waits for this thread: pools take no more.
-                pass
-        for function, *arguments in calls[len(begun) :]:
-            function(*arguments)
-    finally:
-        if begun:
-            _wait_for_all(begun)
-    for future in begun:
-        future.result()
-
-
-def _wait_for_all(futures: Sequence[Future[Any]]) -> None:
-    """Wait, by Ctrl-C too: what the calls write to may be another's afterwards."""
-    try:
-        wait(futures)
-    except BaseException:
-        _wait_for_all(futures)
-        raise
-
-
-@lru_cache(maxsize=1)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of a process: a fork has none of its parent's."""
-    return ThreadPoolExecutor(threads, "oscar-mm loops")
 
 
 class VectorType(types.Type):

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from oscar_mm.kernels.call_all import call_all
 from oscar_mm.kernels.loops import (
     LANES,
     aligned,
     as_bits,
     as_floats,
     as_words,
-    call_all,
     compiled,
     from_words,
     inlined,

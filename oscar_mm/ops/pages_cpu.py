@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from oscar_mm.kernels.loops import LANES, call_all, compiled, read_floats, rotate_vector, shares
+from oscar_mm.kernels.call_all import call_all
+from oscar_mm.kernels.loops import LANES, compiled, read_floats, rotate_vector, shares
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from oscar_mm.kernels.call_all import call_all
 from oscar_mm.kernels.loops import (
     LANES,
     as_bits,
-    call_all,
     compiled,
     inlined,
     read_floats,

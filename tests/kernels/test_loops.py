@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -20,13 +19,13 @@ import torch
 from filelock import FileLock
 from numba import njit
 
-from oscar_mm.kernels import launch, loops
+from oscar_mm.kernels import launch
+from oscar_mm.kernels.call_all import call_all
 from oscar_mm.kernels.loops import (
     LANES,
     aligned,
     as_floats,
     as_words,
-    call_all,
     compiled,
     from_words,
     larger,
@@ -180,22 +179,21 @@ def test_no_call_outlives_an_interrupt(request: pytest.FixtureRequest) -> None:
     def interrupt() -> None:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
-
-    def write() -> None:
         time.sleep(0.3)
         ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        call_all([(write,), (interrupt,), (time.sleep, 0.5)])
+        call_all([(time.sleep, 0.5), (interrupt,)])
     assert ended
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.usefixtures("two_threads")
 def test_no_call_outlives_an_error(first: bool) -> None:
-    ended = []
+    begun, ended = [], []
 
     def write() -> None:
+        begun.append(True)
         time.sleep(0.3)
         ended.append(True)
 
@@ -204,13 +202,21 @@ def test_no_call_outlives_an_error(first: bool) -> None:
 
     with pytest.raises(ValueError, match="a mistake"):
         call_all([(fail,), (write,)] if first else [(write,), (fail,)])
-    assert ended
+    seen = len(ended)
+    assert seen == len(begun)
+    time.sleep(0.4)
+    assert len(begun) == seen
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_thread_that_calls_works_too() -> None:
-    threads = set[int]()
-    call_all([(lambda: threads.add(threading.get_ident()),)] * 2)
+    threads, both = set[int](), threading.Barrier(2, timeout=10)
+
+    def work() -> None:
+        both.wait()
+        threads.add(threading.get_ident())
+
+    call_all([(work,), (work,)])
     assert len(threads) == 2 and threading.get_ident() in threads
 
 
@@ -219,14 +225,52 @@ def test_little_work_is_one_threads() -> None:
     assert [threads_for(us) for us in (0, 150, 250, 1e6)] == [1, 1, 2, 2]
 
 
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.usefixtures("two_threads")
-def test_calls_while_python_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools take no more then, but threads that are not daemons go on."""
-    pool, called = ThreadPoolExecutor(1), []
-    pool.shutdown()
-    monkeypatch.setattr(loops, "_pool", lambda *_: pool)
-    call_all([(called.append, 1), (called.append, 2)])
+def test_without_more_threads_one_makes_all_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user has too many, or Python is ending."""
+    called = []
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # which has no threads yet
+    with monkeypatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", no_thread)
+        call_all([(called.append, 1), (called.append, 2)])
     assert called == [1, 2]
+    call_all([(called.append, 3), (called.append, 4)])
+    assert called[:2] == [1, 2] and sorted(called[2:]) == [3, 4]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_interrupts_at_any_time(request: pytest.FixtureRequest) -> None:
+    """No call outlives one, and threads go on with later calls."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGALRM, before))
+    running, ended = [], []
+
+    def write(number: int) -> None:
+        running.append(number)
+        time.sleep(0.0005)
+        ended.append(number)
+
+    interrupted = 0
+    for round_ in range(200):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + round_ * 4e-6)
+            call_all([(write, number) for number in range(3)])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            interrupted += 1
+            # This thread's own call may have been left in the middle.
+            assert len(running) - len(ended) <= 1
+        running.clear()
+        ended.clear()
+        call_all([(write, number) for number in range(3)])
+        assert sorted(ended) == [0, 1, 2]
+        running.clear()
+        ended.clear()
+    assert interrupted > 20
 
 
 class Unusable(Loader):
