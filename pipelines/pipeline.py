@@ -137,6 +137,7 @@ class Pipeline:
         longest = self.model.config.get_text_config().max_position_embeddings
         most = min(max_context or longest, longest)
         self.admission = Admission(self.family, self.store, most, prefill_chunk, budget)
+        self.media_reader.most_seconds = self.admission.most_seconds
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
 
     @property
@@ -344,9 +345,11 @@ class Pipeline:
                 say so before they are decoded.
         """
         self.admission.check_texts(prompt, system)
-        if outline := self.media_reader.outline(**shown):
-            self.admission.check_outline(prompt, system, outline, max_new_tokens)
-        read = self.prepare(prompt, self.read_media(**shown), system)
+
+        def fits(sizes: Media) -> None:
+            self.admission.check_outline(prompt, system, sizes, max_new_tokens)
+
+        read = self.prepare(prompt, self.media_reader.read(**shown, fits=fits), system)
         self.admission.check_prompt(read, max_new_tokens)
         return read
 

@@ -11,7 +11,7 @@ import torch
 
 from oscar_mm import threads
 from oscar_mm.errors import InputError
-from oscar_mm.media.limits import MediaLimits, PixelCount
+from oscar_mm.media.limits import MediaCount, MediaLimits
 from oscar_mm.threads import in_threads, thread_count
 
 
@@ -71,7 +71,7 @@ def test_the_first_error_in_order_ends_the_rest() -> None:
 
 
 def test_large_media_take_turns() -> None:
-    count = PixelCount(MediaLimits())
+    count = MediaCount(MediaLimits())
     inside: list[int] = []
 
     def turn(_: int) -> int:
@@ -86,7 +86,7 @@ def test_large_media_take_turns() -> None:
 
 
 def test_a_small_picture_waits_for_no_other() -> None:
-    count = PixelCount(MediaLimits())
+    count = MediaCount(MediaLimits())
     both = threading.Barrier(2, timeout=10)
 
     def turn(large: bool) -> None:

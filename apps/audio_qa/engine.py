@@ -146,16 +146,26 @@ class Engine:
         self, groups: Iterable[list[Row]], thread: ThreadPoolExecutor
     ) -> Iterator[tuple[list[Row], Future[Media]]]:
         """Yield groups with their media, while a thread reads the media of the next group."""
-        sound, before = self.settings.use_audio_in_video, None
+        before = None
         for group in groups:
             first = next((row for row in group if not row.error), None)
-            media = {} if first is None else first.media
-            now = group, thread.submit(self.pipe.read_media, **media, sound=sound)
+            now = group, thread.submit(self._media_of, first)
             if before is not None:
                 yield before
             before = now
         if before is not None:
             yield before
+
+    def _media_of(self, row: Row | None) -> Media:
+        """Decode the media of a row that have room by their sizes."""
+        if row is None:
+            return Media()
+
+        def fits(sizes: Media) -> None:
+            self.pipe.admission.check_outline(row.question, self.settings.system, sizes, 1)
+
+        sound = self.settings.use_audio_in_video
+        return self.pipe.media_reader.read(**row.media, sound=sound, fits=fits)
 
     def _group(self, rows: list[Row], media: Future[Media]) -> Iterator[Result]:
         """Read the media of a group, and begin with the answers about them."""

@@ -72,9 +72,11 @@ def as_refusals() -> Iterator[None]:
         yield
     except Refusal:
         raise
-    except Busy:
+    except Busy as error:
+        _let_go(error)
         raise busy("other answers hold the memory that this request needs") from None
     except NoRoom as error:
+        _let_go(error)
         raise Refusal(
             400,
             f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "
@@ -83,11 +85,21 @@ def as_refusals() -> Iterator[None]:
             field="messages",
         ) from None
     except InputError as error:
+        _let_go(error)
         field = error.field if isinstance(error, FieldError) else None
         raise Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
-    except Exception:
+    except Exception as error:
         traceback.print_exc(file=sys.stderr)
+        _let_go(error)
         raise Refusal(500, "the server failed to answer this", "server_error") from None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Forget the frames of an error, which hold the media of a request until Python looks for
+    circles; a refusal that comes of it knows the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.with_traceback(None).__context__
 
 
 def error_body(

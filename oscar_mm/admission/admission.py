@@ -26,6 +26,7 @@ from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.media.audio import silence
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.policy import PLAIN, Bits
@@ -87,6 +88,15 @@ class Admission:
     def model(self) -> Any:
         """The model of transformers that writes the text."""
         return self.family.model
+
+    @property
+    def most_seconds(self) -> float:
+        """Seconds of sound that fill the context. Sound that the family does not hear is read for
+        a minute at most before it is refused."""
+        if Modality.AUDIO not in self.family.reads:
+            return 60.0
+        (hour,) = Media(audio=[silence(3600)], labels=["an hour"])
+        return 3600 * self.max_context / self.family.least_tokens(hour)
 
     def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
         """Refuse what is no text of a user, is empty, or is over the context by itself.

@@ -34,6 +34,7 @@ from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
+from oscar_mm.media.media import Media
 
 _ARGUMENTS = ("prompt", "images", "videos", "audio", "use_audio_in_video")
 
@@ -173,9 +174,12 @@ class Chat:
         for turn in told:
             check_turn(pipe, turn.prompt, self.system, turn.before, turn.media)
             pipe.admission.check_text("answer", turn.answer, may_be_empty=True)
-        shown = [pipe.media_reader.read(*turn.media) for turn in told]
         tokenizer = pipe.family.processor.tokenizer
         ids = [tokenizer(turn.answer, add_special_tokens=False)["input_ids"] for turn in told]
+        shown = [
+            self._shown(turn.prompt, (*turn.media, False), turn.before, len(answer))
+            for turn, answer in zip(told, ids, strict=True)
+        ]
         after: Conversation | None = None
 
         def prepare(then: Conversation) -> Prompt:
@@ -403,16 +407,8 @@ class Chat:
             with self._calls, pipe.lock.briefly():
                 self._end_stream()
         sampling = pipe.sampling(options, _ARGUMENTS)
-        images, videos, audio, sound = media
-        # Media are read without the pipeline's lock: others answer meanwhile, and this chat may go
-        # to disk. So its cache is looked at anew each time, under the lock.
         most = sampling.max_new_tokens
-        if outline := pipe.media_reader.outline(images, videos, audio, sound=sound):
-            with self._alone() as now:
-                system = None if now.turns else self.system
-                texts = joined_text(question, before)
-                pipe.admission.check_outline(texts, system, outline, most, past_of(now))
-        shown = pipe.media_reader.read(images, videos, audio, sound=sound)
+        shown = self._shown(question, media, before, most)
 
         def prepare(then: Conversation) -> Prompt:
             system = None if then.turns else self.system
@@ -422,6 +418,29 @@ class Chat:
             pieces = self._answer(question, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)
+
+    def _shown(
+        self,
+        question: str,
+        media: tuple[Any, Any, Any, bool],
+        before: Sequence[Message],
+        most: int,
+    ) -> Media:
+        """Decode the media of a turn that has room by their sizes.
+
+        They are read without the pipeline's lock: others answer meanwhile, and this chat may go to
+        disk. So its cache is looked at anew each time, under the lock.
+        """
+
+        def fits(sizes: Media) -> None:
+            with self._alone() as now:
+                system = None if now.turns else self.system
+                texts = joined_text(question, before)
+                self.pipe.admission.check_outline(texts, system, sizes, most, past_of(now))
+
+        *shown, sound = media
+        reader = self.pipe.media_reader
+        return reader.read(*shown, sound=sound, fits=fits, cancelled=lambda: self._cancelled)
 
     def _answer(
         self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool

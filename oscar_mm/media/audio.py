@@ -11,7 +11,7 @@ import numpy as np
 from av.error import FFmpegError, InvalidDataError
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.limits import MediaCount, MediaLimits
 from oscar_mm.media.mono import RATE, Audio, Mono, MonoPiece
 from oscar_mm.media.source import (
     describe,
@@ -74,6 +74,7 @@ def load_audio(
     allow_remote: bool = False,
     limits: MediaLimits = _DEFAULTS,
     label: str | None = None,
+    count: MediaCount | None = None,
 ) -> Audio:
     """Read one recording; warn if it is silent or clipped.
 
@@ -85,6 +86,7 @@ def load_audio(
         allow_remote: fetch http(s) addresses; nothing is fetched without it.
         limits: ``max_audio_seconds`` is checked on the header and while decoding.
         label: name of the recording in messages; by default the path or address.
+        count: of the request that it is part of.
 
     Returns:
         Mono at 16 kHz; about 64 KB a second, whatever the source's rate and channels.
@@ -96,18 +98,18 @@ def load_audio(
     name = label or describe(source, "audio")
     _require_packages(name)
     if isinstance(source, tuple):
-        return _from_array(*_pair(source, name), limits, name)
+        return _from_array(*_pair(source, name), limits, name, count)
     if isinstance(source, np.ndarray):
         raise InputError(f"{name}: an array of samples needs its rate; pass (samples, rate)")
     if is_address(source):
         source = read_bytes(source, allow_remote=allow_remote, limits=limits, label=name)
     if isinstance(source, (str, Path)):
-        return _from_file(existing_file(source, name), limits, name)
+        return _from_file(existing_file(source, name), limits, name, count)
     if isinstance(source, (bytes, bytearray, memoryview)):
         limits.check_bytes(len(source), name)
         if not len(source):
             raise InputError(f"{name}: there are no bytes in it")
-        return _from_file(bytes(source), limits, name)
+        return _from_file(bytes(source), limits, name, count)
     raise InputError(
         f"{name}: {type(source).__name__} is not a recording; pass a path, bytes or a pair "
         "(samples, rate)"
@@ -120,7 +122,7 @@ def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
     where that does not say, something is wrong, or the source is an address."""
     seconds = _seconds(source)
     limits.check_audio(seconds, "")
-    return silence(seconds)
+    return silence(seconds) if seconds else None
 
 
 def _seconds(source: Any) -> float:
@@ -169,7 +171,9 @@ def _pair(source: tuple, label: str) -> tuple[np.ndarray, int]:
     raise InputError(f"{label}: a pair must be an array of samples and their rate, a whole number")
 
 
-def _from_array(samples: np.ndarray, rate: int, limits: MediaLimits, label: str) -> Audio:
+def _from_array(
+    samples: np.ndarray, rate: int, limits: MediaLimits, label: str, count: MediaCount | None
+) -> Audio:
     if samples.ndim == 1:
         samples = samples[:, None]
     elif samples.ndim == 2 and samples.shape[0] <= _MAX_CHANNELS < samples.shape[1]:
@@ -187,7 +191,7 @@ def _from_array(samples: np.ndarray, rate: int, limits: MediaLimits, label: str)
             f"{label}: samples of {samples.dtype} are no recording; use int16, int32, uint8 or "
             "floats in -1..1"
         )
-    mono = Mono(rate, samples.shape[1], limits, label)
+    mono = Mono(rate, samples.shape[1], limits, label, count=count)
     limits.check_audio(len(samples) / rate, label)
     for start in range(0, len(samples), _PIECE_S * rate):
         piece = samples[start : start + _PIECE_S * rate].astype(np.float32)
@@ -195,20 +199,22 @@ def _from_array(samples: np.ndarray, rate: int, limits: MediaLimits, label: str)
     return mono.finish(0.0)
 
 
-def _from_file(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
+def _from_file(
+    source: Path | bytes, limits: MediaLimits, label: str, count: MediaCount | None
+) -> Audio:
     import soundfile
 
     check_whole(source, label)
     file = sound_file(source, label)
     if file is None:
-        return _with_av(source, limits, label)
+        return _with_av(source, limits, label, count)
     with file:
         seconds = file.frames / file.samplerate
         limits.check_audio(seconds, label)
-        mono = _in_threads(file, source, limits, label)
+        mono = _in_threads(file, source, limits, label, count)
         if mono is not None:
             return mono.finish(seconds)
-        mono = Mono(file.samplerate, file.channels, limits, label)
+        mono = Mono(file.samplerate, file.channels, limits, label, count=count)
         buffer = np.zeros((_piece_frames(file), file.channels), np.float32)
         try:
             # The part of the buffer that was written to is returned.
@@ -223,7 +229,13 @@ def _piece_frames(file: Any) -> int:
     return min(_PIECE_S * file.samplerate, max(1, _PIECE_VALUES // file.channels))
 
 
-def _in_threads(file: Any, source: Path | bytes, limits: MediaLimits, label: str) -> Mono | None:
+def _in_threads(
+    file: Any,
+    source: Path | bytes,
+    limits: MediaLimits,
+    label: str,
+    of_request: MediaCount | None,
+) -> Mono | None:
     """A long recording, decoded in several threads; None if it is short, or if its pieces are not
     what they should be: read from its beginning, it tells what is wrong."""
     import soundfile
@@ -253,7 +265,7 @@ def _in_threads(file: Any, source: Path | bytes, limits: MediaLimits, label: str
             raise RuntimeError
         return MonoPiece.of(piece, label, part)
 
-    mono = Mono(file.samplerate, file.channels, limits, label, whole)
+    mono = Mono(file.samplerate, file.channels, limits, label, whole, of_request)
     try:
         for piece in in_threads(decoded, range(0, file.frames, count)):
             mono.add(piece)
@@ -306,7 +318,9 @@ def opened(source: Path | bytes, label: str) -> Iterator[Any]:
         ) from error
 
 
-def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
+def _with_av(
+    source: Path | bytes, limits: MediaLimits, label: str, count: MediaCount | None
+) -> Audio:
     with opened(source, label) as container:
         if not container.streams.audio:
             raise InputError(f"{label}: has no audio track; pass a recording")
@@ -321,7 +335,8 @@ def _with_av(source: Path | bytes, limits: MediaLimits, label: str) -> Audio:
             kind = frame.format.name, frame.layout.name, frame.sample_rate
             if mono is None:
                 first = kind
-                mono = Mono(frame.sample_rate, frame.layout.nb_channels, limits, label)
+                channels = frame.layout.nb_channels
+                mono = Mono(frame.sample_rate, channels, limits, label, count=count)
             if kind != first:
                 raise InputError(
                     f"{label}: changes its rate or its channels on the way; convert it to WAV or "

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, JpegImagePlugin
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.limits import LARGE_PIXELS, MediaLimits, PixelCount
+from oscar_mm.media.limits import LARGE_PIXELS, MediaCount, MediaLimits
 from oscar_mm.media.source import describe, local_source, none_if_unreadable, read_bytes
 
 # Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
@@ -46,7 +46,7 @@ def load_image(
     limits: MediaLimits = _DEFAULTS,
     label: str | None = None,
     fit: Fit | None = None,
-    count: PixelCount | None = None,
+    count: MediaCount | None = None,
 ) -> Image.Image:
     """Read one picture, turned upright, transparent parts on white, in mode RGB.
 
@@ -165,7 +165,7 @@ def eighth(width: int, height: int) -> tuple[int, int]:
 
 @none_if_unreadable
 def image_size(
-    source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: PixelCount | None = None
+    source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: MediaCount | None = None
 ) -> PictureSize | None:
     """Size of the image that ``load_image`` would return, by its header alone.
 
@@ -196,7 +196,7 @@ def _upright(image: Image.Image) -> PictureSize:
     return PictureSize(*(image.size[::-1] if has_exif and _lies(image) else image.size))
 
 
-def _count(image: Image.Image | PictureSize, count: PixelCount | None, label: str) -> None:
+def _count(image: Image.Image | PictureSize, count: MediaCount | None, label: str) -> None:
     if count is not None:
         count.add(image.width * image.height, label)
 

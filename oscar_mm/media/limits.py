@@ -2,10 +2,11 @@
 
 import math
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Cancelled, InputError
 
 # Least side of a video frame in pixels. Below five, transformers cannot tell a side from the colour
 # channels of an array.
@@ -162,22 +163,55 @@ class MediaLimits:
             )
 
 
-class PixelCount:
-    """Counts the pixels of one request's images and videos before they are decoded, from several
-    threads; large pictures take turns.
+class MediaCount:
+    """Counts what the media of one request hold, from several threads: pixels before they are
+    decoded, seconds of sound as they are. Large pictures take turns.
 
     Args:
         limits: bound the count by ``max_request_pixels``.
+        most_seconds: of sound.
+        cancelled: whether nobody wants the media any more.
     """
 
-    def __init__(self, limits: MediaLimits) -> None:
-        self.limits, self.pixels = limits, 0
+    def __init__(
+        self,
+        limits: MediaLimits,
+        most_seconds: float = math.inf,
+        cancelled: Callable[[], bool] = bool,
+    ) -> None:
+        self.limits, self.pixels, self.seconds = limits, 0, 0.0
+        self._most_seconds, self._cancelled = most_seconds, cancelled
         self._guard, self._large = threading.Lock(), threading.RLock()
 
     def turn(self, *, large: bool) -> AbstractContextManager[object]:
         """Inside, no other thread has a large medium of this request in hand; small ones do not
-        wait. May be entered again inside."""
+        wait. May be entered again inside.
+
+        Raises:
+            Cancelled: nobody wants it.
+        """
+        self._check_wanted()
         return self._large if large else nullcontext()
+
+    def add_sound(self, seconds: float, label: str) -> None:
+        """Count so much more sound.
+
+        Raises:
+            InputError: the sum is too large; names ``label`` and what there is room for.
+            Cancelled: nobody wants it.
+        """
+        self._check_wanted()
+        with self._guard:
+            self.seconds += seconds
+            if self.seconds > self._most_seconds:
+                raise InputError(
+                    f"{label}: the sound of the request is longer than the "
+                    f"{self._most_seconds:,.0f} s that fit into the context; cut it, or send less"
+                )
+
+    def _check_wanted(self) -> None:
+        if self._cancelled():
+            raise Cancelled("the media were cancelled before they were read")
 
     def add(self, pixels: int, label: str) -> None:
         """Count the pixels of one more medium.

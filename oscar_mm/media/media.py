@@ -18,7 +18,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.audio import audio_outline
 from oscar_mm.media.image import Fit, image_size
-from oscar_mm.media.limits import LARGE_BYTES, PixelCount
+from oscar_mm.media.limits import LARGE_BYTES, MediaCount
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import describe, is_address, is_fetched
 from oscar_mm.media.video import Video, video_outline
@@ -159,6 +159,7 @@ class MediaReader:
         allow_remote: let images and recordings be http(s) addresses.
         video_fps: frames per second that are sampled from videos.
         fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
+        most_seconds: of sound that a request may have.
 
     Raises:
         InputError: ``limits`` or ``video_fps`` that cannot be used.
@@ -168,6 +169,7 @@ class MediaReader:
     allow_remote: bool = False
     video_fps: float = 2.0
     fit: Fit | None = None
+    most_seconds: float = math.inf
 
     def __post_init__(self) -> None:
         fps = self.video_fps
@@ -179,7 +181,14 @@ class MediaReader:
             raise InputError(f"limits: must be MediaLimits or None, not {kind}")
 
     def read(
-        self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
+        self,
+        images: Any = None,
+        videos: Any = None,
+        audio: Any = None,
+        *,
+        sound: bool = False,
+        fits: Callable[[Media], None] | None = None,
+        cancelled: Callable[[], bool] = bool,
     ) -> Media:
         """Decode media, images and recordings in several threads.
 
@@ -189,14 +198,21 @@ class MediaReader:
         Args:
             images, videos, audio: as of the pipeline.
             sound: read the sound of video files too.
+            fits: refuses media by their sizes, if there are any: is given those whose headers tell
+                them before anything is decoded, and all where some do not.
+            cancelled: whether nobody wants them any more.
 
         Raises:
             InputError: a medium that cannot be read, by name, the first of those; or all of them
                 are too much.
+            Cancelled: nobody wanted them.
         """
         limits = self.limits
+        outline = Media()
+        if fits and (outline := self.outline(images, videos, audio, sound=sound)):
+            fits(outline)
         pictures, clips, recordings = _sources(images, videos, audio, limits)
-        count = PixelCount(limits)
+        count = MediaCount(limits, self.most_seconds, cancelled)
         remote: dict[str, Any] = {"allow_remote": self.allow_remote, "limits": limits}
 
         def picture(named: tuple[str, Any]) -> Image.Image:
@@ -208,22 +224,27 @@ class MediaReader:
         def clip(named: tuple[str, Any]) -> Video:
             place, source = named
             label = describe(source, place)
-            video = load_video(source, limits=limits, fps=self.video_fps, sound=sound, label=label)
+            how: dict[str, Any] = {"limits": limits, "fps": self.video_fps, "sound": sound}
+            with count.turn(large=False):
+                video = load_video(source, label=label, count=count, **how)
             count.add(math.prod(video.frames.shape[:3]), label)
             return video
 
         def recording(named: tuple[str, Any]) -> Audio:
             place, source = named
-            return load_audio(source, label=describe(source, place), **remote)
+            return load_audio(source, label=describe(source, place), count=count, **remote)
 
         shown = _placed("images", pictures), _placed("videos", clips), _placed("audio", recordings)
-        return Media(
+        media = Media(
             images=[*_reading(shown[0])(picture, shown[0])],
             # FFmpeg uses several threads for each.
             videos=[*map(clip, shown[1])],
             audio=[*_reading(shown[2])(recording, shown[2])],
             labels=[_label(source, place) for kind in shown for place, source in kind],
         )
+        if fits and len(media) > len(outline):
+            fits(media)
+        return media
 
     def outline(
         self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
@@ -240,7 +261,7 @@ class MediaReader:
         """
         limits = self.limits
         pictures, clips, recordings = _sources(images, videos, audio, limits)
-        count = PixelCount(limits)
+        count = MediaCount(limits)
         kinds: dict[str, list[Any]] = {
             "images": [
                 image_size(source, limits=limits, fit=self.fit, count=count) for source in pictures

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.limits import MediaCount, MediaLimits
 
 RATE = 16_000
 """Samples per second that audio towers take."""
@@ -105,6 +105,7 @@ class Mono:
         label: name of the recording in messages.
         whole: (n,) float32 of which the pieces are parts that follow each other, if they are at 16
             kHz; None if they are to be joined.
+        count: of the request, with every piece.
 
     Raises:
         InputError: the rate is impossible.
@@ -117,6 +118,7 @@ class Mono:
         limits: MediaLimits,
         label: str,
         whole: np.ndarray | None = None,
+        count: MediaCount | None = None,
     ) -> None:
         import soxr
 
@@ -124,7 +126,7 @@ class Mono:
             raise InputError(
                 f"{label}: {rate} samples per second is not a usable rate; use 8000 to 192000"
             )
-        self._limits, self._label = limits, label
+        self._limits, self._label, self._of_request = limits, label, count
         self._rate, self._channels, self._whole = rate, channels, whole
         self._resampler = soxr.ResampleStream(rate, RATE, 1, dtype="float32")
         self._parts: list[np.ndarray] = []
@@ -142,12 +144,15 @@ class Mono:
         """Add a piece.
 
         Raises:
-            InputError: the recording is too long by now.
+            InputError: the recording, or all of the request, are too long by now.
+            Cancelled: as of ``MediaCount``.
         """
         self._peak = max(self._peak, piece.peak)
         self._clipped += piece.clipped
         self._count += len(piece.samples)
         self._limits.check_audio(self._count / self._rate, self._label)
+        if self._of_request is not None:
+            self._of_request.add_sound(len(piece.samples) / self._rate, self._label)
         if self._whole is None:
             self._parts.append(self._resampled(piece.samples))
 

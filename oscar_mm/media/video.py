@@ -17,7 +17,7 @@ from PIL import Image
 from oscar_mm.errors import InputError
 from oscar_mm.media.audio import LENIENT, container_seconds, has_sound, load_audio, silence
 from oscar_mm.media.image import load_image
-from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaLimits
+from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaCount, MediaLimits
 from oscar_mm.media.mono import LEAST_SHARE, Audio
 from oscar_mm.media.source import describe, existing_file, local_source, none_if_unreadable
 from oscar_mm.media.truncation import check_whole
@@ -84,6 +84,7 @@ def load_video(
     fps: float = 2.0,
     sound: bool = False,
     label: str | None = None,
+    count: MediaCount | None = None,
 ) -> Video:
     """Read one clip.
 
@@ -96,6 +97,7 @@ def load_video(
             the rate at which its frames were taken; all of them are kept.
         sound: read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
+        count: of the request that it is part of.
 
     Returns:
         The sampled frames with their times, and the sound.
@@ -112,7 +114,7 @@ def load_video(
         video = _from_file(path, float(fps), limits, name)
         if not (sound and has_sound(path, name)):
             return video
-        return replace(video, sound=load_audio(path, limits=limits, label=name))
+        return replace(video, sound=load_audio(path, limits=limits, label=name, count=count))
     if isinstance(source, (list, tuple, np.ndarray)):
         return _from_frames(source, float(fps), limits, name)
     raise InputError(

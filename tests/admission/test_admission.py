@@ -14,7 +14,7 @@ from oscar_mm.admission.capacity import HIDDEN_STATES
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes
-from oscar_mm.errors import Busy, NoRoom
+from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.models import BUNDLED
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -129,7 +129,7 @@ def test_headers_decide_before_pixels_are_decoded(
     damaged = tmp_path / "damaged.png"
     damaged.write_bytes(path.read_bytes()[:2000])
     pipe = like(vl, max_context=200)
-    monkeypatch.setattr(pipe.media_reader, "read", None)
+    monkeypatch.setattr("oscar_mm.media.media.load_image", None)
     for ask in (pipe, lambda images, prompt, **how: pipe.chat().ask(prompt, images, **how)):
         with pytest.raises(NoRoom, match="over the context, where 200 fit: image 256") as found:
             ask([damaged] * 4, "What is it?", max_new_tokens=8)
@@ -149,6 +149,14 @@ def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
     short = like_omni(omni, max_context=200)
     with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
         short("Who?", audio=long, max_new_tokens=4)
+    told = short.chat()
+    with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
+        told.tell("Who?", "Nobody.", audio=long)
+    # A stream without a header: nobody knows how long it is, and it is read as far as it may fit.
+    unknown = write_sound(tmp_path / "long.aac", tone(60.0))
+    for ask in (short, told.ask):
+        with nothing_runs(short), pytest.raises(InputError, match="longer than the 15 s that fit"):
+            ask("Who?", audio=unknown, max_new_tokens=4)
     with nothing_runs(short), pytest.raises(NoRoom, match="keep fewer frames"):
         short("Who?", videos=[clip(300)], max_new_tokens=4)
     # Not wrong by what headers do not tell.

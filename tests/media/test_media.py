@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media import MediaLimits, image
 from oscar_mm.media import media as media_module
-from oscar_mm.media.limits import PixelCount
+from oscar_mm.media.limits import MediaCount
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import Modality
 from tests.prompts import clip, noise, tone
@@ -92,9 +92,9 @@ def test_an_image_that_is_not_loaded_yet_may_be_there_twice(tmp_path: Path) -> N
 
 def test_large_pictures_and_files_take_turns(monkeypatch, tmp_path: Path) -> None:
     turns: list[bool] = []
-    turn = PixelCount.turn
+    turn = MediaCount.turn
     monkeypatch.setattr(
-        PixelCount, "turn", lambda self, *, large: turns.append(large) or turn(self, large=large)
+        MediaCount, "turn", lambda self, *, large: turns.append(large) or turn(self, large=large)
     )
     path = tmp_path / "a.png"
     Image.fromarray(noise(30, 30)).save(path)
@@ -150,3 +150,34 @@ def test_arrays_take_turns(monkeypatch) -> None:
     monkeypatch.setattr(media_module, "load_image", reads)
     MediaReader(MediaLimits()).read(images=[np.zeros((8, 8, 3), np.uint8)] * 6)
     assert most == [1]
+
+
+def test_sound_beyond_the_context_is_not_decoded(tmp_path: Path) -> None:
+    """Where no header tells its length either."""
+    second = write_sound(tmp_path / "a.flac", tone(1.0)).read_bytes()
+    assert len(read(audio=second, most_seconds=1.5).audio) == 1
+    with pytest.raises(InputError, match=r"audio\[[12]\].* longer than the 2 s .* cut it, or"):
+        read(audio=[second] * 3, most_seconds=2.2)
+    movie = write_movie(tmp_path / "a.mp4", clip(8), tone(2))
+    with pytest.raises(InputError, match=r"a.mp4: the sound of the request is longer"):
+        read(None, str(movie), second, sound=True, most_seconds=1.5)
+
+
+@pytest.mark.parametrize("kind", ["images", "videos", "audio"])
+def test_media_that_nobody_wants_any_more(kind: str) -> None:
+    media = {"images": noise(16, 16), "videos": clip(3), "audio": tone(0.2)}
+    reader = MediaReader(MediaLimits())
+    with pytest.raises(Cancelled):
+        reader.read(**{kind: media[kind]}, cancelled=lambda: True)
+
+
+def test_sizes_are_looked_at_before_and_where_headers_do_not_tell_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    reader, shown = MediaReader(MediaLimits()), {"images": noise(16, 16), "audio": tone(0.2)}
+    reader.read(**shown, fits=lambda sizes: seen.append(len(sizes)))
+    monkeypatch.setattr(media_module, "audio_outline", lambda *_, **__: None)
+    reader.read(**shown, fits=lambda sizes: seen.append(len(sizes)))
+    reader.read(fits=lambda sizes: seen.append(len(sizes)))
+    assert seen == [2, 1, 2]

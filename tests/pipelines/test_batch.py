@@ -289,10 +289,10 @@ def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
 def test_a_file_that_no_library_understands_is_its_own_request(qwen, monkeypatch) -> None:
     read = qwen.media_reader.read
 
-    def surprising(images: Any, *args: Any, **kwargs: Any) -> Any:
+    def surprising(*, images: Any = None, **kwargs: Any) -> Any:
         if images == "odd.png":
             raise RuntimeError("a decoder's own trouble")
-        return read(images, *args, **kwargs)
+        return read(images, **kwargs)
 
     monkeypatch.setattr(qwen.media_reader, "read", surprising)
     odd, fine = qwen.batch([{"prompt": "What?", "images": "odd.png"}, TEXT | {"max_new_tokens": 2}])

@@ -77,15 +77,16 @@ def test_a_recording_is_read_once(worker: Worker, recordings: Path) -> None:
 
 
 def test_the_next_recording_is_decoded_meanwhile(worker, recordings, monkeypatch) -> None:
-    pipe, right, read = worker._pipe, worker._pipe.read_media, []
+    reader, read = worker._pipe.media_reader, []
+    right = reader.read
 
     def read_media(**media: Any) -> Any:
         read.append((media["audio"][0], threading.get_ident()))
         return right(**media)
 
-    monkeypatch.setattr(pipe, "read_media", read_media)
+    monkeypatch.setattr(reader, "read", read_media)
     rows = rows_of(recordings, questions(4, 1))
-    results = Engine(pipe, worker._engine.settings, 1).run(by_recording(rows))
+    results = Engine(worker._pipe, worker._engine.settings, 1).run(by_recording(rows))
     next(results)
     deadline = time.monotonic() + 10
     while len(read) < 3:

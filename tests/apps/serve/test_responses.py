@@ -1,0 +1,46 @@
+"""Refusals: what a client is told of errors, and what is left of them."""
+
+import gc
+import weakref
+
+import pytest
+
+from oscar_mm.apps.serve.responses import Refusal, as_refusals
+from oscar_mm.errors import Busy, InputError, NoRoom
+
+
+class Medium:
+    """Decoded media, in the frames of the functions that refuse them."""
+
+
+def refuse(error: Exception, medium: Medium) -> None:
+    def decoded() -> Medium:
+        raise KeyError(repr(medium))
+
+    try:
+        decoded()
+    except KeyError:
+        raise error from None
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InputError("no"), 400),
+        (NoRoom("no", 2, 1), 400),
+        (Busy("no"), 503),
+        (OSError("no"), 500),
+    ],
+)
+def test_a_refusal_keeps_no_media(error: Exception, status: int) -> None:
+    medium = Medium()
+    alive = weakref.ref(medium)
+    gc.disable()
+    try:
+        with pytest.raises(Refusal) as found, as_refusals():
+            refuse(error, medium)
+        del medium
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert found.value.status == status
