@@ -164,8 +164,9 @@ class Engine:
         def fits(sizes: Media) -> None:
             self.pipe.admission.check_outline(row.question, self.settings.system, sizes, 1)
 
+        media: dict[str, Any] = dict(row.media)
         sound = self.settings.use_audio_in_video
-        return self.pipe.media_reader.read(**row.media, sound=sound, fits=fits)
+        return self.pipe.media_reader.read(**media, sound=sound, fits=fits)
 
     def _group(self, rows: list[Row], media: Future[Media]) -> Iterator[Result]:
         """Read the media of a group, and begin with the answers about them."""

@@ -228,6 +228,8 @@ def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]
         for number, row in enumerate(rows)
         if row.id in done and done[row.id]["error"] is None
     ]
+    with writing(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     with writing(path), whole_file(Path(path)) as part:
         part.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
     return len(lines)
@@ -265,7 +267,7 @@ class AnswerFile:
     Args:
         path: JSONL file; its folder is made.
         fingerprint: fingerprint of the run, without the model while that is unknown.
-        overwrite: begin anew; else go on with the rows of the file.
+        overwrite: begin anew once the run is confirmed; else go on with the rows of the file.
 
     Attributes:
         done: rows of the file, by id.
@@ -285,11 +287,11 @@ class AnswerFile:
             if self.path.exists() and not self.path.is_file():
                 raise InputError(f"{self.path}: cannot be written: is no regular file")
             self._file = self._open()
+        self._begins_anew = overwrite
         try:
             if overwrite:
-                self._file.truncate(0)
-                self._run.unlink(missing_ok=True)
-            if os.fstat(self._file.fileno()).st_size:
+                pass
+            elif os.fstat(self._file.fileno()).st_size:
                 self._check(fingerprint)
                 self.done = {row["id"]: row for row in self._rows()}
             else:
@@ -305,6 +307,11 @@ class AnswerFile:
         Raises:
             InputError: the rows of the file are another run's, or nothing can be written.
         """
+        if self._begins_anew:
+            with writing(self.path):
+                self._file.truncate(0)
+                self._run.unlink(missing_ok=True)
+            self._begins_anew = False
         if self._run.is_file():
             self._check(fingerprint)
         else:
@@ -359,13 +366,19 @@ class AnswerFile:
 
     def _open(self) -> FileIO:
         """Open the file and lock it for this process."""
-        file = FileIO(self.path, "ab+")
-        try:
-            _lock_file(file.fileno(), self.path)
-        except BaseException:
+        while True:
+            file = FileIO(self.path, "ab+")
+            try:
+                _lock_file(file.fileno(), self.path)
+                # Another process may have put a file in its place meanwhile, and have that.
+                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                    return file
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                file.close()
+                raise
             file.close()
-            raise
-        return file
 
     def _append(self, line: bytes) -> None:
         before = os.fstat(self._file.fileno()).st_size
@@ -383,10 +396,19 @@ class AnswerFile:
         if list(rows) == list(self.done):
             return
         with writing(self.path):
+            old = self._file
             with whole_file(self.path) as part:
                 part.write_bytes(b"".join(map(_line, rows.values())))
-                self._file.close()  # Windows does not replace an open file.
-            self._file = self._open()
+                if os.name == "nt":  # It does not replace an open file.
+                    old.close()
+                else:
+                    # Locked before it has the name, so that no other process gets in between.
+                    self._file = FileIO(part, "ab+")
+                    _lock_file(self._file.fileno(), self.path)
+            if os.name == "nt":
+                self._file = self._open()
+            else:
+                old.close()
         self.done = rows
 
     def _check(self, fingerprint: Mapping[str, Any]) -> None:

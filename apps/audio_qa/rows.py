@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.source import KIND, is_address
+from oscar_mm.media.source import KIND, has_scheme, is_address
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
+_CHOSEN = ("choices", "answer")
 _RARE = {".aiff": "audio", ".aif": "audio", ".wma": "audio", ".amr": "audio", ".caf": "audio"}
 _KIND = KIND | _RARE | {".tif": "images"}
 _Record = tuple[Mapping[str, Any] | InputError, str]
@@ -188,16 +189,19 @@ def _parse_line(line: bytes) -> Any:
 def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
     if None in cells or None in cells.values():
         raise InputError(f"does not have the {columns} columns of the header")
-    return {name: _cell(cell) for name, cell in cells.items() if cell}
+    return {name: _cell(name, cell) for name, cell in cells.items() if cell}
 
 
-def _cell(cell: str) -> Any:
-    if not cell.lstrip().startswith("["):
+def _cell(name: str, cell: str) -> Any:
+    """What a cell says; an error as a value, so that the row keeps its id."""
+    if name not in (*_CHOSEN, *MEDIA, *_SINGULAR) or not cell.lstrip().startswith("["):
         return cell
     try:
         return json.loads(cell)
-    except ValueError:
-        raise InputError(f'{cell[:80]!r} is no JSON list such as ["a", "b"]') from None
+    except (ValueError, RecursionError):
+        # Names of files begin like that too.
+        wrong = InputError(f'{name}: {cell[:80]!r} is no JSON list such as ["a", "b"]')
+        return wrong if name in _CHOSEN else cell
 
 
 def _in_folder(folder: Path, question: str | None) -> list[Row]:
@@ -254,9 +258,7 @@ def _row(
         }
         if not isinstance(content, str) or not content.strip():
             raise InputError("question must be text that is not empty")
-        texts: dict[str, Any] = {
-            name: _texts(name, given.get(name)) for name in ("choices", "answer", *MEDIA)
-        }
+        texts: dict[str, Any] = {name: _texts(name, given.get(name)) for name in (*_CHOSEN, *MEDIA)}
         if len(texts["choices"]) == 1 or len(set(texts["choices"])) < len(texts["choices"]):
             raise InputError("choices must be several texts, all different")
         for kind in MEDIA:
@@ -291,6 +293,8 @@ def _label(name: str, value: Any) -> str:
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     """Convert one text or a list of texts; a number becomes a text."""
+    if isinstance(value, InputError):
+        raise value
     if value is None or value == "":
         return ()
     values = list(value) if isinstance(value, list | tuple) else [value]
@@ -304,7 +308,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _medium_path(base: Path, source: str) -> str:
-    return source if is_address(source) else str(base / source)
+    return source if is_address(source) or has_scheme(source) else str(base / source)
 
 
 def right_choices(row: Row) -> set[int]:
@@ -317,8 +321,8 @@ def right_choices(row: Row) -> set[int]:
     right = set()
     for answer in row.answer:
         matches = [index for index, text in enumerate(texts) if text == normal_form(answer)]
-        if not matches and len(answer) == 1 and 0 <= ord(answer.upper()) - ord("A") < len(texts):
-            matches = [ord(answer.upper()) - ord("A")]
+        if not matches and re.fullmatch("[A-Za-z]", answer):
+            matches = [index for index in [ord(answer.upper()) - ord("A")] if index < len(texts)]
         if not matches:
             raise InputError(f"answer {answer!r} is none of the choices")
         right.update(matches)

@@ -215,6 +215,10 @@ class Service:
         """Read the body, but not to its end if it is too large or too slow."""
         limit, seconds = self.limits.max_request_bytes, self.limits.body_s
         stopping = self.places.stopping
+        too_large = Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
+        announced = http.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:19]) > limit:
+            raise too_large
 
         async def collect() -> bytes:
             parts, size = [], 0
@@ -222,7 +226,7 @@ class Service:
                 add(len(part))
                 parts.append(part)
                 if (size := size + len(part)) > limit:
-                    raise Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
+                    raise too_large
             return b"".join(parts)
 
         reading = asyncio.ensure_future(collect())

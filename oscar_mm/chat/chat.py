@@ -162,6 +162,9 @@ class Chat:
             InputError: as of ``tell``; the turns that were read before count.
         """
         told = list(told)
+        for turn in told:
+            if not isinstance(turn, ToldTurn):
+                raise InputError(f"told: must be a list of ToldTurns, not of {type(turn).__name__}")
         if len(told) > 1:  # Of one its texts are told apart.
             characters = sum(turn.characters for turn in told)
             self.pipe.admission.check_characters("the turns", characters)

@@ -112,7 +112,8 @@ class ToldTurn(NamedTuple):
     @property
     def characters(self) -> int:
         """Characters of all texts; what is no text counts for none."""
-        texts = (*(message.text for message in self.before), self.prompt, self.answer)
+        earlier = [one.text for one in self.before if isinstance(one, Message)]
+        texts = (*earlier, self.prompt, self.answer)
         return sum(len(text) for text in texts if isinstance(text, str))
 
     @property
@@ -380,6 +381,8 @@ def check_turn(
     if system is not None:
         admission.check_text("system", system)
     for message in before:
+        if not isinstance(message, Message):
+            raise InputError(f"before: must be a list of Messages, not of {type(message).__name__}")
         admission.check_text("before", message.text, may_be_empty=True)
     if before:
         admission.check_text_length("prompt", joined_text(question, before))

@@ -269,10 +269,9 @@ class Detokenizer:
         """Take a token; the text that is now certain, perhaps empty."""
         self.token_ids.append(token)
         self._take(self._new_text(whole_characters=True))
-        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
-        if places:
-            self.stopped = True
-            return self._give(min(places), drop_rest=True)
+        before_stop = self._before_stop()
+        if before_stop is not None:
+            return before_stop
         return self._give(len(self._pending) - self._possible_stop())
 
     def finish(self) -> str:
@@ -280,7 +279,16 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._take(self._new_text(whole_characters=False))
-        return self._give(len(self._pending))
+        before_stop = self._before_stop()
+        return self._give(len(self._pending)) if before_stop is None else before_stop
+
+    def _before_stop(self) -> str | None:
+        """The text before a stop text, which ends the answer; None if there is none."""
+        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        if not places:
+            return None
+        self.stopped = True
+        return self._give(min(places), drop_rest=True)
 
     def _take(self, text: str) -> None:
         self._pending += text

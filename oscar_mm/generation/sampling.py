@@ -93,9 +93,10 @@ class Sampling:
                 "a number above 0, at most 1",
             ),
             "top_k": (_whole(self.top_k, 0), "a whole number, at least 0 (0: all tokens)"),
+            # Logits divided by less overflow, or multiplied by more.
             "repetition_penalty": (
-                _within(self.repetition_penalty, 0) and self.repetition_penalty > 0,
-                "a number above 0",
+                _within(self.repetition_penalty, 1e-3) and self.repetition_penalty <= 1e6,
+                "a number from 0.001 to 1,000,000",
             ),
             "seed": (
                 self.seed is None or (_whole(self.seed, 0) and self.seed < 1 << 63),

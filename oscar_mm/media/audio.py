@@ -1,6 +1,7 @@
 """Recordings as mono samples at 16 kHz, decoded in pieces, in bounded memory."""
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -289,7 +290,9 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
     if is_joined_ogg(source, label):
         return None
     try:
-        file = soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
+        # As bytes, which its stubs do not know: the name of a file need not be text.
+        named: Any = io.BytesIO(source) if isinstance(source, bytes) else os.fsencode(source)
+        file = soundfile.SoundFile(named)
     except (soundfile.LibsndfileError, TypeError):
         return None
     if file.frames < _UNKNOWN:

@@ -142,6 +142,15 @@ def _drafted(
     return used
 
 
+def _knows_exif(image: Image.Image) -> bool:
+    """Whether the EXIF data of a picture can be read; damaged ones say nothing about its pixels."""
+    try:
+        image.getexif()
+    except Exception:  # decoders raise what they like
+        return False
+    return True
+
+
 def _lies(image: Image.Image) -> bool:
     """Whether the EXIF data of an opened picture turn it by a quarter."""
     try:
@@ -214,8 +223,9 @@ def _decode(
     limits.check_frame(*image.size, label)
     try:
         # In place, the pixels are not copied.
-        turned = ImageOps.exif_transpose(image, in_place=in_place)
-        return _finished(turned or image, fit, used)
+        if _knows_exif(image):
+            image = ImageOps.exif_transpose(image, in_place=in_place) or image
+        return _finished(image, fit, used)
     except Exception as error:  # decoders raise what they like on damaged data
         raise InputError(f"{label}: the image is damaged or cannot be decoded ({error})") from error
 

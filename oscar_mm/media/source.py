@@ -71,6 +71,11 @@ def is_address(source: object) -> TypeGuard[str]:
     return isinstance(source, str) and (_is_data_uri(source) or is_fetched(source))
 
 
+def has_scheme(source: str) -> bool:
+    """Whether a source is an address of any kind, such as s3://, most of which nothing reads."""
+    return _SCHEME.match(source) is not None
+
+
 def is_fetched(source: object) -> bool:
     """Whether a source is an http(s) address."""
     scheme = _SCHEME.match(source) if isinstance(source, str) else None

@@ -75,6 +75,16 @@ def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # no
         assert [turn.answer for turn in chat.turns] in ([], ["Yes."])
 
 
+def test_what_is_no_turn_and_no_message(qwen) -> None:  # noqa: F811
+    odd: Any = [("Why?", "Yes.")]
+    with qwen.chat() as chat:
+        with pytest.raises(InputError, match="told: must be a list of ToldTurns, not of tuple"):
+            chat.tell_all(odd)
+        with pytest.raises(InputError, match="before: must be a list of Messages, not of tuple"):
+            chat.tell("Why?", "Yes.", before=odd)
+        assert chat.turns == ()
+
+
 def test_too_many_are_refused_before_any_is_looked_at(qwen, monkeypatch) -> None:  # noqa: F811
     """Each by itself has room."""
     monkeypatch.setattr(type(qwen.admission), "check_text", lambda *_, **__: 1 / 0)

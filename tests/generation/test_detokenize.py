@@ -64,6 +64,12 @@ def test_any_text(text: str) -> None:
     assert "".join(given_out) == decoded(BYTE_LEVEL, tokens)
 
 
+def test_a_stop_text_at_an_end_within_a_character() -> None:
+    tokens = BYTE_LEVEL("a\u20ac")["input_ids"][:-1]
+    given_out, text = pieces(BYTE_LEVEL, tokens, stop=("\ufffd",))
+    assert "".join(given_out) == "a" and text.stopped
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_any_tokens(tokens: list[int]) -> None:

@@ -15,7 +15,7 @@ BAD = {
     "temperature": [-0.1, 1e-40, "hot", None, NAN, INFINITY, True],
     "top_p": [0, 0.0, -0.5, 1.1, "0.9", None, NAN],
     "top_k": [-1, 1.5, "5", None, False],
-    "repetition_penalty": [0, -1.0, NAN, INFINITY, "1", None],
+    "repetition_penalty": [0, 1e-300, 1e300, -1.0, NAN, INFINITY, "1", None],
     "seed": [-1, 1.5, "7", 1 << 63, True],
     "stop": ["", ["a", ""], 5, [5], b"end", {"a": 1}, [["a"]], 0, False],
 }

@@ -1,8 +1,10 @@
 """Recordings come out as mono at 16 kHz in bounded memory; bad ones are refused by name."""
 
 import io
+import os
 import runpy
 import struct
+import sys
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -510,3 +512,12 @@ def test_the_example() -> None:
     script = runpy.run_path(str(ROOT / "examples" / "media" / "make_audio.py"))
     drawn = load_audio((script["dialled"](script["NUMBER"]), script["RATE"]))
     assert np.abs(drawn.samples - audio.samples).max() < 1e-4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are text elsewhere")
+@pytest.mark.parametrize("kind", ["wav", "flac", "mp3"])
+def test_a_name_that_is_no_text(kind: str, tmp_path: Path) -> None:
+    sound = write_sound(tmp_path / f"a.{kind}", tone(1.0))
+    odd = os.path.join(os.fsencode(tmp_path), b"\xff\xfe." + kind.encode())
+    os.replace(sound, odd)
+    assert load_audio(os.fsdecode(odd)).seconds == pytest.approx(1.0, abs=0.1)

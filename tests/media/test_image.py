@@ -63,6 +63,12 @@ def test_exif_rotation(kind: str) -> None:
     assert load_image(upright).size == (32, 64)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_exif_data_that_are_none(kind: str) -> None:
+    image = Image.new("RGB", (64, 32), RED)
+    assert load_image(encoded(image, kind, exif=b"Exif\0\0no such data")).size == (64, 32)
+
+
 def test_transparency_is_white() -> None:
     clear = Image.new("RGBA", (3, 3), (255, 0, 0, 0))
     clear.putpixel((1, 1), (255, 0, 0, 255))

@@ -52,9 +52,36 @@ def test_resumed(tmp_path: Path) -> None:
         AnswerFile(path, HOW)
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "c", "b"]
+    before = path.read_text()
     answers = AnswerFile(path, {}, overwrite=True)
-    assert answers.done == {} and path.read_text() == ""
+    # Until the model is there.
+    assert answers.done == {} and path.read_text() == before
+    answers.confirm(HOW | {"model": "another"})
+    assert path.read_text() == ""
     answers.close()
+    AnswerFile(path, HOW | {"model": "another"}).close()
+
+
+def test_no_other_process_has_the_file_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = begun(tmp_path / "a.jsonl", ROW, BAD)
+    answers, replace, refused = AnswerFile(path, HOW), os.replace, []
+
+    def meanwhile(source: str, target: str) -> None:
+        for move in (None, replace):
+            if move is not None:
+                move(source, target)
+            with pytest.raises(InputError, match="another process writes to it"):
+                AnswerFile(path, HOW)
+            refused.append(move)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    answers.resume([], retry_failed=True)
+    answers.write(BAD | {"error": None})
+    answers.close()
+    assert len(refused) == 2
+    assert [json.loads(line)["id"] for line in path.open()] == ["a", "b"]
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:

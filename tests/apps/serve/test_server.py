@@ -1,5 +1,6 @@
 """The service: asked by the official client, continued on kept caches, bounded."""
 
+import socket
 import threading
 import time
 import urllib.request
@@ -175,6 +176,14 @@ def test_limits_and_key(omni, address, client) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         ask(client, user("a" * 200_001))
     assert refused.value.status_code == 413
+    # At once, though the body never comes.
+    host, port = address.removeprefix("http://").split(":")
+    for size in (10**12, 10**40):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret"
+            kind = "Content-Type: application/json"
+            connection.sendall(f"{head}\r\n{kind}\r\nContent-Length: {size}\r\n\r\n".encode())
+            assert connection.recv(1000).startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
     for key in ("wrong", "", "sec\u00fc"):
         with pytest.raises(urllib.error.HTTPError) as denied:
             metrics(address, key.encode().decode("latin-1"))
