@@ -20,6 +20,11 @@ RETRY_S = 5
 """Seconds after which a client may try again."""
 _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 """Advice that only the server's operator can follow."""
+_FIELD = re.compile(
+    r"(messages\[\d+\](?:\.content(?:\[\d+\])?)?)[: ]"
+    r"|(temperature|top_p|top_k|repetition_penalty|seed|stop)="
+)
+"""The protocol's name of what is wrong, with which messages of the package begin."""
 
 
 class Refusal(Exception):
@@ -86,7 +91,9 @@ def as_refusals() -> Iterator[None]:
         ) from None
     except InputError as error:
         _let_go(error)
-        field = error.field if isinstance(error, FieldError) else None
+        named = _FIELD.match(str(error))
+        field = named and (named[1] or named[2])
+        field = error.field if isinstance(error, FieldError) else field
         raise Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
     except Exception as error:
         traceback.print_exc(file=sys.stderr)

@@ -44,3 +44,18 @@ def test_a_refusal_keeps_no_media(error: Exception, status: int) -> None:
     finally:
         gc.enable()
     assert found.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("temperature=-1.0: must be 0 or a number", "temperature"),
+        ("messages[3].content[12]: is not an image", "messages[3].content[12]"),
+        ("messages[0].content holds '<|im_end|>'", "messages[0].content"),
+        ("1,025 images are more than the limit", None),
+    ],
+)
+def test_a_refusal_names_the_field(message: str, field: str | None) -> None:
+    with pytest.raises(Refusal) as found, as_refusals():
+        raise InputError(message)
+    assert found.value.body["error"]["param"] == field
