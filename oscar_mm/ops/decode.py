@@ -323,7 +323,7 @@ def _check(arguments: DecodeArguments) -> None:
 
 @torch.no_grad()
 def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
-    """The operation ``decode`` without its checks."""
+    """The operation ``decode`` without its checks; no gradient comes of it."""
     queries, formats = arguments.queries, arguments.page_formats
     columns = queries.shape[1] // arguments.keys.shape[1] * queries.shape[2]
     how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
