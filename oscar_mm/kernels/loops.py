@@ -28,7 +28,7 @@ _LOCK = "oscar_mm.lock"
 """File that a process locks while it compiles."""
 _log = logging.getLogger(__name__)
 LANES = 16
-_HAND_OVER_US = 100
+_HAND_OVER_US = 50
 """What it takes to give another thread something to do and to hear of its end."""
 # Type checkers take what they return for a function of other arguments.
 _intrinsic: Any = intrinsic

@@ -222,7 +222,7 @@ def test_the_thread_that_calls_works_too() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_little_work_is_one_threads() -> None:
-    assert [threads_for(us) for us in (0, 150, 250, 1e6)] == [1, 1, 2, 2]
+    assert [threads_for(us) for us in (0, 90, 120, 1e6)] == [1, 1, 2, 2]
 
 
 def no_thread(*_: object) -> None:
