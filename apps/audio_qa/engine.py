@@ -157,12 +157,12 @@ class Engine:
             yield before
 
     def _media_of(self, row: Row | None) -> Media:
-        """Decode the media of a row that have room by their sizes."""
+        """Decode the media of a row that have room by their sizes, whatever is asked about them."""
         if row is None:
             return Media()
 
         def fits(sizes: Media) -> None:
-            self.pipe.admission.check_outline(row.question, self.settings.system, sizes, 1)
+            self.pipe.admission.check_outline("", self.settings.system, sizes, 1)
 
         media: dict[str, Any] = dict(row.media)
         sound = self.settings.use_audio_in_video

@@ -230,8 +230,9 @@ def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]
     ]
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with writing(path), whole_file(Path(path)) as part:
-        part.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        with whole_file(Path(path)) as part:
+            content = "".join(f"{line}\n" for line in lines)
+            part.write_bytes(content.encode(errors="backslashreplace"))
     return len(lines)
 
 
@@ -289,14 +290,12 @@ class AnswerFile:
             self._file = self._open()
         self._begins_anew = overwrite
         try:
-            if overwrite:
-                pass
-            elif os.fstat(self._file.fileno()).st_size:
-                self._check(fingerprint)
-                self.done = {row["id"]: row for row in self._rows()}
-            else:
+            if not os.fstat(self._file.fileno()).st_size:
                 # Nothing is left of the run that this describes.
                 self._run.unlink(missing_ok=True)
+            elif not overwrite:
+                self._check(fingerprint)
+                self.done = {row["id"]: row for row in self._rows()}
         except BaseException:
             self._file.close()
             raise
@@ -367,17 +366,11 @@ class AnswerFile:
     def _open(self) -> FileIO:
         """Open the file and lock it for this process."""
         while True:
-            file = FileIO(self.path, "ab+")
-            try:
-                _lock_file(file.fileno(), self.path)
-                # Another process may have put a file in its place meanwhile, and have that.
+            file = _locked(self.path, self.path)
+            # Another process may have put a file in its place meanwhile, and have that.
+            with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
                     return file
-            except FileNotFoundError:
-                pass
-            except BaseException:
-                file.close()
-                raise
             file.close()
 
     def _append(self, line: bytes) -> None:
@@ -396,19 +389,21 @@ class AnswerFile:
         if list(rows) == list(self.done):
             return
         with writing(self.path):
-            old = self._file
-            with whole_file(self.path) as part:
-                part.write_bytes(b"".join(map(_line, rows.values())))
-                if os.name == "nt":  # It does not replace an open file.
-                    old.close()
-                else:
-                    # Locked before it has the name, so that no other process gets in between.
-                    self._file = FileIO(part, "ab+")
-                    _lock_file(self._file.fileno(), self.path)
-            if os.name == "nt":
-                self._file = self._open()
-            else:
-                old.close()
+            new: FileIO | None = None
+            try:
+                with whole_file(self.path) as part:
+                    part.write_bytes(b"".join(map(_line, rows.values())))
+                    if os.name == "nt":  # It does not replace an open file.
+                        self._file.close()
+                    else:
+                        # Before it has the name, so that no other process gets in between.
+                        new = _locked(part, self.path)
+            except BaseException:
+                if new is not None:
+                    new.close()
+                raise
+            self._file.close()
+            self._file = new or self._open()
         self.done = rows
 
     def _check(self, fingerprint: Mapping[str, Any]) -> None:
@@ -448,6 +443,17 @@ class AnswerFile:
 def _line(row: Mapping[str, Any]) -> bytes:
     # Python's backslash escape of a surrogate is JSON's too.
     return (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
+def _locked(file: Path, path: Path) -> FileIO:
+    """Open a file that has, or will have, a path, and lock it for this process."""
+    opened = FileIO(file, "ab+")
+    try:
+        _lock_file(opened.fileno(), path)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def _lock_file(file: int, path: Path) -> None:

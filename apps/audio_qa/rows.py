@@ -321,8 +321,8 @@ def right_choices(row: Row) -> set[int]:
     right = set()
     for answer in row.answer:
         matches = [index for index, text in enumerate(texts) if text == normal_form(answer)]
-        if not matches and re.fullmatch("[A-Za-z]", answer):
-            matches = [index for index in [ord(answer.upper()) - ord("A")] if index < len(texts)]
+        if not matches and re.fullmatch("[A-Za-z]", answer) and _place(answer) < len(texts):
+            matches = [_place(answer)]
         if not matches:
             raise InputError(f"answer {answer!r} is none of the choices")
         right.update(matches)
@@ -338,8 +338,13 @@ def named_choice(row: Row, reply: str) -> int | None:
     if (text := normal_form(reply)) in texts:
         return texts.index(text)
     letter = re.match(r"[\s(*]*([A-Za-z])(?:[).:*]|\s*$)", reply)
-    index = -1 if letter is None else ord(letter[1].upper()) - ord("A")
+    index = -1 if letter is None else _place(letter[1])
     return index if 0 <= index < len(texts) else None
+
+
+def _place(letter: str) -> int:
+    """The index of a choice that a letter from A to Z names."""
+    return ord(letter.upper()) - ord("A")
 
 
 def is_correct(row: Row, text: str, choice: int | None) -> bool | None:

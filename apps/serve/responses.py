@@ -77,28 +77,30 @@ def as_refusals() -> Iterator[None]:
         yield
     except Refusal:
         raise
-    except Busy as error:
+    except Exception as error:
+        refusal = _refusal_of(error)
         _let_go(error)
-        raise busy("other answers hold the memory that this request needs") from None
-    except NoRoom as error:
-        _let_go(error)
-        raise Refusal(
+        raise refusal from None
+
+
+def _refusal_of(error: Exception) -> Refusal:
+    if isinstance(error, Busy):
+        return busy("other answers hold the memory that this request needs")
+    if isinstance(error, NoRoom):
+        return Refusal(
             400,
             f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "
             "have room: shorten messages, send fewer or smaller media, or lower max_tokens",
             code="context_length_exceeded",
             field="messages",
-        ) from None
-    except InputError as error:
-        _let_go(error)
+        )
+    if isinstance(error, InputError):
         named = _FIELD.match(str(error))
         field = named and (named[1] or named[2])
         field = error.field if isinstance(error, FieldError) else field
-        raise Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field) from None
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        _let_go(error)
-        raise Refusal(500, "the server failed to answer this", "server_error") from None
+        return Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field)
+    traceback.print_exception(error, file=sys.stderr)
+    return Refusal(500, "the server failed to answer this", "server_error")
 
 
 def _let_go(error: BaseException | None) -> None:

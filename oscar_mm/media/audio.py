@@ -271,6 +271,7 @@ def _in_threads(
         for piece in in_threads(decoded, range(0, file.frames, count)):
             mono.add(piece)
     except (soundfile.LibsndfileError, RuntimeError):
+        mono.begin_anew()
         return None
     return mono
 

@@ -190,7 +190,7 @@ class MediaCount:
         Raises:
             Cancelled: nobody wants it.
         """
-        self._check_wanted()
+        self.check_wanted()
         return self._large if large else nullcontext()
 
     def add_sound(self, seconds: float, label: str) -> None:
@@ -200,7 +200,7 @@ class MediaCount:
             InputError: the sum is too large; names ``label`` and what there is room for.
             Cancelled: nobody wants it.
         """
-        self._check_wanted()
+        self.check_wanted()
         with self._guard:
             self.seconds += seconds
             if self.seconds > self._most_seconds:
@@ -209,7 +209,8 @@ class MediaCount:
                     f"{self._most_seconds:,.0f} s that fit into the context; cut it, or send less"
                 )
 
-    def _check_wanted(self) -> None:
+    def check_wanted(self) -> None:
+        """Raise Cancelled if nobody wants the media any more."""
         if self._cancelled():
             raise Cancelled("the media were cancelled before they were read")
 

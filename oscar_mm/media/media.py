@@ -224,9 +224,9 @@ class MediaReader:
         def clip(named: tuple[str, Any]) -> Video:
             place, source = named
             label = describe(source, place)
+            count.check_wanted()
             how: dict[str, Any] = {"limits": limits, "fps": self.video_fps, "sound": sound}
-            with count.turn(large=False):
-                video = load_video(source, label=label, count=count, **how)
+            video = load_video(source, label=label, count=count, **how)
             count.add(math.prod(video.frames.shape[:3]), label)
             return video
 

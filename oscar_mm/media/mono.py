@@ -156,6 +156,12 @@ class Mono:
         if self._whole is None:
             self._parts.append(self._resampled(piece.samples))
 
+    def begin_anew(self) -> None:
+        """Uncount what was added, of a recording that another ``Mono`` collects from its beginning
+        on."""
+        if self._of_request is not None:
+            self._of_request.add_sound(-self._count / self._rate, self._label)
+
     def _resampled(self, samples: np.ndarray, *, last: bool = False) -> np.ndarray:
         if self._rate == RATE:
             return samples

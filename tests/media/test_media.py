@@ -14,6 +14,7 @@ from oscar_mm.media import MediaLimits, image
 from oscar_mm.media import media as media_module
 from oscar_mm.media.limits import MediaCount
 from oscar_mm.media.media import Media, MediaReader
+from oscar_mm.media.mono import MonoPiece
 from oscar_mm.modality import Modality
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
@@ -181,3 +182,20 @@ def test_sizes_are_looked_at_before_and_where_headers_do_not_tell_after(
     reader.read(**shown, fits=lambda sizes: seen.append(len(sizes)))
     reader.read(fits=lambda sizes: seen.append(len(sizes)))
     assert seen == [2, 1, 2]
+
+
+def test_a_recording_that_is_read_anew_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that decode its pieces find that something is odd about the file."""
+    path, right, last = write_sound(tmp_path / "a.wav", tone(41.0)), MonoPiece.of, []
+
+    def of(piece: np.ndarray, *rest: Any) -> MonoPiece:
+        if len(piece) < 10 * 16_000 and not last:
+            last.append(True)
+            raise RuntimeError
+        return right(piece, *rest)
+
+    monkeypatch.setattr(MonoPiece, "of", of)
+    [recording] = read(audio=path, most_seconds=42.0).audio
+    assert last and recording.seconds == 41.0

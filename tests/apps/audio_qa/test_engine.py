@@ -76,6 +76,16 @@ def test_a_recording_is_read_once(worker: Worker, recordings: Path) -> None:
     assert len(together["2-2"]["scores"]) == 3 and together["2-2"]["correct"] in (True, False)
 
 
+def test_a_question_that_is_too_long_is_its_row_s_alone(worker: Worker, recordings: Path) -> None:
+    records = questions(1)[:2]
+    records[0]["question"] = "why " * 70_000
+    results = answered(
+        Engine(worker._pipe, worker._engine.settings, 4), rows_of(recordings, records)
+    )
+    first, second = (results[record["id"]] for record in records)
+    assert "over the context" in first["error"] and second["error"] is None
+
+
 def test_the_next_recording_is_decoded_meanwhile(worker, recordings, monkeypatch) -> None:
     reader, read = worker._pipe.media_reader, []
     right = reader.read

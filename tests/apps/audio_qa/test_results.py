@@ -1,5 +1,6 @@
 """The output file: whole lines on the disk, of one run, by one process."""
 
+import errno
 import json
 import os
 import resource
@@ -82,6 +83,25 @@ def test_no_other_process_has_the_file_while_it_is_replaced(
     answers.close()
     assert len(refused) == 2
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "b"]
+
+
+def test_a_file_that_cannot_be_replaced_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = begun(tmp_path / "a.jsonl", ROW, BAD)
+    answers = AnswerFile(path, HOW)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="no space is left"):
+        patch.setattr(os, "replace", full)
+        answers.resume([], retry_failed=True)
+    answers.write(BAD | {"id": "c"})
+    with pytest.raises(InputError, match="another process writes to it"):
+        AnswerFile(path, HOW)
+    answers.close()
+    assert [json.loads(line)["id"] for line in path.open()] == ["a", "b", "c"]
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
