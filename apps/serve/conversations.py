@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import DecodedMessage, Request, Turn
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.conversation import ToldTurn
+from oscar_mm.chat.told import ToldTurn
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.family import Message

@@ -19,15 +19,13 @@ from oscar_mm.chat.conversation import (
     ChatEngine,
     Conversation,
     Segment,
-    ToldTurn,
     Turn,
     check_turn,
     joined_text,
     next_prompt,
     past_of,
-    told_prompt,
-    told_together,
 )
+from oscar_mm.chat.told import ToldTurn, told_prompt, told_together
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.family import Message

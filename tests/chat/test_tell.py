@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.chat.conversation import ToldTurn
+from oscar_mm.chat.told import ToldTurn
 from oscar_mm.errors import NoRoom
 from oscar_mm.generation.sampling import Sampling
 from tests.generation.engine import counted
