@@ -47,34 +47,40 @@ def captures() -> Iterator[list[torch.device]]:
     """The devices that graphs are captured on meanwhile."""
     found: list[torch.device] = []
 
-    def noted(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    def noted(function: Callable[[], Any], device: torch.device, **how: Any) -> Callable[[], Any]:
         found.append(device)
-        return record(function, device)
+        return record(function, device, **how)
 
     record = decode_steps.record_cuda_graph
     with patch.object(decode_steps, "record_cuda_graph", noted):
         yield found
 
 
-def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """What each of two processes found, and what the example printed in both of them."""
+@contextmanager
+def ranks_of(function: Callable[..., None], *arguments: Any) -> Iterator[list[Forked]]:
+    """Two processes that call a function, and may divide a model between them."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What torchrun says to its processes; tests/benchmarks/test_several_gpus.py calls torchrun.
+    # The variables of torchrun; tests/benchmarks/test_several_gpus.py calls torchrun itself.
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with ExitStack() as stack:
-        processes = [
+        yield [
             stack.enter_context(
                 Forked(
-                    ask_all,
-                    *(folder, dtype, models),
+                    function,
+                    *arguments,
                     environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )
             )
             for rank in range(2)
         ]
+
+
+def run(folder: Path, dtype: str, models: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """What each of two processes found, and what the example printed in both of them."""
+    with ranks_of(ask_all, folder, dtype, models) as processes:
         # Of both, before one is judged: where one fails, the other only says that it is gone.
         ended = [process.end() for process in processes]
     failed = [
