@@ -24,7 +24,7 @@ from torch import nn
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.step import FixedTables, Step
 from oscar_mm.fast_decode.decoder import FastDecoder, Record, devices, sees_all, supports
-from oscar_mm.kernels.launch import switched_off
+from oscar_mm.kernels.launch import NotCapturable, switched_off
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ranks import Ranks
 
@@ -314,9 +314,11 @@ class DecodeSteps:
             self._version, self._failures = version, 0
             return
         self._replay, self._version, self._eager_left = None, None, _EAGER_STEPS
-        self._failures += 1
+        # Another try would find the same operation; the log has the reason for it already.
+        final = isinstance(cause, NotCapturable)
+        self._failures = _TRIES if final else self._failures + 1
         _log.log(
-            logging.WARNING if self._failures in (1, _TRIES) else logging.INFO,
+            logging.WARNING if self._failures in (1, _TRIES) and not final else logging.INFO,
             "decode steps run eagerly, a CUDA graph could not be made (try %d of %d): %s",
             *(self._failures, _TRIES, cause or "another rank has none"),
         )
@@ -371,6 +373,10 @@ def record_cuda_graph(
                     graph.capture_end()
         except BaseException:
             _BROKEN.append(graph)
+            # The end of a broken capture raises before it tells the generator that it is over.
+            # Random numbers continue from a copy of its state, which is part of no capture.
+            generator = torch.cuda.default_generators[aside.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
 
     def replay() -> Result:

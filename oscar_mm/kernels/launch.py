@@ -122,6 +122,24 @@ def tell_once(what: str, reason: str) -> None:
         _log.warning(message)
 
 
+class NotCapturable(RuntimeError):
+    """An operation that waits for the GPU was asked for in the capture of a CUDA graph."""
+
+
+def refuse_capture(what: str, device: torch.device) -> None:
+    """Raise in the capture of a CUDA graph, before an operation that waits for the GPU breaks it.
+
+    Args:
+        what: name of the operation.
+        device: of its tensors.
+
+    Raises:
+        NotCapturable: the current stream is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotCapturable(f"{what} uses PyTorch operations here, which wait for the GPU")
+
+
 def has_loops(what: str) -> bool:
     """Whether an operation has loops on a CPU (``oscar_mm.kernels.loops``); if not, the reason is
     once in the log."""

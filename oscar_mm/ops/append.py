@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oscar_mm.kernels.launch import Strides, addresses, current_stream, ints, pointers, tell_once
+from oscar_mm.kernels.launch import (
+    Strides,
+    addresses,
+    current_stream,
+    ints,
+    pointers,
+    refuse_capture,
+    tell_once,
+)
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
@@ -124,6 +132,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
 
 def append_by_torch(arguments: AppendArguments) -> None:
     """``append`` by PyTorch operations; waits for the device."""
+    refuse_capture("append", arguments.keys.device)
     rows, tokens, slots = arguments.writes[arguments.writes[:, 2] >= 0].unbind(1)
     sides = arguments.keys, arguments.values
     new = torch.stack([states[rows, :, tokens] for states in sides], 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from oscar_mm.kernels.launch import refuse_capture
 from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
 from oscar_mm.ops.library import sigma_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
@@ -126,6 +127,7 @@ def _without_flash(
 
 def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
     """``decode`` by PyTorch operations, a row at a time; waits for the device."""
+    refuse_capture("decode", arguments.queries.device)
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     output = arguments.result()
     all_pages = items[torch.arange(items.shape[1], device=items.device) < counts[:, 1:2]]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from oscar_mm.kernels.launch import refuse_capture
 from oscar_mm.ops.library import Written, WrittenList, recipe_of, sigma_of
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe, quantize_tokens, unpack_stored
@@ -124,6 +125,7 @@ def begin_by_torch(arguments: StoreArguments) -> None:
 
 def _parts_of(table: torch.Tensor) -> Iterator[torch.Tensor]:
     """Lines of a table that are to be carried out, some at a time."""
+    refuse_capture("store", table.device)
     todo = table[table[:, 0] >= 0]
     yield from todo.split(_JOBS_AT_ONCE) if len(todo) else ()
 

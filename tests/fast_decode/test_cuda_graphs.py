@@ -71,6 +71,40 @@ def test_a_broken_capture_does_not_hinder_the_next() -> None:
 
 
 @pytest.mark.gpu
+def test_random_numbers_and_memory_after_a_broken_capture() -> None:
+    """Both took part in the capture, and torch does not tell them that it is over."""
+    x = torch.ones(8, device=CUDA)
+
+    def draws() -> list[float]:
+        torch.cuda.manual_seed(5)
+        found = torch.rand(3, device=CUDA)
+        for _ in range(2):
+            if breaks:
+                with pytest.raises(RuntimeError, match="captur"):
+                    record_cuda_graph(lambda: x.exponential_().sum().item(), CUDA)
+            found = torch.cat([found, torch.empty(3, device=CUDA).exponential_()])
+        return found.tolist()
+
+    def active() -> int:
+        torch.cuda.synchronize()
+        del_soon = torch.empty(
+            1 << 20, device=CUDA
+        )  # torch looks at its events when asked for memory
+        del del_soon
+        return torch.cuda.memory_stats(CUDA)["active_bytes.all.current"]
+
+    breaks = False
+    expected = draws()
+    breaks = True
+    assert draws() == expected
+    before, aside = active(), torch.cuda.Stream()
+    shared = torch.empty(1 << 24, device=CUDA)
+    shared.record_stream(aside)
+    del shared
+    assert active() - before < 1 << 22
+
+
+@pytest.mark.gpu
 def test_copies_and_events_of_other_threads_break_no_capture() -> None:
     stop, errors = threading.Event(), list[BaseException]()
 

@@ -16,6 +16,7 @@ from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import decode_batch
 from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.kernels.launch import NotCapturable
 from oscar_mm.ops.store_torch import NOTHING
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM
@@ -183,6 +184,21 @@ def test_captures_that_always_fail_are_given_up(oscar, monkeypatch, caplog) -> N
     messages = [one.message for one in caplog.records if one.levelname == "WARNING"]
     assert ["try 1 of 4" in messages[0], "try 4 of 4" in messages[1]] == [True, True]
     assert all("the first error" in message for message in messages)
+
+
+def test_what_no_graph_can_hold_is_captured_once_only(oscar, monkeypatch, caplog) -> None:
+    """Another try would find the same operation, whose reason is in the log already."""
+    tries = []
+
+    def record(function, _):
+        tries.append(function)
+        raise NotCapturable("decode uses PyTorch operations here, which wait for the GPU")
+
+    how = {"policy": "channel", "tokens": 120}
+    eager, _ = answer(oscar, monkeypatch, None, **how)
+    assert answer(oscar, monkeypatch, record, **how)[0] == eager
+    assert len(tries) == 1
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
 
 
 def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch) -> None:
