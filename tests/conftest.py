@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,18 @@ def pytest_collection_finish() -> None:
     # each gc.collect(), which benchmarks call for every cell.
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests with ``gpu(alone=True)`` have the GPU for themselves, also among several processes."""
+    marker, run = item.get_closest_marker("gpu"), os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if marker is None or run is None:
+        return (yield)
+    from tests.gpu_lock import gpu_lock
+
+    with gpu_lock(run, alone=marker.kwargs.get("alone", False)):
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:

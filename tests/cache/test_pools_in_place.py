@@ -181,7 +181,7 @@ def test_slots_move_together_in_place(device, dtype, monkeypatch) -> None:
     assert pool.storage.shape == (0, 2, 3) and pool.device_bytes == 0
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_stores_that_are_gone_leave_nothing_behind() -> None:
     device = torch.device("cuda", 0)
 
@@ -207,7 +207,7 @@ def test_stores_that_are_gone_leave_nothing_behind() -> None:
     assert before - free() < 32 << 20
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_pool_that_finds_no_room_stays_as_it_is() -> None:
     pool = Pool((1 << 20,), torch.uint8, torch.device("cuda", 0))
     pool.reserve(10)

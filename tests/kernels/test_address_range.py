@@ -69,7 +69,7 @@ def test_a_driver_that_cannot_is_told_of_once(monkeypatch, caplog) -> None:
     assert len(caplog.records) == 1 and "GPU 7 has no such thing" in caplog.text
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 def test_growth_keeps_address_and_content(dtype) -> None:
     addresses, place, before = reserved(), None, torch.empty((0, 3, 5), dtype=dtype)
@@ -85,7 +85,7 @@ def test_growth_keeps_address_and_content(dtype) -> None:
         before = tensor.cpu()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_memory_comes_from_the_gpu_and_goes_back_to_it() -> None:
     addresses, start = reserved(), free()
     assert addresses.tensor((0, 4), torch.uint8).shape == (0, 4)
@@ -104,7 +104,7 @@ def test_memory_comes_from_the_gpu_and_goes_back_to_it() -> None:
     assert addresses.nbytes == 0 and start - free() < NOISE
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_tensor_keeps_the_range() -> None:
     start = free()
     view = numbers(reserved(), 32 * MIB)[5:].view(torch.uint8)[:8]
@@ -115,7 +115,7 @@ def test_a_tensor_keeps_the_range() -> None:
     assert start - free() < NOISE
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_work_on_its_way_is_done_before_memory_goes() -> None:
     """Otherwise the GPU faults, and so does all that comes after."""
     source = torch.ones(64 * MIB, dtype=torch.int32, device=CUDA)
@@ -133,7 +133,7 @@ def test_work_on_its_way_is_done_before_memory_goes() -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_graph_that_was_captured_before_growth_reads_and_writes() -> None:
     addresses, out = reserved(), torch.zeros(1000, dtype=torch.int32, device=CUDA)
     held = numbers(addresses, 1000)
@@ -153,7 +153,7 @@ def test_a_graph_that_was_captured_before_growth_reads_and_writes() -> None:
     assert set(out.tolist()) == {14}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_ranges_dropped_within_a_capture_are_freed_after_it() -> None:
     start = free()
     ranges = [reserved() for _ in range(3)]
@@ -175,7 +175,7 @@ def test_ranges_dropped_within_a_capture_are_freed_after_it() -> None:
     assert start - free() < NOISE
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_thread_that_captures_is_not_disturbed_by_others() -> None:
     stop, errors = threading.Event(), []
 
@@ -207,7 +207,7 @@ def test_a_thread_that_captures_is_not_disturbed_by_others() -> None:
     assert x.unique().tolist() == [1 + 20 * 200]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_too_much_is_an_error_that_changes_nothing() -> None:
     addresses = reserved()
     held = numbers(addresses, MIB)
@@ -222,7 +222,7 @@ def test_too_much_is_an_error_that_changes_nothing() -> None:
     assert bool((addresses.tensor((MIB,), torch.int32) == 5).all())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_torch_gives_back_what_it_keeps_unused() -> None:
     addresses, size = reserved(), free() // 2
     kept = torch.empty(size, dtype=torch.uint8, device=CUDA)
@@ -232,7 +232,7 @@ def test_torch_gives_back_what_it_keeps_unused() -> None:
     assert torch.cuda.memory_reserved(CUDA) < size
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_hundreds_of_ranges() -> None:
     start = free()
     ranges = [reserved() for _ in range(300)]
@@ -246,7 +246,7 @@ def test_hundreds_of_ranges() -> None:
     assert start - free() < NOISE
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_thread_that_has_not_used_cuda_may_grow_and_drop() -> None:
     found = []
 
