@@ -23,6 +23,8 @@ from oscar_mm.generation.family import Family
 from oscar_mm.models import remedy, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
+from oscar_mm.rank_watch import watch
+from oscar_mm.ranks import Ranks
 
 FAMILIES: dict[str, tuple[type[Family], ...]] = {
     "OscarVLPipeline": (LlavaNext, Qwen3VL),
@@ -125,6 +127,7 @@ def load(
         raise InputError(f"model {source}: {first_line(error)}") from error
     if target is not None:
         loaded = loaded.to(target)
+    watch(Ranks.of(loaded))
     _set_attention(family, loaded, towers)
     return family(loaded.eval(), processor)
 
