@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -121,8 +121,6 @@ SWITCH = "OSCAR_MM_CUDA_GRAPHS"
 """Environment variable: "off" leaves steps eager."""
 Result = TypeVar("Result")
 _CAPTURES = threading.Lock()
-_BROKEN = list[torch.cuda.CUDAGraph]()
-"""Graphs whose capture has failed. They stay, as torch's allocators go on asking them."""
 _log = logging.getLogger("oscar_mm")
 _TRIES = 4
 """Captures that may fail one after the other before all further steps are eager."""
@@ -353,6 +351,7 @@ def record_cuda_graph(
             succeed.
     """
     graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
+    own_pool = torch.cuda.graph_pool_handle() if pool is None else pool
     # One capture at a time, as they share a stream. Other threads may allocate meanwhile: they are
     # not part of it.
     with _CAPTURES:
@@ -366,17 +365,13 @@ def record_cuda_graph(
             # Out of the stream again also where the capture fails at its end. Not by
             # ``torch.cuda.graph``, which waits and gives memory back before each of many.
             with torch.cuda.stream(aside):
-                graph.capture_begin(pool, capture_error_mode="thread_local")
+                graph.capture_begin(own_pool, capture_error_mode="thread_local")
                 try:
                     result = function()
                 finally:
                     graph.capture_end()
         except BaseException:
-            _BROKEN.append(graph)
-            # The end of a broken capture raises before it tells the generator that it is over.
-            # Random numbers continue from a copy of its state, which is part of no capture.
-            generator = torch.cuda.default_generators[aside.device_index]
-            generator.graphsafe_set_state(generator.clone_state())
+            _end_broken_capture(aside.device_index, own_pool)
             raise
 
     def replay() -> Result:
@@ -384,6 +379,19 @@ def record_cuda_graph(
         return result
 
     return replay
+
+
+def _end_broken_capture(device: int, pool: Any) -> None:
+    """Tell torch's generator and allocator that a capture is over.
+
+    The end of a broken capture raises before it does so. Random numbers would be refused from then
+    on, and memory that several streams have used would never be free again.
+    """
+    # A copy of the generator's state is part of no capture.
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # the allocator knows already
+        torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def recorder(devices: set[torch.device], *, small: bool = False) -> Record | None:

@@ -87,10 +87,8 @@ def test_random_numbers_and_memory_after_a_broken_capture() -> None:
 
     def active() -> int:
         torch.cuda.synchronize()
-        del_soon = torch.empty(
-            1 << 20, device=CUDA
-        )  # torch looks at its events when asked for memory
-        del del_soon
+        # The allocator looks at its events when it is asked for memory.
+        torch.empty(1 << 20, device=CUDA)
         return torch.cuda.memory_stats(CUDA)["active_bytes.all.current"]
 
     breaks = False

@@ -93,10 +93,9 @@ def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypat
 def test_a_float32_model_decodes_without_graphs(caplog) -> None:
     """The kernels take no float32, and PyTorch operations cannot be captured."""
     pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="float32")
-    cpu = OscarVLPipeline("pocket-vl", device="cpu")
     asked = {"images": CARDS[:3], "prompt": "Write all codes.", "max_new_tokens": 24}
     with caplog.at_level(logging.WARNING, "oscar_mm"):
-        assert pipe(**asked).token_ids == cpu(**asked).token_ids
+        assert pipe(**asked).text.split() == ["7KQ2", "B4XM9", "93015"]
         sampled = [pipe(**asked, temperature=1.0, seed=3).token_ids for _ in range(2)]
         assert sampled[0] == sampled[1]
         assert pipe(**asked, temperature=1.0).token_ids
