@@ -73,6 +73,7 @@ def measure_placement(
         str(device): torch.cuda.max_memory_allocated(device) + bytes_in_ranges(device)[1]
         for device in devices
     }
+    pipe.release_graphs()
     return {
         "load_s": loaded,
         "prompt_tokens": result.prompt_tokens,

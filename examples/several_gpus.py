@@ -23,4 +23,5 @@ if os.environ.get("RANK", "0") == "0":
     print(answer)
     print(answer.memory)
 if divided:
+    pipe.release_graphs()  # the next line waits for graphs that hold operations of the group
     distributed.destroy_process_group()

@@ -259,6 +259,14 @@ class Pipeline:
                 self.budget.stores.add(twin.store)
         return twin
 
+    def release_graphs(self) -> None:
+        """Drop captured CUDA graphs; the next answer captures its steps anew.
+
+        With ``tp_plan`` call it before ``torch.distributed.destroy_process_group``, which waits
+        until no graph holds an operation of the group.
+        """
+        self.engine.release_graphs()
+
     def new_cache(self) -> OscarCache:
         """An empty cache in the pipeline's store, used under the pipeline's lock."""
         return OscarCache(self.policy, store=self.store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import deque
@@ -128,6 +129,15 @@ class Engine:
     def could_begin(self) -> int:
         """How many requests wait for more than room, which only answers that end give."""
         return 0 if self._blocked else len(self._queue)
+
+    def release_graphs(self) -> None:
+        """Drop what was captured of decode steps, of engines of the same lock too; the next answer
+        captures its steps anew, and running answers keep theirs."""
+        with self.lock:
+            for twin in list(self._twins):
+                twin._groups.forget_batch()
+                twin._groups.settle_ended()
+        gc.collect()
 
     def submit(self, generation: Generation) -> None:
         """Put an answer into the queue; from any thread."""

@@ -1,6 +1,7 @@
 """Engine: answers that run together are those that run alone, and nothing of one is another's."""
 
 import random
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,27 @@ def test_nan_of_a_token_that_was_chosen_is_its_answers(
         with pytest.raises(FloatingPointError):
             answers[0].complete()
     assert [answer.complete().token_ids for answer in answers[1:]] == expected[1:]
+
+
+def test_what_was_captured_is_released(qwen3_vl_folder, monkeypatch) -> None:
+    """Of a pipeline with another policy too; a running answer keeps its own."""
+    repeats = list[weakref.ref[Repeat]]()
+
+    def steps(*arguments: Any) -> DecodeSteps:
+        repeat = Repeat()
+        repeats.append(weakref.ref(repeat))
+        return DecodeSteps(*arguments, record=repeat)
+
+    monkeypatch.setattr(decode_batch, "DecodeSteps", steps)
+    pipe = loaded(qwen3_vl_folder)
+    other = pipe.with_policy("channel")
+    asked = {"images": [], "prompt": SHORT[0], "max_new_tokens": 8}
+    expected = [one(**asked).token_ids for one in (pipe, other)]
+    pieces = pipe.stream(**asked | {"max_new_tokens": 30})
+    next(pieces)
+    pipe.release_graphs()
+    assert [one() is None for one in repeats] == [False, True]
+    pieces.complete()
+    pipe.release_graphs()
+    assert all(one() is None for one in repeats)
+    assert [one(**asked).token_ids for one in (pipe, other)] == expected

@@ -194,6 +194,7 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
                 pipe("Who speaks?", images=CARDS[:1], speak=True)
             except InputError as error:
                 results[name]["refused"] = str(error)
+        pipe.release_graphs()
     (folder / f"rank {distributed.get_rank()}.json").write_text(json.dumps(results))
     example = ROOT / "examples" / "several_gpus.py"
     sys.argv = [str(example), "pocket-vl", *map(str, CARDS[:3])]
