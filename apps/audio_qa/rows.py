@@ -329,17 +329,49 @@ def right_choices(row: Row) -> set[int]:
     return right
 
 
-def named_choice(row: Row, reply: str) -> int | None:
-    """Return the index of the choice that a reply names; None if it names none.
+_LETTER = (
+    # A letter by itself: "A bird", "A's" and "A.M." begin with a word.
+    r"([A-Z])(?=\s*$|[)\]}<>*_`\"”】」』:;!?,。、]|'(?!\w)|\.(?![A-Z]\b)|\s+[-\u2013\u2014]\s"
+    r"|\s+(?:because|since|as|is (?:the )?(?:correct|right|best|answer))\b)"
+)
+_MARKED = re.compile(
+    rf"(?:^|\b(?:or|and)\b|或|和)(?:[^\w\n]|_)*{_LETTER}", re.MULTILINE | re.IGNORECASE
+)
+"""A letter that begins a line, or comes after such a one: "(B) white", "A. brown or B. white"."""
+_CLAIMED = re.compile(
+    r"(?:\b(?:answer|option|choice|correct|choose|pick|select|letter|boxed|it is|it's)"
+    r"|答案|正确|选)"
+    r"(?:[^\w.,;?!]|_|is|was|would|should|must|be|the|one|text|option|choice|letter|answer|correct"
+    rf"|[是为应该项择的]){{0,16}}?(?<![A-Za-z]){_LETTER}",
+    re.MULTILINE | re.IGNORECASE,
+)
+"""A letter that a sentence calls the answer: "The correct answer is B.", "选择B"."""
+_SEVERAL = re.compile(
+    r"(?<![A-Za-z])[A-Z](?![A-Za-z])[^\w\s,]*"
+    r"(?:\s*(?:,(?!\s*[AI]\s+[a-z])|[/&+、或和与及]|\b(?:or|and|nor)\b)+[\s(\[*]*"
+    r"(?:(?:option|choice) )?[\s(\[*]*[A-Z](?![A-Za-z'])[^\w\s,]*)+"
+)
+"""Letters named together, which is no choice: "A or B", "(A) and (C)"."""
 
-    A reply names a choice by its text, or by its letter at the beginning: "B", "b.", "(B) white".
+
+def named_choice(row: Row, reply: str) -> int | None:
+    """Return the index of the choice that a reply names; None if it names none, or several.
+
+    A reply names a choice by its text, by a letter that begins a line ("B", "b.", "(B) white"), or
+    by a sentence that calls a letter the answer ("The answer is B.", "Option B"). A sentence
+    decides among letters that begin lines.
     """
     texts = [normal_form(choice) for choice in row.choices]
     if (text := normal_form(reply)) in texts:
         return texts.index(text)
-    letter = re.match(r"[\s(*]*([A-Za-z])(?:[).:*]|\s*$)", reply)
-    index = -1 if letter is None else _place(letter[1])
-    return index if 0 <= index < len(texts) else None
+    plain = unicodedata.normalize("NFKC", reply).replace("\u2019", "'")
+    plain = _SEVERAL.sub(" ", plain)
+    marked, claimed = (
+        {place for letter in pattern.findall(plain) if (place := _place(letter)) < len(texts)}
+        for pattern in (_MARKED, _CLAIMED)
+    )
+    named = claimed or marked
+    return named.pop() if len(named) == 1 and named <= (marked or named) else None
 
 
 def _place(letter: str) -> int:

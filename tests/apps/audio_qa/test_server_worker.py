@@ -397,16 +397,75 @@ def test_refused(tmp_path, pocket) -> None:
         asked(record, tmp_path, url, overwrite=True, api_key="wrong")
 
 
+CHOICES = ("brown", "white", "two dogs")
+NAMES_WHITE = [
+    *("B", "b.", "b)", "[B]", "(B)", "(B) white", "White.", "**B**", "_B_", "`B`", "“B”", "'B'"),
+    *("B)", "- B", "> B.", "B: white", "B - white", "B.white", "B, as the speaker says so."),
+    *("B\n\nThe speaker says white.", "The speaker says white.\n\nB", "B, I think.", "B. A bird."),
+    *("The answer is B.", "The answer is B", "Answer: B", "**Answer:**\n\nB", "<answer>B</answer>"),
+    *("The correct answer is: **B**", "The correct answer is (B) white.", "I would choose B."),
+    *("It's B.", "My answer is option B", "Option B", "Option (b)", "Option B is correct."),
+    *("B is correct.", "B because it is white", "\\boxed{B}", "\\boxed{\\text{B}}"),
+    *("Option A is wrong. The answer is B.", "B. The others, A and C, are wrong."),
+    "A. brown\nB. white\nC. two dogs\nThe answer is B.",
+    *("（Ｂ）", "Ｂ：white", "【B】", "「B」", "B、白", "B.白色", "答案是B。", "答案：Ｂ"),  # noqa: RUF001
+    *("选B", "我选择 B，因为", "正确答案为B"),  # noqa: RUF001
+]
+NAMES_NONE = [
+    *(
+        "",
+        "Z",
+        "Bob",
+        "Because",
+        "I do not know",
+        "A bird",
+        "A dog",
+        "A's voice",
+        "A-flat",
+        "A flat",
+    ),
+    *("A.M. radio", "It is a dog.", "The answer is a dog", "The answer is A dog", "Both"),
+    *("What is the answer? A bird.", "The answer is not B.", "Both A and B", "Neither A nor B"),
+    *(
+        "A or B",
+        "A, B",
+        "A/B",
+        "A & B",
+        "A\nB",
+        "(A) or (B)",
+        "(a) or (b)",
+        "A. or B.",
+        "A, B and C",
+    ),
+    *("**A** and **B**", "A. brown or B. white", "The answer is A or B.", "The answer is A, B"),
+    *("Option A and option B", "Options A and B", "Answer: A, C", "A、B", "A和B", "答案是A或B"),
+    "A. brown\nB. white\nC. two dogs",
+    "B\n\nThe answer is C.",
+    "The answer is A. No, the answer is B.",
+]
+
+
 @pytest.mark.parametrize(
-    ("reply", "expected"),
+    ("replies", "expected"),
     [
-        *(("B", 1), ("b.", 1), ("(B) white", 1), ("White.", 1), ("**B**", 1), (" C: two dogs", 2)),
-        *(("two dogs", 2), ("A dog", None), ("Z", None), ("", None), ("Both", None)),
-        ("The answer is B", None),
+        (NAMES_WHITE, 1),
+        (NAMES_NONE, None),
+        (["A", "a.", "A: brown", "The answer is A."], 0),
+        ([" C: two dogs", "two dogs", "C"], 2),
     ],
 )
-def test_choices_that_replies_name(reply: str, expected: int | None) -> None:
-    assert named_choice(Row("1", "?", choices=("brown", "white", "two dogs")), reply) == expected
+def test_choices_that_replies_name(replies: list[str], expected: int | None) -> None:
+    row = Row("1", "?", choices=CHOICES)
+    assert {reply: named_choice(row, reply) for reply in replies} == dict.fromkeys(
+        replies, expected
+    )
+
+
+@pytest.mark.parametrize("part", ["\n", "(", "A, ", "A or ", "answer ", "answer the "])
+def test_long_replies_are_read_in_time(part: str) -> None:
+    start = time.perf_counter()
+    assert named_choice(Row("1", "?", choices=CHOICES), part * 20_000) is None
+    assert time.perf_counter() - start < 5
 
 
 def test_choices_and_samples(tmp_path) -> None:
