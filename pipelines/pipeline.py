@@ -145,18 +145,19 @@ class Pipeline:
         """Which checkpoint the model is, see ``model_fingerprint``; saved chats have it."""
         return self._fingerprint()
 
-    def chat(self, system: str | None = None) -> Chat:
+    def chat(self, system: str | None = None, *, cache_salt: str = "") -> Chat:
         """A conversation that keeps its cache between turns.
 
         Args:
             system: system prompt.
+            cache_salt: with ``prefix_cache`` only chats of the same salt share beginnings.
 
         Raises:
             InputError: the system prompt is no text, or empty.
         """
         if system is not None:
             self.check_text("system", system)
-        return Chat(self, system)
+        return Chat(self, system, cache_salt=cache_salt)
 
     def load_chat(self, path: str | Path) -> Chat:
         """A chat that ``Chat.save`` wrote, of this model and policy.

@@ -17,6 +17,7 @@ from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
+from oscar_mm.pages.layout import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -46,7 +47,8 @@ class CompletedAnswer:
             "completion_tokens": written,
             "total_tokens": self.prompt_tokens + written,
             "prompt_tokens_details": {
-                "cached_tokens": self.cached_tokens,
+                # In whole pages, as beginnings are shared: the exact number is nobody's business.
+                "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
                 "audio_tokens": memory.tokens["audio"],
             },
             "kv_bytes": memory.kv_bytes,
@@ -56,7 +58,7 @@ class CompletedAnswer:
 
 
 class Conversations:
-    """Chats by the SHA-256 of all that was said in them, media by their encoded bytes.
+    """Chats by the SHA-256 of all that was said in them and of the client's salt.
 
     A client sends the whole conversation with each request. Where a chat has all but the last
     message, the model reads the last message only; else it reads the earlier ones again. A fork of
@@ -93,7 +95,8 @@ class Conversations:
         """
         chat, turns = self._fork_longest_past(request)
         if chat is None:
-            chat = self.pipe.chat(request.system.text if request.system else None)
+            system = request.system.text if request.system else None
+            chat = self.pipe.chat(system, cache_salt=request.cache_salt)
         try:
             yield chat
             cached = chat.turns[-1].stop if chat.turns else 0
@@ -118,7 +121,7 @@ class Conversations:
             chat.close()
             raise
         past = (*request.past, (request.question, DecodedMessage("assistant", 0, turn.answer)))
-        self._store(_keys(request.system, past)[-1], chat)
+        self._store(_keys(request, past)[-1], chat)
         yield written
 
     def give_way(self) -> bool:
@@ -160,7 +163,7 @@ class Conversations:
         Raises:
             Busy: the chat is on disk, and other answers use the memory that it needs.
         """
-        keys = _keys(request.system, request.past)
+        keys = _keys(request, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
             with self._lock:
                 chat = self._chats.get(key)
@@ -196,9 +199,10 @@ def _chat_arguments(messages: tuple[DecodedMessage, ...]) -> dict[str, Any]:
     }
 
 
-def _keys(system: DecodedMessage | None, past: tuple[Turn, ...]) -> list[str]:
-    """Return a key for each beginning of a past; it covers everything up to there."""
-    keys, before = [], json.dumps(system and system.text)
+def _keys(request: Request, past: tuple[Turn, ...]) -> list[str]:
+    """Return a key for each beginning of a past; it covers everything up to there, and the salt."""
+    system = request.system and request.system.text
+    keys, before = [], json.dumps([request.cache_salt, system])
     for question, answer in past:
         contents = [
             [message.role, message.text, _digests(message.images), _digests(message.audio)]

@@ -40,6 +40,7 @@ MAX_PARTS = 4096
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 """Longest stop string."""
+MAX_SALT_CHARACTERS = 256
 _BASE64_PIECE = 4 << 20
 """Characters that are decoded at once while other threads wait; a multiple of 4."""
 _OWN_ERROR = "protocol"
@@ -169,6 +170,7 @@ class Body(_Model):
     top_k: int | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     stop: Annotated[
         Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
@@ -220,6 +222,7 @@ class Request:
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
         length_field: the field by which the client bounds the answer's tokens.
+        cache_salt: only requests of the same one share kept conversations and beginnings.
     """
 
     model: str | None
@@ -230,6 +233,7 @@ class Request:
     stream: bool = False
     usage: bool = False
     length_field: str = "max_tokens"
+    cache_salt: str = ""
 
     def messages(self) -> Iterator[DecodedMessage]:
         """Yield all messages in their order."""
@@ -290,6 +294,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
         length_field=length_field,
+        cache_salt=body.cache_salt or "",
     )
 
 

@@ -59,12 +59,17 @@ class Chat:
         pipe: pipeline that answers.
         system: system prompt.
         conversation: to go on from; by default a new one.
+        cache_salt: as of ``pipe.chat``.
     """
 
     def __init__(
-        self, pipe: ChatEngine, system: str | None = None, conversation: Conversation | None = None
+        self,
+        pipe: ChatEngine,
+        system: str | None = None,
+        conversation: Conversation | None = None,
+        cache_salt: str = "",
     ) -> None:
-        self.pipe, self.system = pipe, system
+        self.pipe, self.system, self.cache_salt = pipe, system, cache_salt
         self._spillable = SpillableConversation(
             pipe, conversation or Conversation.empty(self._new_cache())
         )
@@ -291,7 +296,7 @@ class Chat:
             conversation = Conversation(
                 now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
             )
-            return Chat(self.pipe, self.system, conversation)
+            return Chat(self.pipe, self.system, conversation, self.cache_salt)
 
     def save(self, path: str | Path) -> None:
         """Write the chat to one safetensors file, for ``pipe.load_chat``; others answer meanwhile.
@@ -413,7 +418,8 @@ class Chat:
 
         def prepare(then: Conversation) -> Prompt:
             system = None if then.turns else self.system
-            return next_prompt(pipe, then, question, system, shown, most, before)
+            prompt = next_prompt(pipe, then, question, system, shown, most, before)
+            return replace(prompt, salt=self.cache_salt)
 
         with self._next_turn(prepare, most) as (_, prompt):
             pieces = self._answer(question, prompt, sampling, start, keep_part)

@@ -15,6 +15,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import token_bytes
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import MediumSpan
+from oscar_mm.pages.layout import PAGE_TOKENS
 
 LEAST_TOKENS = 32
 """Shorter prefixes are not worth a copy of the tables."""
@@ -66,19 +67,23 @@ def _described(value: Any) -> Any:
     return [f"{type(value).__module__}.{type(value).__qualname__}", _described(vars(value))]
 
 
+_Key = tuple[str, str]
+"""Settings of the processor, and the salt of a prompt."""
+
+
 @dataclass(eq=False)
 class _Entry:
     """A frozen cache, and what decides whether a prompt begins with the same tokens and media."""
 
-    settings: str
+    key: _Key
     ids: np.ndarray
     media: tuple[MediumSpan, ...]
     cache: OscarCache
     bytes: int
 
-    def common(self, settings: str, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
+    def common(self, key: _Key, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
         """How many tokens at the beginning are the same; a medium counts as a whole."""
-        if settings != self.settings:
+        if key != self.key:
             return 0
         length = min(len(ids), len(self.ids))
         differs = np.flatnonzero(ids[:length] != self.ids[:length])
@@ -99,6 +104,10 @@ class PrefixCache:
     covers every token id, the SHA-256 of every medium's decoded content and the SHA-256 of the
     processor's settings: a wrong hit would need two media with one SHA-256. A prefix cache belongs
     to one pipeline, so to one model and one policy; call ``clear`` after changing the weights.
+
+    A shared beginning ends with a page of 128 tokens or with a medium, and never in between: how
+    much of a prompt was known, or how long it took, tells nobody a single token of another's.
+    Prompts of different ``Prompt.salt`` share nothing.
 
     Tokens after a shared prefix read it from its pages. With policy "bf16" that changes nothing;
     with packed pages the answer may differ a little from one that read the whole prompt at once,
@@ -148,8 +157,9 @@ class PrefixCache:
         At least the prompt's last token is left to be read.
         """
         ids, best, longest = _ids(prompt), None, LEAST_TOKENS - 1
+        key = settings, prompt.salt
         for entry in self._entries:
-            length = entry.common(settings, ids[:-1], prompt.media)
+            length = _whole(entry.common(key, ids[:-1], prompt.media), prompt.media)
             if length > longest:
                 best, longest = entry, length
         if best is None:
@@ -164,13 +174,13 @@ class PrefixCache:
         return cache
 
     def keep(self, prompt: Prompt, settings: str, cache: OscarCache) -> None:
-        """Remember a prompt that a cache has just read: up to its last medium, or all of it."""
-        stop = prompt.media[-1].stop if prompt.media else prompt.tokens
-        ids = _ids(prompt)[:stop]
+        """Remember a prompt that a cache has just read: up to its last medium, or whole pages."""
+        stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
+        ids, key = _ids(prompt)[:stop], (settings, prompt.salt)
         if stop < LEAST_TOKENS:
             return
         for entry in self._entries[:]:
-            length = entry.common(settings, ids, prompt.media)
+            length = entry.common(key, ids, prompt.media)
             if length == stop:
                 return
             if length == len(entry.ids):
@@ -182,7 +192,7 @@ class PrefixCache:
             self.drop_oldest()
         frozen = cache.fork()
         frozen.crop(stop - frozen.get_seq_length())
-        self._entries.append(_Entry(settings, ids, prompt.media, frozen, size))
+        self._entries.append(_Entry(key, ids, prompt.media, frozen, size))
 
     def drop_oldest(self) -> None:
         """Drop the least recently used entry."""
@@ -196,6 +206,12 @@ class PrefixCache:
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)
         entry.cache.close()
+
+
+def _whole(length: int, media: tuple[MediumSpan, ...]) -> int:
+    """The longest beginning of at most so many tokens that ends with a page or a medium."""
+    ends = [span.stop for span in media if span.stop <= length]
+    return max([length - length % PAGE_TOKENS, *ends])
 
 
 def _ids(prompt: Prompt) -> np.ndarray:

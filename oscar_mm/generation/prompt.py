@@ -28,6 +28,7 @@ class Prompt:
         next_position: (batch,) RoPE position of the first new token.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: the images, videos and recordings of a single row, in its order.
+        salt: prompts with another one share no beginning in the prefix cache.
     """
 
     inputs: dict[str, Any]
@@ -35,6 +36,7 @@ class Prompt:
     next_position: torch.Tensor
     modalities: torch.Tensor
     media: tuple[MediumSpan, ...] = ()
+    salt: str = ""
 
     @property
     def tokens(self) -> int:

@@ -69,7 +69,9 @@ def test_a_conversation() -> None:
         "top_k": 0,
         "stop": ["x"],
     }
-    assert request.stream and request.usage
+    assert request.stream and request.usage and request.cache_salt == ""
+    assert read(user("Why?"), cache_salt="a" * 256).cache_salt == "a" * 256
+    assert read(user("Why?"), cache_salt=None).cache_salt == ""
     assert [said.place for said in request.messages()] == [0, 1, 2, 3]
 
 
@@ -195,6 +197,10 @@ def test_large_media() -> None:
         ({"stop": ["a", "b" * 257]}, "stop[1]"),
         ({"stop": ""}, "stop[0]"),
         ({"model": 7}, "model"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 7}, "cache_salt"),
+        ({"cache_salt": ["a"]}, "cache_salt"),
+        ({"cache_salt": "a" * 257}, "cache_salt"),
     ],
 )
 def test_fields_that_are_refused(options: dict, field: str) -> None:
