@@ -34,7 +34,7 @@ class Refusal(Exception):
         status: HTTP status.
         message: message for the client.
         kind: OpenAI's type of error.
-        code: OpenAI's or vLLM's code of the error.
+        code: OpenAI's code of the error.
         field: the protocol's name of what is wrong.
         retry_after: seconds after which to try again; None if that does not help.
     """
@@ -44,7 +44,7 @@ class Refusal(Exception):
         status: int,
         message: str,
         kind: str = "invalid_request_error",
-        code: str | int | None = None,
+        code: str | None = None,
         field: str | None = None,
         retry_after: int | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def error_body(
-    message: str, kind: str, code: str | int | None = None, field: str | None = None
+    message: str, kind: str, code: str | None = None, field: str | None = None
 ) -> dict[str, Any]:
     """Body of an error."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
@@ -120,7 +120,7 @@ def error_body(
 
 def completion(header: Mapping[str, Any], answer: Answer, usage: Any) -> dict[str, Any]:
     """Body of a complete answer."""
-    message = {"role": "assistant", "content": answer.text}
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     reason = answer.finish_reason
@@ -141,6 +141,11 @@ def answer_header(number: str, model: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
 
 
-def model_card(name: str) -> dict[str, Any]:
-    """Entry of the list of models."""
-    return {"id": name, "object": "model", "owned_by": "oscar_mm"}
+def model_card(name: str, created: int) -> dict[str, Any]:
+    """Entry of the list of models.
+
+    Args:
+        name: of the model, for clients.
+        created: Unix time in seconds since which it is served.
+    """
+    return {"id": name, "object": "model", "created": created, "owned_by": "oscar_mm"}

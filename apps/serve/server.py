@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -144,10 +144,10 @@ class Service:
             raise Refusal(401, "a valid API key is needed", "authentication_error")
 
     def check_model(self, name: str | None) -> None:
-        """Raise Refusal, in vLLM's words, if the request is for another model."""
+        """Raise Refusal if the request is for another model."""
         if name and name != self.name:
             message = f"The model `{name[:200]}` does not exist."
-            raise Refusal(404, message, "NotFoundError", 404, "model")
+            raise Refusal(404, message, code="model_not_found", field="model")
 
     async def answer(self, http: HttpRequest, header: dict[str, Any]) -> Response:
         """Read a request, wait for a place, then answer at once or piece by piece."""
@@ -285,6 +285,7 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     """
     conversations = Conversations(pipe, limits.conversations)
     service = Service(conversations, Metrics(conversations), limits, name)
+    card = model_card(name, int(time()))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -304,9 +305,8 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
 
     @app.exception_handler(HTTPException)
     async def unknown(_: HttpRequest, error: HTTPException) -> JSONResponse:
-        return JSONResponse(
-            error_body(str(error.detail), "invalid_request_error"), error.status_code
-        )
+        body = error_body(str(error.detail), "invalid_request_error")
+        return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_: HttpRequest, __: Exception) -> JSONResponse:
@@ -321,13 +321,13 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
         service.authorize(request)
-        return {"object": "list", "data": [model_card(name)]}
+        return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{requested:path}")
     async def model(request: HttpRequest, requested: str) -> dict[str, Any]:
         service.authorize(request)
         service.check_model(requested)
-        return model_card(name)
+        return card
 
     @app.get("/metrics")
     async def metrics(request: HttpRequest) -> Response:

@@ -267,7 +267,7 @@ def test_models(client) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         ask(client, user("Why?"), model="other")
     error = unknown.value.body
-    assert (error["type"], error["code"], error["param"]) == ("NotFoundError", 404, "model")
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert error["message"] == "The model `other` does not exist."
     assert ask(client, user("Why?"), model=openai.omit).choices
 
