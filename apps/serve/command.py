@@ -17,8 +17,6 @@ from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
-_LONGEST_TEXT = 1024
-"""Longest answer by default, in tokens, without a thinking model's reasoning."""
 _PREFIXES = "1GB"
 """Size of the prefix cache without a budget."""
 _RELEASE_S = 2.0
@@ -142,7 +140,7 @@ def serve(
     limits = ServerLimits(
         api_key=key,
         max_request_bytes=size,
-        max_new_tokens=max_new_tokens or pipe.longest_answer(_LONGEST_TEXT),
+        max_new_tokens=max_new_tokens,
         running=running,
         waiting=waiting,
         conversations=conversations,

@@ -108,7 +108,8 @@ class Conversations:
                     ]
                 )
                 yield ""
-            stream = chat.stream(**_chat_arguments(request.question), **request.sampling)
+            question = _chat_arguments(request.question)
+            stream = chat.stream(**question, cut_to_fit=True, **request.sampling)
             yield ""
             for count, piece in enumerate(stream.with_reasoning()):
                 yield piece

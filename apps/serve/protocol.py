@@ -221,7 +221,6 @@ class Request:
         sampling: fields of ``Sampling``.
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
-        length_field: the field by which the client bounds the answer's tokens.
         cache_salt: only requests of the same one share kept conversations and beginnings.
     """
 
@@ -232,7 +231,6 @@ class Request:
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
-    length_field: str = "max_tokens"
     cache_salt: str = ""
 
     def messages(self) -> Iterator[DecodedMessage]:
@@ -275,9 +273,9 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
     ]
     system = messages.pop(0) if messages[0].role == "system" else None
     past, question = _split_turns(messages)
-    length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = {
-        "max_new_tokens": getattr(body, length_field),
+        "max_new_tokens": longest,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": 0 if body.top_k == -1 else body.top_k,
@@ -293,7 +291,6 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
         sampling={name: value for name, value in sampling.items() if value is not None},
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
-        length_field=length_field,
         cache_salt=body.cache_salt or "",
     )
 

@@ -90,7 +90,7 @@ def _refusal_of(error: Exception) -> Refusal:
         return Refusal(
             400,
             f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "
-            "have room: shorten messages, send fewer or smaller media, or lower max_tokens",
+            "have room: shorten messages, or send fewer or smaller media",
             code="context_length_exceeded",
             field="messages",
         )

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from oscar_mm.apps.guard import Guard
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
-from oscar_mm.apps.serve.protocol import FieldError, Request, read_request
+from oscar_mm.apps.serve.protocol import Request, read_request
 from oscar_mm.apps.serve.responses import (
     ClientGone,
     Refusal,
@@ -46,6 +46,8 @@ from oscar_mm.generation.sampling import Sampling
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
+_LONGEST_TEXT = 1024
+"""Longest answer, in tokens, for clients that give no length; a model that reasons gets more."""
 _READERS = 2
 """Threads that parse requests."""
 _BODIES = 8
@@ -65,7 +67,8 @@ class ServerLimits:
     Attributes:
         api_key: bearer token that clients must send; None for no key.
         max_request_bytes: largest body of a request, media in base64 included.
-        max_new_tokens: longest answer, in tokens; also the default.
+        max_new_tokens: longest answer, in tokens; None for what context and memory have. A client
+            that gives no length gets this, or else 1,024 and more of a model that reasons.
         running: most answers at once, which decode together.
         waiting: most requests in the queue; more get status 429.
         conversations: most chats that later requests can continue.
@@ -76,7 +79,7 @@ class ServerLimits:
 
     api_key: str | None = None
     max_request_bytes: int = 64 << 20
-    max_new_tokens: int = 1024
+    max_new_tokens: int | None = None
     running: int = 64
     waiting: int = 64
     conversations: int = 64
@@ -252,17 +255,22 @@ class Service:
         return request
 
     def _parse(self, body: bytes) -> Request:
-        pipe, most = self.conversations.pipe, self.limits.max_new_tokens
+        pipe = self.conversations.pipe
         remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
         request = read_request(body, pipe.limits, remote_bytes)
         characters = sum(len(message.text) for message in request.messages())
         pipe.admission.check_characters("messages", characters)
         for message in request.messages():
             pipe.check_text(f"messages[{message.place}].content", message.text, may_be_empty=True)
-        if request.sampling.setdefault("max_new_tokens", most) > most:
-            raise FieldError(f"this server writes at most {most} tokens", request.length_field)
+        self._bound_answer(request.sampling)
         Sampling(**request.sampling)
         return request
+
+    def _bound_answer(self, sampling: dict[str, Any]) -> None:
+        """Set the longest answer; the conversation lowers it to what it has memory for."""
+        pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
+        asked = sampling.get("max_new_tokens", limit or pipe.longest_answer(_LONGEST_TEXT))
+        sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
 
 
 async def _disconnect(http: HttpRequest) -> None:

@@ -217,6 +217,29 @@ class Admission:
         with self.lock.briefly():
             self._check_bytes(size, prompt.modalities[0].numpy(), past)
 
+    def longest_answer(self, prompt: Prompt, most: int, past: Past | None = None) -> int:
+        """Most tokens of an answer that context, budget and memory have.
+
+        Args:
+            prompt: of a single row.
+            most: tokens that are wanted.
+            past: what the prompt goes on from.
+
+        Returns:
+            from 1 to ``most``.
+
+        Raises:
+            Busy, NoRoom: as of ``check_prompt``, for an answer of one token.
+        """
+        try:
+            self.check_prompt(prompt, most, past)
+        except NoRoom as error:
+            if most == 1:
+                raise
+            fits = error.fits - (error.asked - most)
+            return self.longest_answer(prompt, max(1, fits), past)
+        return most
+
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
     ) -> Growth:
@@ -345,14 +368,15 @@ class Admission:
                 return before + max(0, self.growth_bytes(growth) - doubtful)
 
             if (needed := in_budget(whole, 0)) > limit:
-                fits = self._fitting(size, new, cache, in_budget, limit)
+                fits = self._fitting(size, new, whole, cache, in_budget, limit)
                 raise size.refusal(
                     fits,
                     f"kv_budget ({format_bytes(needed)} of {format_bytes(limit)})",
                     "raise kv_budget",
                 )
         for device, needed, room in self._short_devices(whole, len(new)):
-            fits = self._fitting(size, new, cache, partial(self._device_bytes, device), room)
+            in_device = partial(self._device_bytes, device)
+            fits = self._fitting(size, new, whole, cache, in_device, room)
             activations = format_bytes(self._activation_bytes(len(new)))
             refusal = size.refusal(
                 fits,
@@ -386,6 +410,7 @@ class Admission:
         self,
         size: RequestSize,
         new: np.ndarray,
+        whole: Growth,
         cache: OscarCache | None,
         cost: Callable[[Growth, int], float],
         room: float,
@@ -394,7 +419,10 @@ class Admission:
         fits, over = 0, len(new) + size.answer
         while over - fits > 1:
             middle = (fits + over) // 2
-            growth = self._growth(new[:middle], middle - len(new), cache)
+            if middle < len(new):
+                growth = self._growth(new[:middle], 0, cache)
+            else:
+                growth = whole.until(middle - len(new) - 1)
             if cost(growth, min(middle, len(new))) <= room:
                 fits = middle
             else:

@@ -309,6 +309,14 @@ class Growth:
     held: dict[Bits, np.ndarray]
     added: dict[Bits, np.ndarray]
 
+    def until(self, answer: int) -> Growth:
+        """The slots up to so many tokens of the answer; 0 and fewer are the prompt alone."""
+        stop = max(0, answer) + 1
+        return Growth(
+            held={bits: counts[:stop] for bits, counts in self.held.items()},
+            added={bits: counts[:stop] for bits, counts in self.added.items()},
+        )
+
 
 def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:
     """Bytes after 0, 1, 2, ... tokens of the answer.
@@ -386,24 +394,25 @@ def slot_growth(policy: KVPolicy, new: np.ndarray, answer: int, past: Row | None
         own_packed += np.maximum(packed - len(stream.slots), 0)
         held[PLAIN] += total - packed
         added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
+    in_16_bit = np.concatenate([[past.in_16_bit], held[PLAIN][:-1]])
+    new_packed, new_own = (np.diff(counts, prepend=0) for counts in (all_packed, own_packed))
+    most = (in_16_bit // 4).clip(1, _MOST_SPARE)  # as ``most_spare`` has it
+    said_codes = np.where(time <= left, Modality.TEXT + SINK, int(Modality.TEXT))
     # Spare slots; a prompt of one token comes as the tokens of the answer do.
-    steps = [(int(codes[0]), 0)] if len(new) == len(codes) == 1 else []
-    steps += [(int(Modality.TEXT) + SINK * (step <= left), step) for step in range(1, answer + 1)]
-    in_16_bit, packed, own = (
-        np.concatenate([[first], counts])
-        for first, counts in ((past.in_16_bit, held[PLAIN]), (0, all_packed), (0, own_packed))
-    )
-    spare, found = 0, np.zeros_like(time)
-    for code, step in steps:
-        room = int(rooms[code][step]) if code in rooms else 0
-        bits = PLAIN if code >= SINK else policy.bits_for(Modality(code))
-        most = most_spare(policy, bits, int(in_16_bit[step]), room)
-        # Without a window the new token is among those that are packed.
-        is_packed = policy.window == 0 and packed[step + 1] > packed[step]
-        if not is_packed:
-            spare = (spare or most) - 1
-        emptied = max(0, int(own[step + 1] - own[step]) - is_packed)
-        found[step] = spare = min(spare + emptied, most)
+    first = 0 if len(new) == len(codes) == 1 else 1
+    said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
+    for code in rooms if policy.by_token else ():
+        most[(said_codes == code) & (rooms[code] > 0)] = 1
+    # Without a window the new token is among those that are packed.
+    is_packed = (new_packed > 0) & (policy.window == 0)
+    emptied = np.maximum(new_own - is_packed, 0)
+    spare, found = 0, [0] * first
+    columns = (counts[first:].tolist() for counts in (most, is_packed, emptied))
+    for limit, takes_none, freed in zip(*columns, strict=True):
+        if not takes_none:
+            spare = (spare or limit) - 1
+        spare = min(spare + freed, limit)
+        found.append(spare)
     for slots in (held[PLAIN], added[PLAIN]):
         slots += found
     return Growth(held, added)

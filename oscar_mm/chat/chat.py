@@ -22,6 +22,7 @@ from oscar_mm.chat.conversation import (
     Turn,
     check_turn,
     joined_text,
+    longest_answer,
     next_prompt,
     past_of,
 )
@@ -117,6 +118,7 @@ class Chat:
         *,
         use_audio_in_video: bool = False,
         before: Sequence[Message] = (),
+        cut_to_fit: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """Ask the next question; an iterator of pieces of text with the answer as ``result``.
@@ -127,13 +129,16 @@ class Chat:
             prompt, images, videos, audio, use_audio_in_video, sampling: as of ``ask``.
             before: messages since the last answer, before the question; their media are the first
                 ones of ``images`` and ``audio``.
+            cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory have; else a
+                turn is refused whose longest answer does not fit.
 
         Raises:
             InputError: as of ``ask``.
         """
         with self._calls:
             media = (images, videos, audio, use_audio_in_video)
-            return self._stream(prompt, media, sampling, before, keep_part=True)
+            options = {"keep_part": True, "cut_to_fit": cut_to_fit}
+            return self._stream(prompt, media, sampling, before, **options)
 
     def tell(
         self,
@@ -405,6 +410,7 @@ class Chat:
         before: Sequence[Message] = (),
         *,
         keep_part: bool,
+        cut_to_fit: bool = False,
     ) -> AnswerStream:
         start = time.perf_counter()
         pipe, self._stopped = self.pipe, False
@@ -413,7 +419,7 @@ class Chat:
             with self._calls, pipe.lock.briefly():
                 self._end_stream()
         sampling = pipe.sampling(options, _ARGUMENTS)
-        most = sampling.max_new_tokens
+        most = 1 if cut_to_fit else sampling.max_new_tokens
         shown = self._shown(question, media, before, most)
 
         def prepare(then: Conversation) -> Prompt:
@@ -421,7 +427,10 @@ class Chat:
             prompt = next_prompt(pipe, then, question, system, shown, most, before)
             return replace(prompt, salt=self.cache_salt)
 
-        with self._next_turn(prepare, most) as (_, prompt):
+        with self._next_turn(prepare, most) as (now, prompt):
+            if cut_to_fit:
+                most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
+                sampling = replace(sampling, max_new_tokens=most)
             pieces = self._answer(question, prompt, sampling, start, keep_part)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces)

@@ -386,6 +386,21 @@ def next_prompt(
     return prompt
 
 
+def longest_answer(
+    engine: ChatEngine, conversation: Conversation, prompt: Prompt, most: int
+) -> int:
+    """Most tokens of the answer to a turn that memory and the model's positions have, up to
+    ``most``, and at least 1.
+
+    Raises:
+        Busy, NoRoom: as of ``Admission.longest_answer``.
+    """
+    config = engine.family.model.config.get_text_config()
+    positions = config.max_position_embeddings - int(prompt.next_position)
+    most = max(1, min(most, positions))
+    return engine.admission.longest_answer(prompt, most, past_of(conversation))
+
+
 def _pending(conversation: Conversation, config: object) -> list[int]:
     """The end of the last answer that is not in the cache yet.
 

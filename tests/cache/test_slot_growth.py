@@ -111,6 +111,16 @@ def test_an_answer_whose_first_tokens_are_sinks() -> None:
         assert growth.added[bits].tolist() == [step[bits] - before[bits] for step in steps]
 
 
+def test_a_shorter_answer_grows_as_the_beginning_of_a_longer_one() -> None:
+    policy, prompt = KVPolicy.preset("standard"), modalities([(0, 10), (1, 260)])
+    whole = slot_growth(policy, prompt, 500)
+    for answer in (-1, 0, 1, 130, 500):
+        part, expected = whole.until(answer), slot_growth(policy, prompt, max(0, answer))
+        for bits, counts in expected.added.items():
+            assert part.added[bits].tolist() == counts.tolist()
+            assert part.held[bits].tolist() == expected.held[bits].tolist()
+
+
 def test_bytes() -> None:
     growth = slot_growth(KVPolicy.preset("channel"), modalities([(0, 10), (1, 260)]), 40)
     sizes = {Bits(2, 2): 1000, PLAIN: 100}

@@ -16,7 +16,7 @@ from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.chats import MORE, OTHER, QUESTION, asked, packed_pipeline
-from tests.pipelines.conftest import exact
+from tests.pipelines.conftest import NEVER, exact
 from tests.pipelines.test_turns import fresh
 from tests.prompts import clip, noise, tone
 
@@ -254,6 +254,10 @@ def test_no_room_in_the_context(qwen3_vl_folder) -> None:
     chat.forget(3)
     with pytest.raises(InputError, match=r"forget\(\) does not help; else begin a new chat"):
         chat.ask("And?", max_new_tokens=40)
+    pipe.model.generation_config.eos_token_id = NEVER
+    answer = chat.stream("And?", max_new_tokens=40, cut_to_fit=True).complete()
+    read = answer.prompt_tokens
+    assert (len(answer.token_ids), answer.finish_reason) == (40 - read, "length")
 
 
 def test_closed(packed) -> None:

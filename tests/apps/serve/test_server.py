@@ -11,10 +11,12 @@ import openai
 import pytest
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.errors import NoRoom
 from oscar_mm.generation.answer import Reasoning
 from oscar_mm.pages.layout import PAGE_TOKENS
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
 from tests.generation.engine import counted
+from tests.pipelines.conftest import NEVER
 from tests.thinking import ids_of, saying
 
 SHOWN = user(sound(wav()), image(png()), text("What is it?"))
@@ -23,6 +25,10 @@ SHOWN = user(sound(wav()), image(png()), text("What is it?"))
 def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
     options = {"model": "tiny", "max_tokens": 6} | options
     return client.chat.completions.create(messages=list(messages), **options)
+
+
+def client_of(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def metrics(address: str, key: str | None = "secret") -> dict[str, float]:
@@ -137,12 +143,6 @@ def test_several_clients(client) -> None:
     ("messages", "options", "expected"),
     [
         ([user("Why?")], {"n": 2}, "n: only 1 is supported"),
-        ([user("Why?")], {"max_tokens": 5000}, "max_tokens: this server writes at most 4000"),
-        (
-            [user("Why?")],
-            {"max_tokens": openai.omit, "max_completion_tokens": 5000},
-            "max_completion_tokens: this server writes at most 4000",
-        ),
         ([user("Why?")], {"max_tokens": 0}, "max_tokens: must be at least 1"),
         ([user("Why?")], {"temperature": -1}, "temperature"),
         ([user(" ")], {}, "messages[0].content: is empty"),
@@ -159,6 +159,60 @@ def test_bad_requests(messages: list, options: dict, expected: str, client) -> N
     for internal in ("max_new_tokens", "prompt", "images[", "audio[", "MediaLimits", "pydantic"):
         assert internal not in refused.value.message
     assert refused.value.code == ("context_length_exceeded" if "room" in expected else None)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("asked", [7, 50, 10**30, None])
+def test_answers_end_where_the_option_does(omni, field: str, asked: int | None) -> None:
+    """Also those of clients that give no length."""
+    with served(omni, max_new_tokens=7) as address, client_of(address) as client:
+        options = {"max_tokens": openai.omit} | ({} if asked is None else {field: asked})
+        answer = ask(client, user("Why?"), **options)
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (7, "length")
+        *_, last = ask(client, user("Why?"), stream=True, **options)
+        assert last.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("asked", [50, 100_000, None])
+def test_answers_end_where_the_context_does(omni, monkeypatch, asked: int | None) -> None:
+    monkeypatch.setattr(omni.admission, "max_context", 60)
+    with served(omni) as address, client_of(address) as client:
+        past = [user("Why?")]
+        for _ in range(3):
+            answer = ask(client, *past, max_tokens=asked or openai.omit)
+            usage = answer.usage
+            assert usage.total_tokens == 60 and answer.choices[0].finish_reason == "length"
+            # Told in a few tokens, as the whole answer leaves no room.
+            past += [{"role": "assistant", "content": "Hm."}, user("So?")]
+        with pytest.raises(openai.BadRequestError, match="and 60 have room") as refused:
+            ask(client, *past, user("Is it? " * 20), max_tokens=asked or openai.omit)
+        assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("asked", [2000, 100_000])
+def test_answers_end_where_the_budget_does(qwen3_omni_folder, asked: int) -> None:
+    pipe = OscarOmniPipeline(qwen3_omni_folder, policy="bf16", device="cpu", kv_budget=100_000)
+    pipe.model.generation_config.eos_token_id = NEVER
+    with served(pipe) as address, client_of(address) as client:
+        answer = ask(client, user("Why?"), max_tokens=asked)
+        written = answer.usage.completion_tokens
+        assert answer.choices[0].finish_reason == "length" and 20 < written < asked
+        # The same length fits when it is asked for, and one more does not.
+        with pipe.chat() as chat:
+            assert len(chat.ask("Why?", max_new_tokens=written).token_ids) == written
+        with pipe.chat() as chat, pytest.raises(NoRoom):
+            chat.ask("Why?", max_new_tokens=written + 1)
+
+
+def test_clients_that_give_no_length(omni, monkeypatch) -> None:
+    """They get what is usual, and others what they ask for."""
+    from oscar_mm.apps.serve import server as serving
+
+    assert serving._LONGEST_TEXT == 1024
+    monkeypatch.setattr(serving, "_LONGEST_TEXT", 20)
+    with served(omni) as address, client_of(address) as client:
+        for asked, written in ((openai.omit, 20), (30, 30)):
+            assert ask(client, user("Why?"), max_tokens=asked).usage.completion_tokens == written
 
 
 def test_a_conversation_that_is_too_long(omni, monkeypatch) -> None:

@@ -22,13 +22,9 @@ from starlette.responses import StreamingResponse
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.chat.chat import Chat
 from tests.apps.serve.conftest import image, png, served, started, text, user
-from tests.apps.serve.test_server import ask, metrics
+from tests.apps.serve.test_server import ask, client_of, metrics
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
-
-
-def client_of(address: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
