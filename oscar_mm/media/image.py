@@ -26,8 +26,8 @@ _SMALL = 1 << 22
 """Pixels up to which a picture stays as it is, for the model's own processor to scale it down."""
 
 _JPEG = b"\xff\xd8\xff"
-_LYING = 5
-"""EXIF orientations from here on turn a picture by a quarter."""
+_LYING = range(5, 9)
+"""EXIF orientations that turn a picture by a quarter; there are none above."""
 
 _DEFAULTS = MediaLimits()
 
@@ -154,7 +154,7 @@ def _knows_exif(image: Image.Image) -> bool:
 def _lies(image: Image.Image) -> bool:
     """Whether the EXIF data of an opened picture turn it by a quarter."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1) >= _LYING
+        return image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
     except Exception:  # the data are not trusted; decoding reports what is wrong
         return False
 

@@ -56,6 +56,21 @@ def test_a_jpeg_is_decoded_at_a_fraction(photo: Image.Image, orientation: int) -
     assert media_digest(image) == media_digest(load_image(data, limits=SMALL, fit=third))
 
 
+@pytest.mark.parametrize("orientation", [0, 9, 49, 65535])
+def test_an_orientation_that_does_not_exist_turns_nothing(
+    photo: Image.Image, orientation: int
+) -> None:
+    data, upright = encoded(photo, "JPEG", orientation), encoded(photo, "JPEG")
+    image = load_image(data, fit=third)
+    assert image.size == image_size(data, limits=MediaLimits(), fit=third) == (1000, 666)
+    assert media_digest(image) == media_digest(load_image(upright, fit=third))
+    small = photo.resize((60, 40))
+    for kind in ("PNG", "WEBP", "TIFF"):
+        data = encoded(small, kind, orientation, lossless=True)
+        assert np.array_equal(load_image(data), small)
+        assert image_size(data, limits=MediaLimits()) == (60, 40)
+
+
 def test_never_below_what_is_used(photo: Image.Image) -> None:
     """A half would be too little, so that the whole picture is needed, and refused."""
     data = encoded(photo, "JPEG")
