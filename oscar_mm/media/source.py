@@ -236,18 +236,33 @@ def _opener(deadline: _Deadline) -> urllib.request.OpenerDirector:
     return opener
 
 
+def _encoded(url: str) -> str:
+    """An address in ASCII, as a browser sends it: percent-encoded, its host by IDNA.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    import httpx  # slow to import
+
+    try:
+        return str(httpx.URL(url))
+    except httpx.InvalidURL as error:
+        raise ValueError(error) from error
+
+
 def _fetch(url: str, limits: MediaLimits, label: str) -> bytes:
     deadline = _Deadline(limits.remote_timeout_s)
     parts = bytearray()
     try:
-        request = urllib.request.Request(url, headers={"User-Agent": "oscar_mm"})
+        request = urllib.request.Request(_encoded(url), headers={"User-Agent": "oscar_mm"})
         with (
             deadline,
             _opener(deadline).open(request, timeout=limits.remote_timeout_s) as answer,
         ):
             if deadline.is_over:
                 raise TimeoutError
-            kind = answer.headers.get_content_type()
+            # Not get_content_type(), for which a missing or malformed type is text.
+            kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind.startswith(("text/", "application/json")):
                 raise InputError(f"{label}: the server answered {kind}, not a media file")
             announced = answer.headers.get("Content-Length", "")

@@ -1,6 +1,7 @@
 """Remote pictures: only when allowed, only so large, only in time, only over http(s)."""
 
 import io
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,11 +25,19 @@ class Pages(BaseHTTPRequestHandler):
     """One page for each thing that a server can do to a client."""
 
     def do_GET(self) -> None:
-        getattr(self, self.path.strip("/"))()
+        page = {
+            "/%C3%BCber%20uns.png?q=%C3%A4%20b": self.good,
+            "/%FC.png": self.good,
+            "/50%25.png?a=%2F": self.good,
+        }
+        page.get(self.path, getattr(self, self.path.strip("/"), self.gone))()
 
-    def answer(self, body: bytes, kind: str = "image/png", length: int | None = None) -> None:
+    def answer(
+        self, body: bytes, kind: str | None = "image/png", length: int | None = None
+    ) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", kind)
+        if kind is not None:
+            self.send_header("Content-Type", kind)
         if length is not None:
             self.send_header("Content-Length", str(length))
         self.end_headers()
@@ -39,6 +48,12 @@ class Pages(BaseHTTPRequestHandler):
 
     def no_length(self) -> None:
         self.answer(png(), kind="application/octet-stream")
+
+    def no_type(self) -> None:
+        self.answer(png(), kind=None)
+
+    def odd_type(self) -> None:
+        self.answer(png(), kind="png")
 
     def announced(self) -> None:
         self.answer(b"", length=10**9)
@@ -92,6 +107,9 @@ class Pages(BaseHTTPRequestHandler):
     def moved(self) -> None:
         self.redirect("/good")
 
+    def moved_far(self) -> None:
+        self.redirect("/\u00fcber uns.png?q=\u00e4 b".encode().decode("latin-1"))
+
     def local(self) -> None:
         self.redirect("file:///etc/hostname")
 
@@ -132,11 +150,45 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 LIMITS = MediaLimits(max_file_bytes=100_000, remote_timeout_s=0.4)
 
 
-@pytest.mark.parametrize("page", ["good", "no_length", "moved"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("good", "no_length", "no_type", "odd_type", "moved", "moved_far"),
+        *(
+            "über uns.png?q=ä b",
+            "%C3%BCber%20uns.png?q=%C3%A4%20b",
+            "über%20uns.png?q=%C3%A4 b#top",
+        ),
+        *("%FC.png", "50%25.png?a=%2F"),
+    ],
+)
 def test_remote_image(site: str, page: str) -> None:
     limits = replace(LIMITS, remote_timeout_s=10)
-    image = load_image(f"{site}/{page}", allow_remote=True, limits=limits)
-    assert image.size == (6, 5) and image.getpixel((0, 0)) == (255, 0, 0)
+    for address in (f"{site}/{page}", f"{site}/{page}".replace("http", "HTTP")):
+        image = load_image(address, allow_remote=True, limits=limits)
+        assert image.size == (6, 5) and image.getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "asked"),
+    [("bücher.example", "xn--bcher-kva.example"), ("B.例え.jp", "b.xn--r8jz45g.jp")],
+)
+def test_hosts_that_are_not_ascii(
+    site: str, host: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    connect = socket.create_connection
+
+    def connected(place: tuple[str, int], *rest: object, **options: object) -> socket.socket:
+        names.append(place[0])
+        return connect(("127.0.0.1", place[1]), *rest, **options)
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(socket, "create_connection", connected)
+    address = f"{site}/good".replace("127.0.0.1", host)
+    limits = replace(LIMITS, remote_timeout_s=10)
+    assert load_image(address, allow_remote=True, limits=limits).size == (6, 5)
+    assert names == [asked]
 
 
 def test_nothing_is_fetched_unless_allowed(site: str) -> None:
@@ -156,6 +208,7 @@ def test_nothing_is_fetched_unless_allowed(site: str) -> None:
         ("short", "broke after 20 of"),
         ("page", "answered text/html"),
         ("noise", "not an image"),
+        ("gone%20too.png", "404"),
         ("local", "302"),
         ("ftp", "ftp"),
         ("loop", "302"),
@@ -173,7 +226,11 @@ def test_bad_answers(site: str, page: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/x.png", "http://", "http://[::1", "http://a b/"]
+    "url",
+    [
+        *("http://127.0.0.1:1/x.png", "http://", "http://[::1", "http://a b/"),
+        *("http://127.0.0.1:1/a\nb", "http://127.0.0.1:1/\ud800", "http://127.0.0.1:99999/"),
+    ],
 )
 def test_bad_addresses(url: str) -> None:
     with pytest.raises(InputError, match="cannot be fetched"):
