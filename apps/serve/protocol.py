@@ -21,6 +21,8 @@ Unlike vLLM this server
 from __future__ import annotations
 
 import binascii
+import io
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -29,6 +31,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from oscar_mm.errors import InputError
+from oscar_mm.media.image import opened_image
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 
@@ -43,6 +46,9 @@ MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 _BASE64_PIECE = 4 << 20
 """Characters that are decoded at once while other threads wait; a multiple of 4."""
+NOT_FETCHED = "the image at this address cannot be fetched, is too large, or is no image"
+"""All that a client learns about an address, which may be one of a private network."""
+_log = logging.getLogger(__name__)
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -359,8 +365,11 @@ class _ImageDecoder:
         limits = replace(self.limits, max_file_bytes=most)
         try:
             data = read_bytes(url, allow_remote=True, limits=limits, label=name)
-        except InputError as error:
-            raise FieldError(str(error).removeprefix(f"{name}: "), name) from error
+            with opened_image(io.BytesIO(data)):
+                pass
+        except Exception as error:  # of the address, or any error of any parser
+            _log.warning("%r was not fetched: %r", url[:200], str(error)[:200])
+            raise FieldError(NOT_FETCHED, name) from None
         self._remote_bytes -= len(data)
         return NamedBytes(data, name)
 

@@ -114,6 +114,8 @@ def client(address) -> Iterator[Any]:
 def picture_address(tmp_path, monkeypatch) -> Iterator[str]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "page.html").write_text("<html>")
+    (tmp_path / "notes.bin").write_bytes(b"notes")
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -9,6 +9,7 @@ from oscar_mm.apps.serve.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STRUCTURE,
+    NOT_FETCHED,
     FieldError,
     Request,
     read_request,
@@ -133,7 +134,7 @@ def test_nothing_is_fetched(url: str) -> None:
     assert "must be a data URI" in str(error) and error.field == "messages[0].content[0]"
 
 
-def test_addresses_are_fetched_where_that_is_allowed(picture_address) -> None:
+def test_addresses_are_fetched_where_that_is_allowed(picture_address, caplog) -> None:
     def fetched(*urls: str, remote_bytes: int) -> tuple:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         body = json.dumps({"messages": [showing(*parts)]}).encode()
@@ -143,15 +144,27 @@ def test_addresses_are_fetched_where_that_is_allowed(picture_address) -> None:
     size, twice = len(png()), [picture_address] * 2
     assert fetched(*twice, remote_bytes=2 * size) == (png(), png())
     for urls, most, expected in (
-        (twice, 2 * size - 1, "content[1]"),
+        (twice, 2 * size - 1, f"content[1]: {NOT_FETCHED}"),
         (twice, size, "content[1]"),
-        ([f"{picture_address}.jpg"], size, "answered 404"),
         (["/etc/passwd"], size, "or an http(s) address"),
         (["file:///etc/passwd"], size, "or an http(s) address"),
     ):
         with pytest.raises(FieldError) as refused:
             fetched(*urls, remote_bytes=most)
         assert expected in str(refused.value)
+    caplog.clear()
+    site = picture_address.rpartition("/")[0]
+    for url, logged in (
+        (f"{picture_address}.jpg", "answered 404"),
+        (f"{site}/page.html", "answered text/html"),
+        (f"{site}/notes.bin", "cannot identify image file"),
+        ("http://127.0.0.1:1/", "refused"),
+    ):
+        with pytest.raises(FieldError) as refused:
+            fetched(url, remote_bytes=size)
+        assert str(refused.value) == f"messages[0].content[0]: {NOT_FETCHED}"
+        assert url in (record := caplog.records[-1].getMessage()) and logged in record
+    assert len(caplog.records) == 4
 
 
 @pytest.mark.parametrize("data", ["a", "ab=c", "a b=", "\u00fcber", "YQ==YQ=="])
