@@ -107,9 +107,11 @@ class KVPolicy:
             <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
         balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
-            "weights", from the first "prompt", "auto" (weights where the model has them, else the
-            prompt) or None. Attention is unchanged in exact arithmetic. Balancing by the prompt
-            takes attention "oscar"; without it "auto" warns and does not balance.
+            "weights", from the first "prompt" (rms_k of keys less the mean of their page, which the
+            page stores apart, unless it is a stream page without ``center``), "auto" (weights where
+            the model has them, else the prompt) or None. Attention is unchanged in exact
+            arithmetic. Balancing by the prompt takes attention "oscar"; without it "auto" warns and
+            does not balance.
         token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
             "per_head", or None. Only with ``key_axis="channel"``; otherwise a token's scale is
             its own already.
@@ -178,6 +180,14 @@ class KVPolicy:
     def by_token(self) -> bool:
         """Whether tokens are packed one by one (stream pages), not a page at a time."""
         return self.key_axis == "token"
+
+    @property
+    def centers_keys(self) -> bool:
+        """Whether a page stores apart what its keys have in common, so that it adds no error.
+
+        Stream pages have a center for it, others the zero points of their channels.
+        """
+        return self.center or not self.by_token
 
     @property
     def packed_bits(self) -> tuple[Bits, ...]:

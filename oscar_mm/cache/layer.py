@@ -210,7 +210,7 @@ class OscarLayer(CacheLayerMixin):
         if by_weights:
             sigma = sigma_of_weights(module, self.head_dim)
         if sigma is None and wanted in ("prompt", "auto") and queries is not None:
-            centered = not self.cache.policy.by_token
+            centered = self.cache.policy.centers_keys
             sigma = sigma_from_prompt(queries, keys, tokens, centered=centered)
         if sigma is None and wanted in ("weights", "prompt"):
             needs = {

@@ -175,7 +175,7 @@ class Paged:
         if balance in ("weights", "auto") and states.sigma_of_weights is not None:
             return states.sigma_of_weights
         if balance in ("prompt", "auto"):
-            return states.sigma_of_prompt[not self.policy.by_token]
+            return states.sigma_of_prompt[self.policy.centers_keys]
         return None
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:

@@ -39,7 +39,7 @@ class LayerStates:
         first_queries: (1, query heads, tokens, head_dim), queries of the first row.
         sigma_of_weights: (1, head_dim) balancing from QK-norm weights, None without them.
         sigma_of_prompt: (rows * KV heads, head_dim) balancing from each row's own queries and
-            keys, under True for keys quantized per channel, under False per token.
+            keys, by ``KVPolicy.centers_keys``.
     """
 
     index: int

@@ -77,7 +77,7 @@ def roundtrip(
     ids = _modality_ids(modality, batch, tokens)
     sigma = None
     if q is not None and policy.balance is not None:
-        sigma = sigma_from_prompt(q, k, centered=not policy.by_token)
+        sigma = sigma_from_prompt(q, k, centered=policy.centers_keys)
     basis = Basis(head_dim, policy.rotate, sigma)
     keys, values, stored_bytes, pages = k.clone(), v.clone(), 0, 0
     for row in range(batch):

@@ -9,6 +9,11 @@ error evenly over its channels, in proportion to the key's length, so the square
 grows with
 (sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is smallest at
 sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights and activations so.)
+
+Where a page stores what its keys have in common apart, as its center or as the zero points of its
+channels, the error does not depend on that part, and rms_k is of the keys' deviations from it. The
+biases of Qwen2's keys on slow rotary pairs are hundreds of times as large as the deviations; with
+the bias in sigma, the queries pay for it and answers break.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-_CHUNK_TOKENS = 4096
+from oscar_mm.pages.layout import PAGE_TOKENS
+
+_CHUNK_TOKENS = 32 * PAGE_TOKENS
 """Tokens at a time: a long prompt's queries are not copied to float32 as a whole."""
 _LIMIT = 256.0
 """Largest sigma and inverse of the smallest: a channel with no queries or no keys in the prompt
@@ -133,15 +141,17 @@ def sigma_from_prompt(
         queries: (batch, query heads, tokens, head_dim).
         keys: (batch, KV heads, tokens, head_dim).
         tokens: (batch, tokens) bool, which ones count (not padding); all by default.
-        centered: take a key channel's deviation from its mean instead of its rms. Right where keys
-            are quantized per channel: the zero point takes a constant out at no cost (the key
-            biases of Qwen2 on slow rotary pairs), and the query should not pay for it.
+        centered: take a key channel's deviation from its mean over each run of as many tokens as a
+            page has, instead of its rms; see ``KVPolicy.centers_keys``. Not from its mean over the
+            prompt: in a long prompt a key bias turns with the position, within a page it hardly
+            does.
 
     Returns:
         (KV heads, head_dim) float32.
     """
     batch, kv_heads, length, head_dim = keys.shape
     grouped = queries.reshape(batch, kv_heads, -1, length, head_dim)
+    counted = keys.new_ones(batch, length, dtype=torch.bool) if tokens is None else tokens
     sums = keys.new_zeros(3, kv_heads, head_dim, dtype=torch.float64)
     for start in range(0, length, _CHUNK_TOKENS):
         part = slice(start, start + _CHUNK_TOKENS)
@@ -150,18 +160,33 @@ def sigma_from_prompt(
             # Not a product with 0: padding may hold NaN.
             unused = ~tokens[:, None, part, None]
             key, query = key.masked_fill(unused, 0), query.masked_fill(unused[:, None], 0)
-        sums[0] += key.sum((0, 2))
-        sums[1] += key.square().sum((0, 2))
+        square = key.square().sum((0, 2))
+        sums[0] += square
+        sums[1] += square - _square_of_means(key, counted[:, part])
         sums[2] += query.square().sum((0, 2, 3))
-    count = batch * length if tokens is None else int(tokens.sum())
-    mean, square, query_square = sums / max(count, 1)
+    square, spread, query_square = sums / counted.sum().clamp(min=1)
     if centered:
         # Up to rounding: what is left of a constant channel is none of its size.
-        spread = square - mean.square()
         square = torch.where(spread > 1e-12 * square, spread, torch.zeros_like(spread))
     # Of the queries a sum over the heads of a group: a constant factor of sigma changes nothing
     # that is stored but the norms.
     return sigma_from_rms(square.sqrt(), query_square.sqrt())
+
+
+def _square_of_means(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Sum over all tokens of the squared mean of the run that each is in.
+
+    Args:
+        keys: (batch, KV heads, tokens, head_dim), 0 where a token does not count.
+        tokens: (batch, tokens) bool, which ones count.
+
+    Returns:
+        (KV heads, head_dim), dtype of ``keys``.
+    """
+    rest = -keys.shape[2] % PAGE_TOKENS
+    sums = pad(keys, (0, 0, 0, rest)).unflatten(2, (-1, PAGE_TOKENS)).sum(3)
+    counts = pad(tokens, (0, rest)).unflatten(1, (-1, PAGE_TOKENS)).sum(2).clamp(min=1)
+    return (sums.square() / counts[:, None, :, None]).sum((0, 2))
 
 
 def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> torch.Tensor | None:

@@ -277,6 +277,7 @@ def test_rows_that_are_balanced_by_their_prompts(policy: str) -> None:
             logits = plain(input_ids=tokens, position_ids=places, **as_argument(view)).logits[:, -1]
         for place, row in enumerate(order):
             expected = read(plain, alone[row], tokens[place : place + 1])
-            # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.
-            torch.testing.assert_close(logits[place], expected, atol=5e-3, rtol=5e-3)
+            # Rounding to 16 bits turns the least difference into 0.4% of a key or value, which
+            # may take another code.
+            torch.testing.assert_close(logits[place], expected, atol=0.03, rtol=0.03)
             lengths[row] += 1

@@ -19,6 +19,7 @@ STREAM = KVPolicy(bits=(3, 2), center=True, **BY_TOKEN)
 STREAMS = {
     "3/2 with center": STREAM,
     "3/2 without": replace(STREAM, center=False),
+    "3/2 balanced by the prompt": replace(STREAM, balance="prompt"),
     "plain fit": replace(STREAM, fit="minmax", norm="plain", value_scale="plain"),
     "no balance, no rotation": replace(STREAM, balance=None, rotate=False),
     "by modality": replace(STREAM, bits={"text": 16, "image": (4, 2)}),

@@ -104,6 +104,36 @@ def test_from_prompt_leaves_out_constants() -> None:
     assert (sigma_from_prompt(queries, constant) == 1).all()
 
 
+def test_from_prompt_leaves_out_what_hardly_turns_within_a_page() -> None:
+    """A key bias on slow rotary pairs: over a long prompt it turns, within a page next to not."""
+    queries, keys = torch.randn(2, 1, 1, 20_000, 64, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(20_000)[:, None] * torch.logspace(-5, -4.5, 32)
+    bias = 100 * torch.cat([angles.cos(), angles.sin()], dim=-1)
+    sigma = sigma_from_prompt(queries, keys)
+    assert sigma_from_prompt(queries, keys + bias).allclose(sigma, rtol=0.02)
+    # Its mean over the prompt would leave many times the deviation of keys, and rms leaves all.
+    assert (keys + bias).std(2).amax() > 10
+    assert (sigma_from_prompt(queries, keys + bias, centered=False) > 3 * sigma).all()
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (40, 150), (700, 300)])
+def test_from_prompt_of_rows_of_unequal_length(lengths: tuple[int, int]) -> None:
+    """Deviations within runs of 128, row by row; padding is no part of them."""
+    queries, keys, *_ = multimodal(5, kv_heads=2, group=1, tokens=720, head_dim=64)
+    queries, keys = (torch.cat([x, x.flip(2)]) for x in (queries, keys))
+    real = torch.arange(720) < torch.tensor(lengths)[:, None]
+    sigma = sigma_from_prompt(queries, keys, real)
+    runs = [
+        run
+        for row, n in zip(keys.double(), lengths, strict=True)
+        for run in row[:, :n].split(128, dim=1)
+    ]
+    spread = sum(run.var(1, correction=0) * run.shape[1] for run in runs)
+    seen = [row[:, :n].square().sum(1) for row, n in zip(queries.double(), lengths, strict=True)]
+    expected = sigma_from_rms(spread.sqrt(), sum(seen).sqrt())
+    assert torch.allclose(sigma, expected, rtol=2**-7)
+
+
 @pytest.mark.parametrize("garbage", [1e6, torch.nan, torch.inf])
 def test_from_prompt_ignores_padding(garbage: float) -> None:
     queries, keys, *_ = multimodal(2, kv_heads=2, tokens=64, head_dim=64)
