@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from oscar_mm.cache.cache import OscarCache, as_argument
+from oscar_mm.compare.decoding import DecodedCache
 from oscar_mm.compare.methods import PUBLISHED, REFERENCE, Method, StoredPast, bits_per_value
 from oscar_mm.compare.paged import Paged
 from oscar_mm.compare.teacher_forcing import (
@@ -227,6 +228,7 @@ class _Row:
         cached: bytes and values of a whole cache.
         same: freely written tokens before the first that differs from 16 bit.
         equal: freely written tokens that 16 bit writes at the same place.
+        quarters: (4,) mean divergences of each quarter of the judged tokens.
     """
 
     scores: Scores = field(default_factory=Scores)
@@ -235,10 +237,12 @@ class _Row:
     cached: list[tuple[int, int]] = field(default_factory=list)
     same: list[int] = field(default_factory=list)
     equal: list[int] = field(default_factory=list)
+    quarters: list[Tensor] = field(default_factory=list)
 
     def add(self, forced: Forced, exact: Tensor, logits: Tensor) -> None:
         """Judge a passage by logits (judged tokens, vocabulary) in 16 bit and of the method."""
-        self.scores.add(forced, exact, logits)
+        divergence = self.scores.add(forced, exact, logits)
+        self.quarters.append(torch.stack([x.mean() for x in divergence.tensor_split(4)]))
         own, other = (
             cross_entropy(x, forced.targets[0], reduction="sum").double().cpu()
             for x in (logits, exact)
@@ -291,6 +295,9 @@ class PassageComparison:
         model: causal language model with attention "oscar".
         methods: methods to compare.
         judged: judged tokens after a passage.
+        decoded: tokens after a passage that the model also reads as it decodes, one by one, each
+            stored by the method and read by the later ones as the method has it by then; 0 for
+            none.
         stepwise: names of policies that can also read and write through the packed cache itself.
         generated: tokens that these policies write freely.
     """
@@ -302,9 +309,12 @@ class PassageComparison:
         judged: int = JUDGED,
         stepwise: Collection[str] = (),
         generated: int = 0,
+        decoded: int = 0,
     ) -> None:
         self.model, self.methods, self.judged, self.generated = model, methods, judged, generated
+        self.decoded = decoded
         self._rows = {method.name: _Row() for method in methods}
+        self._decoded = {method.name: _Row() for method in methods}
         self._missing: dict[str, str] = {}
         self._stepwise = [x for x in methods if x.name in stepwise and isinstance(x, Paged)]
         self._alone = {method.name: _Row() for method in self._stepwise}
@@ -314,23 +324,30 @@ class PassageComparison:
         """Compare on one passage.
 
         Args:
-            ids: (1, tokens); the last ``judged + 1`` follow the stored ones.
+            ids: (1, tokens); the last ones, one more than ``judged`` or ``decoded``, whichever is
+                more, follow the stored ones.
             stepwise: let the policies that are named for it also read token by token through the
                 packed cache, each token stored before the next is read, and write freely.
         """
         ids = ids.to(self.model.device)
-        past, forced = ids[:, : -self.judged - 1], _forced_end(ids, self.judged)
-        recorder, length = Recorder(), past.shape[1]
+        length = ids.shape[1] - max(self.judged, self.decoded) - 1
+        past, forced = ids[:, :length], _forced_after(ids, length, self.judged)
+        recorder = Recorder()
         self.model(past, **as_argument(recorder.cache), use_cache=True, logits_to_keep=1)
         layers, kinds = recorder.layers, torch.zeros(length, dtype=torch.int8)
-        exact = self._logits(as_recorded(layers), length, forced)
-        for method in self.methods:
-            if reason := method.missing(layers, kinds):
-                self._missing[method.name] = reason
-                continue
+        exact = self._logits(ForcedCache(as_recorded(layers), length), forced)
+        apply = [method for method in self.methods if self._applies(method, layers, kinds)]
+        for method in apply:
             self._add(method, layers, kinds, forced, exact)
         if stepwise and self._stepwise:
             self._add_stepwise(past, forced, exact)
+        if self.decoded:
+            self._add_decoded(apply, layers, _forced_after(ids, length, self.decoded))
+
+    def _applies(self, method: Method, layers: Sequence[LayerStates], kinds: Tensor) -> bool:
+        if reason := method.missing(layers, kinds):
+            self._missing[method.name] = reason
+        return not reason
 
     def _add(
         self,
@@ -341,17 +358,29 @@ class PassageComparison:
         exact: Tensor,
     ) -> None:
         stored, row = StoredPast(method, layers, kinds), self._rows[method.name]
-        row.add(forced, exact, self._logits(stored, len(kinds), forced))
+        row.add(forced, exact, self._logits(ForcedCache(stored, len(kinds)), forced))
         row.pages.append((stored.stored_bytes, stored.stored_values))
         if (report := method.memory(layers, kinds)) is not None:
             row.cached.append((report.kv_bytes, report.values))
 
-    def _logits(self, past: Any, length: int, forced: Forced) -> Tensor:
+    def _add_decoded(
+        self, methods: Sequence[Method], layers: Sequence[LayerStates], forced: Forced
+    ) -> None:
+        def logits(method: Method) -> Tensor:
+            return self._logits(DecodedCache(method, layers, kinds), forced)
+
+        kinds = torch.zeros(layers[0].keys.shape[2] + forced.ids.shape[1], dtype=torch.int8)
+        # Here the new tokens, too, are rounded to 16 bits.
+        exact = logits(Paged(REFERENCE, KVPolicy.preset("bf16")))
+        for method in methods:
+            self._decoded[method.name].add(forced, exact, logits(method))
+
+    def _logits(self, cache: ForcedCache, forced: Forced) -> Tensor:
         """(judged tokens, vocabulary) float32, by the model's own head, over a given past."""
         output = self.model(
             input_ids=forced.ids,
             position_ids=forced.positions,
-            **as_argument(ForcedCache(past, length)),
+            **as_argument(cache),
             use_cache=True,
         )
         return output.logits[0].float()
@@ -397,7 +426,8 @@ class PassageComparison:
         ("..._error"): "perplexity" of the text itself; "perplexity_ratio" to the 16-bit cache's,
         passage by passage; "kl_ratio" to the published recipe's KL, if that was measured; and,
         where a policy wrote freely, "same", the tokens before the first that differs from 16 bit,
-        and "greedy", the share of tokens that 16 bit writes at the same place.
+        and "greedy", the share of tokens that 16 bit writes at the same place. Where tokens were
+        decoded too, there are figures of these ("decoded_..."), with the KL of each quarter.
         """
         rows = []
         for method in self.methods:
@@ -405,7 +435,11 @@ class PassageComparison:
                 reason = self._missing.get(method.name, "there were no passages")
                 rows.append({"method": method.name, "missing": reason})
             else:
-                rows.append({"method": method.name} | self._summary(self._rows, method.name))
+                rows.append(
+                    {"method": method.name}
+                    | self._summary(self._rows, method.name)
+                    | self._summary_of_decoded(method.name)
+                )
         return rows + [
             {"method": ONE_BY_ONE.format(name)} | self._summary(self._alone, name)
             for name, row in self._alone.items()
@@ -421,14 +455,22 @@ class PassageComparison:
                 figures["kl_ratio"], figures["kl_ratio_error"] = ratio(own, other)
         return figures
 
+    def _summary_of_decoded(self, name: str) -> dict[str, Any]:
+        """What differs from the figures over a stored past, "decoded_..."; nothing without it."""
+        if not (row := self._decoded[name]).losses:
+            return {}
+        figures = self._summary(self._decoded, name)
+        figures["kl_quarters"] = torch.stack(row.quarters).double().mean(0).tolist()
+        kinds = ("tokens", "kl", "agreement", "perplexity_ratio")
+        return {f"decoded_{key}": value for key, value in figures.items() if key.startswith(kinds)}
 
-def _forced_end(ids: Tensor, judged: int) -> Forced:
-    """The end of a passage: each token is judged by the one that follows in the text."""
-    length = ids.shape[1] - judged - 1
-    given = ids[:, length:-1]
+
+def _forced_after(ids: Tensor, length: int, count: int) -> Forced:
+    """Tokens after so many of a passage: each is judged by the one that follows in the text."""
+    given = ids[:, length : length + count]
     return Forced(
         ids=given,
-        positions=torch.arange(length, length + judged, device=ids.device)[None],
-        targets=ids[:, length + 1 :],
+        positions=torch.arange(length, length + count, device=ids.device)[None],
+        targets=ids[:, length + 1 : length + count + 1],
         answers=torch.zeros_like(given),
     )

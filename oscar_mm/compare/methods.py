@@ -65,6 +65,14 @@ class QuantizedCacheMethod:
             side[:, :, where] = layer._dequantize(quantized)
         return Restored(keys, values, sum(map(stored_bytes, stored)), 2 * sides[0].numel())
 
+    def one_by_one(self, prompt: int) -> QuantizedCacheMethod:
+        """The same method: each token is quantized by itself."""
+        return self
+
+    def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
+        """As in ``Paged``; from when ``like`` packs a token."""
+        return self.like.restored_from(ids, prompt)
+
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
         """None: the cache has no report."""
         return None
@@ -107,6 +115,14 @@ class Method(Protocol):
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
         """Keys and values of a layer as the method restores them."""
+        ...
+
+    def one_by_one(self, prompt: int) -> Method:
+        """The method for tokens that come one by one after a prompt of so many tokens."""
+        ...
+
+    def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
+        """From which token on each token is read as it is restored."""
         ...
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -106,16 +106,44 @@ class Paged:
                 stored_values += 2 * tokens * heads * head_dim
         return Restored(keys, values, stored_bytes, stored_values)
 
+    def one_by_one(self, prompt: int) -> Paged:
+        """The same method for tokens that come one by one after so many that come at once.
+
+        That makes no difference to what a cache stores, in a window of 4 tokens or more.
+        """
+        return self
+
+    def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
+        """From which token on each token is read as it is restored.
+
+        Args:
+            ids: (tokens,) modality ids on the CPU.
+            prompt: the first tokens, which come at once; the others come one by one.
+
+        Returns:
+            (tokens,) int64 numbers of tokens; that of all tokens where it is not restored by then.
+        """
+        found = np.full(len(ids), len(ids))
+        ledger, streams = Ledger(PageStore(self.policy)), self._streams(ids)[None]
+        for start, stop in pairwise([0, *range(prompt, len(ids))]):
+            ledger.advance(streams[:, start:stop])
+            [row] = ledger.sequences
+            for code, stream in row.streams.items():
+                packed = row.positions(code)[: stream.packed]
+                found[packed] = np.minimum(found[packed], stop)
+        return torch.from_numpy(found)
+
     def packed(self, ids: Tensor) -> dict[Modality, Tensor]:
         """Tokens of each modality that are in pages, ascending."""
         return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
         """Tokens of a prompt that a cache packs, stream by stream, and their places in pages."""
-        streams = torch.zeros_like(ids) if self.mixed else ids
-        ledger = Ledger(PageStore(self.policy))
-        step = ledger.advance(streams.to(torch.int8).numpy()[None])
+        step = Ledger(PageStore(self.policy)).advance(self._streams(ids)[None])
         return [(torch.from_numpy(filling.source), filling) for filling in step.fillings]
+
+    def _streams(self, ids: Tensor) -> np.ndarray:
+        return (torch.zeros_like(ids) if self.mixed else ids).to(torch.int8).numpy()
 
     def _stored(
         self, sides: list[Tensor], filling: Filling, page_format: PageFormat, basis: Basis
@@ -217,10 +245,20 @@ class Blocks(Paged):
     Attributes:
         first: tokens of the first step; None for all.
         step: tokens of each later one.
+        prompt: tokens that come so; those after them come one by one. None for all.
     """
 
     first: int | None = None
     step: int = 1
+    prompt: int | None = None
+
+    def one_by_one(self, prompt: int) -> Blocks:
+        """See ``Paged.one_by_one``; here it does make a difference."""
+        return replace(self, prompt=prompt)
+
+    def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
+        """See ``Paged.restored_from``; here every later token reads a token as it is restored."""
+        return torch.arange(1, len(ids) + 1)
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
         """None: the engine owns the cache."""
@@ -263,7 +301,8 @@ class Blocks(Paged):
 
         In a page that has begun a token is stored the same way alone or with others.
         """
-        ends = [0, *range(self.first or tokens, tokens, self.step), tokens]
+        prompt = tokens if self.prompt is None else self.prompt
+        ends = [0, *range(self.first or prompt, prompt, self.step), *range(prompt, tokens), tokens]
         pages = [-(-end // PAGE_TOKENS) for end in ends]
         inner = range(1, len(ends) - 1)
         matter = [ends[i] for i in inner if not pages[i - 1] == pages[i] == pages[i + 1]]

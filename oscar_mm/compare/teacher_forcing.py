@@ -248,8 +248,12 @@ class Scores:
     margin: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
 
-    def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> None:
-        """Judge a batch: logits (judged tokens, vocabulary) of the 16-bit cache and the method."""
+    def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> Tensor:
+        """Judge a batch: logits (judged tokens, vocabulary) of the 16-bit cache and the method.
+
+        Returns:
+            (judged tokens,) divergence after each.
+        """
         judged = forced.targets != IGNORE
         rows = judged.nonzero()[:, 0]
         expected, actual = log_softmax(exact_logits, -1), log_softmax(logits, -1)
@@ -265,6 +269,7 @@ class Scores:
         self.divergence.append(_sums(divergence, rows, count))
         self.margin.append(_sums(_margin_error(exact_logits, logits), rows, count))
         self.tokens.append(_sums(torch.ones_like(agreed), rows, count))
+        return divergence
 
     def summary(self) -> dict[str, float | int]:
         """Shares and means over tokens, and their standard errors over prompts ("..._error").

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.comparison import JUDGED, ONE_BY_ONE, PassageComparison, longest, passages
-from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE, main_methods
+from oscar_mm.compare.methods import DEFAULT, PUBLISHED, REFERENCE, block_methods, main_methods
 from oscar_mm.compare.paged import Paged
 from tests.checkpoints import build_decoder
 
@@ -106,6 +106,35 @@ def test_the_numbers_are_those_of_plain_transformers(model: PreTrainedModel) -> 
     assert alone["perplexity_ratio"] == pytest.approx(rise, rel=0.03)
     assert forced["perplexity"] == pytest.approx(exp(losses["packed"]), rel=0.1)
     assert (alone["kl_error"], alone["prompts"]) == (0, 1) and "same" not in alone
+
+
+def test_rows_of_decoded_tokens(model: PreTrainedModel) -> None:
+    """Other tokens than the judged ones, in all rows, and worse than over an exact past."""
+    chosen = [*methods(REFERENCE, PUBLISHED, DEFAULT, "hqq, 2 bit"), *block_methods()[:1]]
+    comparison = PassageComparison(model, chosen, judged=8, decoded=40)
+    pieces = list(passages(Characters(), {"lines": text(9000)}, 300, 2, judged=40))
+    for ids in pieces:
+        comparison.add(ids)
+    rows = {row["method"]: row for row in comparison.rows()}
+    exact = rows[REFERENCE]
+    assert (exact["decoded_kl"], exact["decoded_agreement"]) == (0, 1)
+    assert exact["decoded_perplexity_ratio"] == 1 and "decoded_kl_ratio" not in exact
+    for name in (PUBLISHED, DEFAULT, "blocks"):
+        row = rows[name]
+        assert (row["tokens"], row["decoded_tokens"]) == (16, 80)
+        quarters = row["decoded_kl_quarters"]
+        assert len(quarters) == 4 and sum(quarters) / 4 == pytest.approx(row["decoded_kl"])
+        errors = {key.removesuffix("_error") for key in row if key.endswith("_error")}
+        assert errors >= {"decoded_kl", "decoded_agreement", "decoded_perplexity_ratio"}
+    ratio = rows[DEFAULT]["decoded_kl"] / rows[PUBLISHED]["decoded_kl"]
+    assert rows[DEFAULT]["decoded_kl_ratio"] == pytest.approx(ratio)
+    assert rows["blocks"]["decoded_kl"] > rows[DEFAULT]["decoded_kl"] > 0
+    # What is judged over an exact past does not depend on it.
+    alone = PassageComparison(model, chosen, judged=8)
+    for ids in pieces:
+        alone.add(ids[:, :-32])
+    for row in alone.rows():
+        assert {key: rows[row["method"]][key] for key in row} == row
 
 
 def test_errors_shrink_with_passages(model: PreTrainedModel) -> None:
