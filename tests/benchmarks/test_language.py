@@ -24,7 +24,7 @@ def words(tmp_path: Path) -> Path:
 
 def run(folder: Path, words: Path, out: Path, *more: str) -> int:
     arguments = ["--model", str(folder), "--text", str(words), "--out", str(out), "--passages", "2"]
-    return language.main([*arguments, *more])
+    return language.main([*arguments, "--decoded", "24", *more])
 
 
 def load(out: Path) -> tuple[Record, dict]:
@@ -53,6 +53,7 @@ def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch,
     assert rows[300, DEFAULT]["prompts"] == 2 and rows[300, alone[0]]["prompts"] == 1
     assert rows[300, REFERENCE]["model"] == str(folder)
     assert {"same_error", "greedy_error", "kl_ratio_error"} <= set(rows[300, alone[1]])
+    assert rows[300, DEFAULT]["decoded_tokens"] == 2 * 24
     before = rows[300, DEFAULT]
     # Another length and another method; what was measured stays.
     options = ["--stepwise", "0", "--add", "--methods", "channel, 4 bit"]
@@ -84,6 +85,8 @@ def test_what_is_missing_replaces_nothing_measured() -> None:
         (["--tokens", "9", "3000"], "the model's context is 1,024"),
         (["--tokens", "900"], "--tokens 900: with what comes after it is up to 1,292 tokens"),
         (["--tokens", "0"], "must be 1 or more"),
+        (["--decoded", "-1"], "--stepwise and --decoded 0 or more"),
+        (["--stepwise", "0", "--decoded", "800"], "with what comes after it is up to 1,952 tokens"),
         (["--methods", "magic"], "--methods magic: in no name of 16 bit;"),
         (["--model", "gone/at/all"], "no such folder"),
     ],
@@ -101,3 +104,19 @@ def test_bad_input_is_one_line(folder, words, tmp_path, capsys, more, message) -
 def test_the_text_of_this_python_is_long_enough() -> None:
     for text in language.python_texts().values():
         assert len(text) > 8 * longest(7168)
+
+
+def test_a_run_that_is_cut_keeps_its_passages(folder, words, tmp_path, monkeypatch) -> None:
+    add, seen = language.PassageComparison.add, []
+
+    def cut(self, ids, **how):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(ids)
+        add(self, ids, **how)
+
+    monkeypatch.setattr(language.PassageComparison, "add", cut)
+    options = ["--tokens", "200", "--stepwise", "0", "--methods", DEFAULT, "--passages", "9"]
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, words, tmp_path, *options)
+    assert load(tmp_path)[1][200, DEFAULT]["prompts"] == 2
