@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from torch.nn.functional import pad
 from transformers import Qwen3OmniMoeForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.generation.family import Encoding, Family
@@ -28,6 +27,8 @@ from oscar_mm.media.tower_inputs import (
     in_bytes,
     make_features_in_model,
     may_wait,
+    pixel_bounds,
+    resized,
     scale_in_model,
 )
 from oscar_mm.modality import Modality, token_modalities
@@ -35,34 +36,21 @@ from oscar_mm.modality import Modality, token_modalities
 
 def image_tokens(image_processor: Any, image: Image.Image) -> int:
     """Tokens of an image in a prompt, by its size alone."""
-    width, height = _resized(image_processor, image.width, image.height)
+    width, height = resized(image_processor, image.width, image.height)
     side = image_processor.patch_size * image_processor.merge_size
     return (height // side) * (width // side)
 
 
 def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, int]:
     """See ``Family.largest_image``: the size to which the processor resizes, if that is smaller."""
-    if width * height <= image_processor.size["longest_edge"]:
+    if width * height <= pixel_bounds(image_processor)[1]:
         return width, height
     try:
-        resized = _resized(image_processor, width, height)
+        used = resized(image_processor, width, height)
         # The processor leaves a strip wider than its limit, and would resize it once more.
-        return resized if _resized(image_processor, *resized) == resized else (width, height)
+        return used if resized(image_processor, *used) == used else (width, height)
     except ValueError:  # a strip that is too long for the processor, which refuses it later
         return width, height
-
-
-def _resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """Width and height to which the processor resizes an image."""
-    size = image_processor.size
-    height, width = smart_resize(
-        height,
-        width,
-        factor=image_processor.patch_size * image_processor.merge_size,
-        min_pixels=size["shortest_edge"],
-        max_pixels=size["longest_edge"],
-    )
-    return width, height
 
 
 def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, Any]:

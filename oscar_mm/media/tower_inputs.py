@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import BatchFeature, WhisperFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.threads import in_threads
@@ -118,6 +119,30 @@ def in_bytes(processor: Any, model: Any) -> Any:
     return twin
 
 
+def pixel_bounds(image_processor: Any) -> tuple[int, int]:
+    """Least and most pixels to which an image processor of Qwen's resizes an image."""
+    size = image_processor.size
+    given = {name: getattr(image_processor, name, None) for name in ("min_pixels", "max_pixels")}
+    if given != dict.fromkeys(given):
+        # Versions of transformers differ in whether one of them alone counts.
+        size = image_processor._standardize_kwargs(size=size, **given)["size"]
+    return size["shortest_edge"], size["longest_edge"]
+
+
+def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
+    """Width and height to which an image processor of Qwen's resizes an image.
+
+    Raises:
+        ValueError: it refuses so long a strip.
+    """
+    if not image_processor.do_resize:
+        return width, height
+    least, most = pixel_bounds(image_processor)
+    factor = image_processor.patch_size * image_processor.merge_size
+    height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
+    return width, height
+
+
 class _InBytes:
     """A processor whose pixels stay bytes; its attributes are those of the one that it asks."""
 
@@ -146,8 +171,7 @@ class ImagesInBytes(_InBytes):
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> BatchFeature:
         """Patches of RGB images, (patches, channels x side x side) uint8, and their grids."""
         batches = list(_batches(images))
-        patches = self._processor.get_number_of_image_patches
-        counts = [sum(patches(image.height, image.width) for image in some) for some in batches]
+        counts = [sum(map(self._patches, some)) for some in batches]
         channels, side = len(self._processor.image_mean), self._processor.patch_size
         pixels = torch.empty(sum(counts), channels * side**2, dtype=torch.uint8)
         parts = pixels.split(counts)
@@ -159,6 +183,11 @@ class ImagesInBytes(_InBytes):
 
         grids = torch.cat([*in_threads(process, range(len(batches)))])
         return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
+
+    def _patches(self, image: Image.Image) -> int:
+        side = self._processor.patch_size
+        width, height = resized(self._processor, image.width, image.height)
+        return (width // side) * (height // side)
 
 
 def _batches(images: Sequence[Image.Image]) -> Iterator[Sequence[Image.Image]]:

@@ -26,7 +26,7 @@ TINY = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
 @given(SIDES, SIDES, st.sampled_from([RELEASED, TINY]))
 @example(16_400, 300, TINY)
 def test_qwen_gets_the_same_grid(width: int, height: int, size: dict[str, int]) -> None:
-    processor = SimpleNamespace(patch_size=16, merge_size=2, size=size)
+    processor = SimpleNamespace(patch_size=16, merge_size=2, size=size, do_resize=True)
     used = largest_image(processor, width, height)
     assert used[0] <= width and used[1] <= height
     if used != (width, height):
