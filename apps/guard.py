@@ -53,6 +53,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         status, message = refusal
+        scope.setdefault("state", {})["refusal"] = message  # for an access log
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": message})
             return

@@ -1,5 +1,6 @@
 """`oscar-mm serve`: answer other programs over HTTP."""
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -147,6 +148,7 @@ def serve(
         grace_s=grace,
     )
     server = Server(create_app(pipe, model, limits, host))
+    _log_requests()
     try:
         warm_up(pipe.engine, running)
         freeze_loaded()
@@ -163,6 +165,17 @@ def serve(
         sys.stderr.flush()
         os._exit(0)
     pipe.lock.release()
+
+
+def _log_requests() -> None:
+    """Write the access log to stderr."""
+    from oscar_mm.apps.serve.access_log import LOGGER
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

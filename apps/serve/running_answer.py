@@ -19,6 +19,7 @@ from anyio.to_thread import run_sync
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from oscar_mm.apps.serve.access_log import note_answer, note_refusal
 from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
 from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
 from oscar_mm.apps.serve.protocol import Request
@@ -334,10 +335,12 @@ class EventStream(StreamingResponse):
     Args:
         answer: that has begun.
         header: fields that all events share.
+        scope: of the request; its line in the access log tells how the stream ends.
     """
 
-    def __init__(self, answer: RunningAnswer, header: dict[str, Any]) -> None:
-        headers, events = {"Cache-Control": "no-cache"}, _events(answer, header)
+    def __init__(self, answer: RunningAnswer, header: dict[str, Any], scope: Scope) -> None:
+        note_refusal(scope, str(ClientGone()))  # until it ends otherwise
+        headers, events = {"Cache-Control": "no-cache"}, _events(answer, header, scope)
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._answer = answer
 
@@ -349,7 +352,9 @@ class EventStream(StreamingResponse):
             self._answer.end()
 
 
-async def _events(answer: RunningAnswer, header: dict[str, Any]) -> AsyncIterator[str]:
+async def _events(
+    answer: RunningAnswer, header: dict[str, Any], scope: Scope
+) -> AsyncIterator[str]:
     try:
         yield _event(chunk(header, {"role": "assistant", "content": ""}))
         text = _event(chunk(header, {"content": _TEXT})).split(_JSON.encode(_TEXT))
@@ -357,6 +362,7 @@ async def _events(answer: RunningAnswer, header: dict[str, Any]) -> AsyncIterato
         async for piece in answer.pieces():
             parts = reasoning if isinstance(piece, Reasoning) else text
             yield _JSON.encode(piece).join(parts)
+        note_answer(scope, answer.completed)
         yield _event(chunk(header, {}, answer.completed.answer.finish_reason))
         if answer.request.usage:
             yield _event(chunk(header, None, usage=answer.completed.usage))
@@ -364,6 +370,7 @@ async def _events(answer: RunningAnswer, header: dict[str, Any]) -> AsyncIterato
         yield "data: [DONE]\n\n"
     except Refusal as error:
         # The status is sent already: the answer has begun.
+        note_refusal(scope, str(error))
         answer.places.metrics.requests.labels(str(error.status)).inc()
         yield _event(error.body)
 

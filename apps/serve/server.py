@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter, time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from oscar_mm.apps.guard import Guard
+from oscar_mm.apps.serve.access_log import AccessLog, note_answer, note_refusal
+from oscar_mm.apps.serve.connections import Connection, ConnectionBounds
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import Request, read_request
@@ -72,6 +75,8 @@ class ServerLimits:
         running: most answers at once, which decode together.
         waiting: most requests in the queue; more get status 429.
         conversations: most chats that later requests can continue.
+        idle: most connections beside those of running and queued requests.
+        head_s: seconds in which the head of a request must come.
         body_s: seconds in which the body of a request must come.
         room_s: seconds that a request waits for memory that other answers use.
         grace_s: seconds in which answers must end when the server stops.
@@ -83,6 +88,8 @@ class ServerLimits:
     running: int = 64
     waiting: int = 64
     conversations: int = 64
+    idle: int = 128
+    head_s: float = 10.0
     body_s: float = 60.0
     room_s: float = 30.0
     grace_s: float = 10.0
@@ -169,7 +176,7 @@ class Service:
             if request.stream:
                 # A streaming response itself notices that its client has left.
                 answer.gone = asyncio.get_running_loop().create_future()
-                return EventStream(answer, header)
+                return EventStream(answer, header, http.scope)
             async for _ in answer.pieces():
                 pass
         except BaseException:
@@ -179,6 +186,7 @@ class Service:
             gone.cancel()
         await asyncio.shield(answer.end())
         completed = answer.completed
+        note_answer(http.scope, completed)
         return JSONResponse(completion(header, completed.answer, completed.usage))
 
     async def stop(self) -> None:
@@ -307,12 +315,14 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
         app.add_middleware(Guard, host=host)
 
     @app.exception_handler(Refusal)
-    async def refuse(_: HttpRequest, error: Refusal) -> JSONResponse:
+    async def refuse(http: HttpRequest, error: Refusal) -> JSONResponse:
+        note_refusal(http.scope, str(error))
         service.metrics.requests.labels(str(error.status)).inc()
         return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
-    async def unknown(_: HttpRequest, error: HTTPException) -> JSONResponse:
+    async def unknown(http: HttpRequest, error: HTTPException) -> JSONResponse:
+        note_refusal(http.scope, str(error.detail))
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
 
@@ -359,13 +369,17 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         self.service: Service = app.state.service
-        shutdown_s = math.ceil(self.service.limits.grace_s) + 2 * _AFTER_GRACE_S
+        limits = self.service.limits
+        shutdown_s = math.ceil(limits.grace_s) + 2 * _AFTER_GRACE_S
+        bounds = ConnectionBounds(limits.running + limits.waiting + limits.idle, limits.head_s)
         super().__init__(
             uvicorn.Config(
-                app,
-                # httptools, which uvicorn prefers, lets a request's head grow without end.
-                http="h11",
+                AccessLog(app),
+                # h11; httptools, which uvicorn prefers, lets a request's head grow without end.
+                http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
+                ws="none",
                 log_level="warning",
+                access_log=False,
                 timeout_graceful_shutdown=shutdown_s,
             )
         )

@@ -159,5 +159,8 @@ def test_a_second_ctrl_c_ends_the_grace_time(qwen3_omni_folder, tmp_path, again)
                     start = time.monotonic()
         code, _, errors = server.end()
     assert time.monotonic() - start < 15
-    assert code == 0 and errors.decode().count("\n") == 1
+    address, *requests = errors.decode().splitlines()
+    assert code == 0 and "http://127.0.0.1:" in address
+    assert "GET /health 200" in requests[0] and "POST /v1/chat/completions 200" in requests[-1]
+    assert len(requests) == 2, requests
     assert not [*tmp_path.glob("oscar-mm-*")]

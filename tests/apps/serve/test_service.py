@@ -520,10 +520,7 @@ def test_a_client_that_does_not_read_stops_nobody(omni) -> None:
 
 def test_a_head_without_end_is_refused(omni) -> None:
     """Also where httptools is installed, as vLLM does, which has no bound of its own."""
-    from oscar_mm.apps.serve.server import ServerLimits, create_app
-
-    with started(create_app(omni, "tiny", ServerLimits())) as (server, address):
-        assert server.config.http == "h11"
+    with served(omni) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as client:
             client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")

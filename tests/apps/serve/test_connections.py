@@ -1,0 +1,128 @@
+"""Connections: closed where no request comes, and bounded, and nobody else feels them."""
+
+import http.client
+import json
+import select
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.apps.serve.conftest import served, user
+from tests.apps.serve.test_server import ask, client_of
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+
+
+def connected(address: str) -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed it; what it has sent before is skipped."""
+    try:
+        while select.select([connection], [], [], 0)[0]:
+            if not connection.recv(4096):
+                return True
+    except ConnectionError:
+        return True
+    return False
+
+
+def seconds_until_closed(connection: socket.socket, trickle: bytes = b"") -> float:
+    """How long the server leaves it open, though one more byte comes ever again."""
+    start, sent = time.monotonic(), 0
+    while not is_closed(connection):
+        assert time.monotonic() - start < 10
+        if sent < len(trickle):
+            try:
+                connection.sendall(trickle[sent : sent + 1])
+            except ConnectionError:
+                break
+            sent += 1
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+@pytest.fixture(scope="module")
+def hasty(omni) -> Iterator[str]:
+    """A server that waits for no client for long."""
+    with served(omni, head_s=0.3, body_s=0.3) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    ("sent", "trickle"),
+    [
+        (b"", b""),
+        (b"", HEAD + b"X: " + b"a" * 500),
+        (HEAD, b""),
+        (HEAD, b"X-Long: " + b"a" * 500),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b" /health" + b"x" * 500),
+        # The body comes after the answer, if ever.
+        (HEAD + b"Content-Length: 1000\r\n\r\n", b"a" * 500),
+        (b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b""),
+        (POST + b"Content-Length: 1000\r\n\r\n", b" " * 500),
+    ],
+)
+def test_who_does_not_say_what_he_wants(hasty, sent: bytes, trickle: bytes) -> None:
+    with connected(hasty) as connection:
+        connection.sendall(sent)
+        assert 0.2 < seconds_until_closed(connection, trickle) < 3
+
+
+def test_who_asks_in_time_may_ask_again(hasty) -> None:
+    """Each head has its own time, and an answer takes as long as it takes."""
+    connection = http.client.HTTPConnection(hasty.removeprefix("http://"), timeout=20)
+    start, ports = time.monotonic(), set()
+    while time.monotonic() - start < 0.8:
+        connection.request("GET", "/health")
+        ports.add(connection.sock.getsockname())
+        assert connection.getresponse().read() == b"ok"
+        time.sleep(0.1)
+    assert len(ports) == 1
+    body = json.dumps({"messages": [user("Why?")], "max_tokens": 300, "stream": True})
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    start = time.monotonic()
+    assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
+    assert time.monotonic() - start > 0.4
+    connection.close()
+
+
+@contextmanager
+def opened(address: str, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connected(address)) for _ in range(count)]
+        for connection in connections:
+            try:
+                connection.sendall(sent)
+            except ConnectionError:
+                continue
+        yield connections
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, POST + b"Content-Length: 90\r\n\r\n{"])
+def test_connections_are_bounded(omni, sent: bytes) -> None:
+    """The longest to wait give way to others, and who is answered does not."""
+    limits: dict[str, Any] = {"running": 2, "waiting": 2, "idle": 10, "max_new_tokens": 4000}
+    with served(omni, **limits) as address, client_of(address) as client:
+        stream = ask(client, user("Why?"), stream=True, max_tokens=300)
+        next(iter(stream))
+        with opened(address, 60, sent) as connections:
+            start = time.monotonic()
+            with urllib.request.urlopen(f"{address}/health", timeout=10) as health:
+                assert health.read() == b"ok"
+            assert ask(client_of(address), user("Who?"), max_tokens=2).choices
+            assert time.monotonic() - start < 5
+            closed = [is_closed(one) for one in connections]
+            assert 60 - 14 <= sum(closed) < 60
+            assert closed == sorted(closed, reverse=True), "the first ones"
+            assert sum(len(part.choices) for part in stream) > 100
