@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from oscar_mm.errors import InputError
+from oscar_mm.torch_modes import eager
 
 IMPLEMENTATION = "oscar"
 _SDPA = "sdpa"
@@ -108,9 +109,7 @@ def mask(
     """
     cache = getattr(kv_length, "cache", None)
     if cache is not None:
-        if attention_mask is not None:
-            attention_mask = _for_all_tokens(attention_mask, q_length, kv_length)
-        hides = cache.attend_packed(attention_mask)
+        kv_length, attention_mask, hides = _announced(cache, attention_mask, q_length, kv_length)
         causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
         if causal and not hides:
             return None
@@ -127,6 +126,15 @@ def mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+@eager
+def _announced(
+    cache: Any, mask: torch.Tensor | None, new: int, tokens: int
+) -> tuple[int, torch.Tensor | None, bool]:
+    """Tell a cache of a forward pass: all tokens, their mask, and whether it hides stored ones."""
+    mask = None if mask is None else _for_all_tokens(mask, new, tokens)
+    return int(tokens), mask, cache.attend_packed(mask)
 
 
 def _for_all_tokens(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.generation.prompt_reader import PromptReader
 from oscar_mm.generation.sampling import NAN, Sampling
 from oscar_mm.media.media import Media
+from oscar_mm.torch_modes import eager
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -258,6 +259,7 @@ def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
                 cache.close()
 
 
+@eager
 @torch.inference_mode()
 def log_likelihoods(
     reader: PromptReader,

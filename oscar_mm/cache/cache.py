@@ -24,6 +24,7 @@ from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.basis import sigmas_of_model
+from oscar_mm.torch_modes import autocast_dtype, eager
 
 _UNBALANCED = (
     "OscarCache: keys are stored without query-key balancing, so this is another method than {} "
@@ -37,6 +38,8 @@ _TWO_STATES = (
     "layer: use transformers' DynamicCache for this model"
 )
 
+_USER = 5
+"""Who called ``update``, by frames above ``_take``: those of ``eager`` lie between."""
 _ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
 
@@ -149,6 +152,13 @@ class OscarCache(Cache):
         Returns:
             with attention "oscar" the new tokens, marked for it; else past and new tokens.
         """
+        dtype = autocast_dtype(key_states)
+        return self._take(key_states.to(dtype), value_states.to(dtype), layer_idx)
+
+    @eager
+    def _take(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.closed:
             raise RuntimeError("the cache is closed")
         layer = self._layer(layer_idx)
@@ -161,6 +171,8 @@ class OscarCache(Cache):
         if step.from_pages is None:
             step.from_pages = self._expected.take_packed()
         if step.from_pages:
+            # A cache has one dtype, though autocast may be on in some forward passes only.
+            key_states, value_states = (x.to(layer.dtype) for x in (key_states, value_states))
             # A view, so that no stored tensor leads back to this layer.
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = Chunk(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +180,7 @@ class OscarCache(Cache):
         if layer.settle_without_queries(key_states) and not self._warned:
             self._warned = True
             wanted = f"balance={self.policy.balance!r}"
-            warnings.warn(_UNBALANCED.format(wanted, layer_idx), stacklevel=2)
+            warnings.warn(_UNBALANCED.format(wanted, layer_idx), stacklevel=_USER)
         keys, values = layer.with_past(step, key_states, value_states)
         layer.append(key_states, value_states, step)
         return keys, values
@@ -248,6 +260,7 @@ class OscarCache(Cache):
         they are."""
         return self.ledger.number, self.store.version
 
+    @eager
     def end_step(self, indices: Iterable[int] | None = None) -> None:
         """Pack what a step on fixed tables leaves for its end, at once for the layers with these
         indices, which have taken in the step's tokens; by default for all."""
@@ -290,6 +303,7 @@ class OscarCache(Cache):
         rows = [sequence.real_tokens(count) for sequence in self.ledger.sequences]
         return torch.from_numpy(np.stack(rows))
 
+    @eager
     def unpacked(
         self, layer_idx: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,10 +385,12 @@ class OscarCache(Cache):
         self.check_complete()
         self.ledger.forget(row, start, stop)
 
+    @eager
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of a row, padding included."""
         return self.ledger.length
 
+    @eager
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(length of the keys in the coming forward pass, 0)."""
         self._expected.attention(packed=False)

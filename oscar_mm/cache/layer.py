@@ -319,8 +319,8 @@ class OscarLayer(CacheLayerMixin):
         past = self.cache.get_seq_length() - keys.shape[2]
         if not past:
             return keys, values
-        unpacked = self.unpacked(step.past, past)
-        return torch.cat([unpacked[0], keys], dim=2), torch.cat([unpacked[1], values], dim=2)
+        before = self.unpacked(step.past, past, keys.dtype)
+        return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
     def unpacked(
         self, sequences: list[Row], length: int, dtype: torch.dtype | None = None

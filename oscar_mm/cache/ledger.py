@@ -93,7 +93,7 @@ class Announcements:
                 warnings.warn(
                     "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
                     "that is stored too. Call cache.expect, or use attention 'oscar'",
-                    stacklevel=4,  # who called OscarCache.update
+                    stacklevel=7,  # who called OscarCache.update, through ``torch_modes.eager``
                 )
         padding, self._padding = self._padding, None
         if padding is not None:

@@ -23,6 +23,7 @@ from oscar_mm.ops.decode_tables import DecodeArguments, Tables
 from oscar_mm.ops.decode_torch import MergedAttention, has_flash
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.torch_modes import eager
 
 _PLANNED_TOKENS = 8192
 """Tokens from which on torch may choose cuDNN for a prompt, which plans each new length for 38 ms;
@@ -220,6 +221,7 @@ class Chunk:
     def __init__(self, layer: OscarLayer, step: Step) -> None:
         self._layer, self._step = layer, step
 
+    @eager
     def attend(
         self,
         module: torch.nn.Module,
@@ -235,7 +237,8 @@ class Chunk:
             visible: what a query sees of what is stored, (batch, 1 or query heads, new tokens,
                 all tokens) bool, or numbers that are added to the scores; None for causal.
         """
-        layer, step = self._layer, self._step
+        layer, step, asked = self._layer, self._step, query.dtype
+        query = query.to(key.dtype)
         real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
         if not layer.sigma_is_final:
             tokens = None if real is None else real.to(key.device)
@@ -249,7 +252,7 @@ class Chunk:
             ).nan_to_num()  # a query that is padding sees nothing
         # A step that packs at its end writes to no slot that it reads.
         layer.append(key, value, step, beside=step.packs_at_end)
-        return output
+        return output.to(asked)
 
     def _stored(self, visible: torch.Tensor) -> torch.Tensor:
         """A mask without what is not stored: padding and forgotten tokens."""

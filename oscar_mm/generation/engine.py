@@ -25,6 +25,7 @@ from oscar_mm.generation.prompt_reader import PromptReader
 from oscar_mm.generation.sampling import Choices
 from oscar_mm.ranks import Ranks
 from oscar_mm.threads import FairLock, LeaderFollowers
+from oscar_mm.torch_modes import eager
 
 MOST_ROWS = 256
 """Most answers that decode together."""
@@ -278,6 +279,7 @@ class Engine:
             if twin._left:
                 twin.drop_ended()
 
+    @eager
     @torch.inference_mode()
     def _advance(self) -> None:
         """Read the prompts that have room, then make a step."""

@@ -18,6 +18,7 @@ from oscar_mm.generation.prefill import MOST_TOKENS, read_in_line, read_prompt
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.quant.basis import sigmas_of_model
+from oscar_mm.torch_modes import eager
 
 _IN_LINE = {"cpu": 2048}
 """Most tokens of short prompts that are read in one pass, by kind of device; elsewhere as many as
@@ -73,6 +74,7 @@ class PromptReader:
         """Inside, the model's layers read a prompt into a cache as fast as they can."""
         return nullcontext() if self._layers is None else self._layers.reading(cache)
 
+    @eager
     @torch.inference_mode()
     def read(
         self, prompt: Prompt, cache: OscarCache, cancelled: Callable[[], bool] | None = None
@@ -98,6 +100,7 @@ class PromptReader:
         cache.check_complete()
         return logits
 
+    @eager
     @torch.inference_mode()
     def read_together(
         self,

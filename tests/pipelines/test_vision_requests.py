@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.media import MediaLimits
+from oscar_mm.pipelines.shared_media import SharedMedia, choose
 from tests.prompts import clip, noise
 
 PICTURE = noise(64, 64)
@@ -45,6 +47,20 @@ def refused(pipe: OscarVLPipeline, *words: str, **request: Any) -> str:
     for word in words:
         assert re.search(word, message, re.IGNORECASE), (word, message)
     return message
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_the_caller_changes_nothing(pipe, expected, dtype: torch.dtype) -> None:
+    """A step is for the answers of several threads, of which each has its own autocast."""
+    with torch.autocast("cpu", dtype):
+        assert pipe(PICTURE, "What is it?", max_new_tokens=6).token_ids == expected
+        chat = pipe.chat()
+        assert chat.ask("What is it?", images=PICTURE, max_new_tokens=6).token_ids == expected
+        media = SharedMedia(pipe, pipe.read_media(PICTURE))
+        [chosen] = choose(pipe, [media.question("What is it?", ["A dog", "The sign"])])
+    [alone] = choose(pipe, [media.question("What is it?", ["A dog", "The sign"])])
+    assert chosen.scores == pytest.approx(alone.scores, rel=1e-5)
+    media.close()
 
 
 def test_missing_file(pipe, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""Modes of torch that a caller may be in and that the arithmetic of a cache leaves.
+
+Under ``torch.autocast`` attention over a cache computes in autocast's dtype, as all attention of
+transformers does, but packing and unpacking choose their own dtypes. Under ``torch.compile`` a
+graph ends where it calls a cache, whose tables are Python objects, and the next graph begins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+_KINDS = ("cpu", "cuda")
+_REASON = (
+    "OscarCache keeps its tables in Python objects, so one graph cannot hold a whole forward pass: "
+    "compile with fullgraph=False"
+)
+
+
+def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function to run eagerly and without autocast, whatever mode its caller is in."""
+
+    @wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+        if not kinds:
+            return function(*args, **kwargs)
+        with ExitStack() as modes:
+            for kind in kinds:
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return torch.compiler.disable(run, reason=_REASON)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which attention computes with a tensor: autocast's where that is on."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
