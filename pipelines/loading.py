@@ -20,7 +20,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Family
-from oscar_mm.models import remedy, source_of
+from oscar_mm.models import check_source, remedy, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.rank_watch import watch
@@ -175,6 +175,7 @@ def config_of(source: str, options: dict[str, Any]) -> Any:
     Raises:
         InputError: there is none that can be read.
     """
+    check_source(source, options)
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:

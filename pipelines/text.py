@@ -20,7 +20,7 @@ from oscar_mm.admission.capacity import layers_of_states
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.models import source_of
+from oscar_mm.models import check_source, source_of
 from oscar_mm.pipelines.loading import FAMILIES, config_of, device_of, dtype_of, first_line, on_meta
 
 _CHARACTERS = 16
@@ -110,6 +110,8 @@ def load_text_model(
     given, target = dict(options or {}), device_of(device)
     # A folder with weights in one GGUF file has no configuration.
     source = str(model) if "gguf_file" in given else source_of(model)
+    if "gguf_file" not in given:
+        check_source(source, given)
     tokenizer = _tokenizer(source, given)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

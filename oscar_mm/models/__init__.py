@@ -11,6 +11,7 @@ that memory can be planned without the hub.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,17 +74,22 @@ def source_of(model: Any) -> str:
     return str(model)
 
 
-def check_source(model: str | Path) -> None:
+def check_source(model: str | Path, options: Mapping[str, Any] | None = None) -> None:
     """Refuse a model that cannot be had, within two seconds; transformers tries for half a minute.
 
     Only the configuration is looked for: in the folder, in the hub's cache, then on the hub.
 
+    Args:
+        model: name of a bundled model, folder or hub id.
+        options: for ``from_pretrained``, of which those count that say where files are: cache_dir,
+            revision, subfolder, token.
+
     Raises:
         InputError: there is none, or the hub does not answer.
     """
-    source = source_of(model)
-    if Path(source).is_dir():
-        return
+    source, given = source_of(model), options or {}
+    if Path(source).is_dir() or given.get("local_files_only"):
+        return  # Without the hub transformers fails at once.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -97,10 +103,14 @@ def check_source(model: str | Path) -> None:
     # Of httpx or httpx2, by the version of huggingface_hub.
     connection_error: Any = HfHubHTTPError.__bases__[0]
     seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
+    revision, folder = given.get("revision"), given.get("subfolder") or ""
+    name = f"{folder}/config.json" if folder else "config.json"
     try:
-        if isinstance(try_to_load_from_cache(source, "config.json"), str):
+        known = try_to_load_from_cache(source, name, given.get("cache_dir"), revision)
+        if isinstance(known, str):
             return
-        get_hf_file_metadata(hf_hub_url(source, "config.json"), timeout=seconds)
+        url = hf_hub_url(source, name, revision=revision)
+        get_hf_file_metadata(url, token=given.get("token"), timeout=seconds)
     except HFValidationError:
         problem = "no hub id"
     except OfflineModeIsEnabled:

@@ -1,13 +1,18 @@
 """Names of models: what they stand for, and what is said of one that cannot be had."""
 
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from oscar_mm.errors import InputError
 from oscar_mm.models import RELEASED, check_source, released_model
@@ -59,6 +64,67 @@ def test_what_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", pytest.fail)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
     check_source("oscar-mm-tests/in-the-cache")
+
+
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that takes requests and never answers; their paths."""
+    paths: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as kept:
+        port = listening.getsockname()[1]
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+            constants.ENDPOINT, f"http://127.0.0.1:{port}"
+        )
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+        def note() -> None:
+            with suppress(OSError):
+                while True:
+                    connection = kept.enter_context(listening.accept()[0])
+                    paths.append(connection.recv(4096).decode().split()[1])
+
+        threading.Thread(target=note, daemon=True).start()
+        yield paths
+
+
+@pytest.mark.parametrize("name", ["OscarVLPipeline", "OscarOmniPipeline", "reader", "text"])
+def test_from_python_too(silent_hub: list[str], tmp_path: Path, name: str) -> None:
+    """transformers asks several times, and waits ever longer."""
+    import oscar_mm
+    from oscar_mm.pipelines.loading import reader
+    from oscar_mm.pipelines.text import load_text_model
+
+    load = {"reader": reader, "text": load_text_model}.get(name) or getattr(oscar_mm, name)
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"owner/no-model: .* cannot be reached .* in 0.2 s"):
+        load("owner/no-model")
+    assert time.monotonic() - start < 2
+    assert silent_hub == ["/owner/no-model/resolve/main/config.json"]
+
+
+def test_where_the_files_are_is_heeded(silent_hub: list[str], tmp_path: Path) -> None:
+    from oscar_mm.pipelines.loading import config_of
+
+    given = {"revision": "v2", "subfolder": "text", "cache_dir": str(tmp_path)}
+    with pytest.raises(InputError, match="cannot be reached"):
+        config_of("owner/no-model", given)
+    assert silent_hub == ["/owner/no-model/resolve/v2/text/config.json"]
+    # transformers looks into the cache alone, at once.
+    with pytest.raises(InputError, match=r"owner/no-model: .*cache"):
+        config_of("owner/no-model", {**given, "local_files_only": True})
+    assert len(silent_hub) == 1
+    # In the cache, though the hub is silent.
+    snapshot = tmp_path / "models--owner--no-model" / "snapshots" / "abc" / "text"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    refs = tmp_path / "models--owner--no-model" / "refs"
+    refs.mkdir()
+    (refs / "v2").write_text("abc")
+    check_source("owner/no-model", given)
+    assert len(silent_hub) == 1
 
 
 @pytest.mark.parametrize(
