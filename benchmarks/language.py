@@ -226,7 +226,7 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
     )
     options.add_argument("--passages", type=int, default=64, help="of each length")
     options.add_argument(
-        "--decoded", type=int, default=256, help="tokens after a passage to read as if decoded"
+        "--decoded", type=int, default=128, help="tokens after a passage to read as if decoded"
     )
     options.add_argument(
         "--stepwise",
