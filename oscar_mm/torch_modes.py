@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _KINDS = ("cpu", "cuda")
 _REASON = (
     "OscarCache keeps its tables in Python objects, so one graph cannot hold a whole forward pass: "
@@ -35,7 +36,8 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
                 modes.enter_context(torch.autocast(kind, enabled=False))
             return function(*args, **kwargs)
 
-    return torch.compiler.disable(run, reason=_REASON)
+    # Its type also allows for decorators with arguments.
+    return cast(Callable[_Arguments, _Result], torch.compiler.disable(run, reason=_REASON))
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
