@@ -25,10 +25,14 @@ def write_sound(
     layout: str = "stereo",
     muxer: dict[str, str] | None = None,
     encoder: dict[str, str] | None = None,
+    channels: bool = False,
 ) -> Path:
-    """A file of the format that its name ends on, resampled to ``rate``; both channels equal."""
+    """A file of the format that its name ends on, resampled to ``rate``.
+
+    Both channels are equal, unless ``channels``: then the recording has them.
+    """
     samples, source_rate = recording
-    if layout == "stereo":
+    if layout == "stereo" and not channels:
         recording = np.stack([samples, samples]), source_rate
     with av.open(str(path), "w", options=muxer or {}) as container:
         sound = _Sound(container, CODECS[path.suffix[1:]], rate, layout)

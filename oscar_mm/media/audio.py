@@ -2,8 +2,9 @@
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from oscar_mm.media.source import (
     none_if_unreadable,
     read_bytes,
 )
+from oscar_mm.media.timeline import (
+    MPEG,
+    SLACK_S,
+    Timeline,
+    decoded,
+    picture_track,
+    sound_track,
+    time_of,
+)
 from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
 from oscar_mm.threads import in_threads
 
@@ -35,8 +45,11 @@ CONTAINERS = (
 _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
 """First bytes of files that libsndfile reads: it is faster than FFmpeg, and counts exactly."""
 
-_GUESSED = ("aac", "ac3")
-"""Formats without a header: FFmpeg guesses their length from their first bit rate."""
+_GUESSED = ("aac", "ac3", *MPEG)
+"""Formats without a header: FFmpeg guesses their length from their first bit rate or last time."""
+
+_DECODERS = {"amrnb": "libopencore_amrnb", "amrwb": "libopencore_amrwb"}
+"""Decoders that know the frames of calls in which nobody speaks; FFmpeg's own do not."""
 
 _EXACT_PCM = ("aiff", "au", "nistsphere", "wav")
 """Formats whose headers count samples exactly, if these are not compressed."""
@@ -90,7 +103,9 @@ def load_audio(
         count: of the request that it is part of.
 
     Returns:
-        Mono at 16 kHz; about 64 KB a second, whatever the source's rate and channels.
+        Mono at 16 kHz; about 64 KB a second, whatever the source's rate and channels. Each sample
+        of a file is where its timestamp says, with silence where some are missing; a recording
+        starts with its sound, and the sound of a video with the video.
 
     Raises:
         InputError: there is nothing to read, or no recording, or no sound; the recording is
@@ -143,14 +158,16 @@ def silence(seconds: float) -> Audio:
     return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
 
 
-def has_sound(path: Path, label: str) -> bool:
-    """Whether a media file has an audio track.
+def clip_sound(
+    path: Path, start: float, limits: MediaLimits, label: str, count: MediaCount | None
+) -> Audio:
+    """The sound of a clip that starts at ``start`` seconds on the clock of ``timeline.packets``.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: as of ``load_audio``.
     """
-    with opened(path, label) as container:
-        return bool(container.streams.audio)
+    _require_packages(label)
+    return _with_av(path, limits, label, count, start)
 
 
 def _require_packages(label: str) -> None:
@@ -208,7 +225,7 @@ def _from_file(
     check_whole(source, label)
     file = sound_file(source, label)
     if file is None:
-        return _with_av(source, limits, label, count)
+        return _with_av(source, limits, label, count, _clip_start(source, limits, label))
     with file:
         seconds = file.frames / file.samplerate
         limits.check_audio(seconds, label)
@@ -322,45 +339,71 @@ def opened(source: Path | bytes, label: str) -> Iterator[Any]:
         ) from error
 
 
+def _clip_start(source: Path | bytes, limits: MediaLimits, label: str) -> float | None:
+    """Seconds at which a clip starts; None for a recording, which starts with its sound."""
+    with opened(source, label) as container:
+        if not (picture_track(container) and sound_track(container)):
+            return None
+        return Timeline.of(container, partial(limits.check_audio, label=label), label).start
+
+
 def _with_av(
-    source: Path | bytes, limits: MediaLimits, label: str, count: MediaCount | None
+    source: Path | bytes,
+    limits: MediaLimits,
+    label: str,
+    count: MediaCount | None,
+    start: float | None,
 ) -> Audio:
     with opened(source, label) as container:
-        if not container.streams.audio:
+        track = sound_track(container)
+        if track is None:
             raise InputError(f"{label}: has no audio track; pass a recording")
-        stream = container.streams.audio[0]
-        stream.thread_type = "AUTO"
-        promised = _promised_seconds(container, stream, source, label)
+        promised = _promised_seconds(container, track, source, label)
         limits.check_audio(promised, label)
         # Not a plane for each channel: PyAV reads behind the last of eight or more.
         packed = av.AudioResampler(format="flt")
         mono: Mono | None = None
-        for frame in _frames(container, stream):
+        for frame in decoded(container, track, _decoding(container, track)):
             kind = frame.format.name, frame.layout.name, frame.sample_rate
+            time = time_of(frame, track)
             if mono is None:
                 first = kind
                 channels = frame.layout.nb_channels
                 mono = Mono(frame.sample_rate, channels, limits, label, count=count)
+                start = time if start is None else start
             if kind != first:
                 raise InputError(
                     f"{label}: changes its rate or its channels on the way; convert it to WAV or "
                     "FLAC"
                 )
+            if time is not None and start is not None and time - start > mono.seconds + SLACK_S:
+                mono.add_silence(time - start)
             for part in packed.resample(frame):
                 mono.push(part.to_ndarray().reshape(part.samples, -1))
         if mono is None:
             raise InputError(f"{label}: its sound cannot be decoded; convert it to WAV or FLAC")
-        return mono.finish(promised, estimated=not _is_exact(container, stream))
+        # A header may count from 0, though the sound begins later.
+        promised = max(0.0, promised - max(0.0, start or 0.0))
+        return mono.finish(promised, estimated=not _is_exact(container, track))
 
 
-def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """Decoded frames of sound; an MP3's other packets, such as tags, are left out."""
-    for packet in container.demux(stream):
+def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
+    """What makes frames of a packet; an MP3's other packets, such as tags, are left out."""
+    track.thread_type = "AUTO"
+    context = track.codec_context
+    if (name := _DECODERS.get(context.name)) in av.codecs_available:
+        known, context = context, av.CodecContext.create(name, "r")
+        context.sample_rate, context.layout = known.sample_rate, known.layout
+
+    def decode(packet: Any) -> list[Any]:
         try:
-            yield from packet.decode()
+            return context.decode(packet)
         except InvalidDataError:
             if container.format.name != "mp3":
                 raise
+            return []
+
+    return decode
 
 
 def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
@@ -380,7 +423,7 @@ def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: 
 def container_seconds(source: Path | bytes) -> float:
     """Length of the sound in a container that FFmpeg reads; 0 where the header does not say."""
     with opened(source, "") as container:
-        return _promised_seconds(container, container.streams.audio[0], source, "")
+        return _promised_seconds(container, sound_track(container), source, "")
 
 
 def _is_exact(container: Any, stream: Any) -> bool:

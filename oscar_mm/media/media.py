@@ -43,7 +43,7 @@ def media_digest(medium: Image.Image | Video | Audio) -> str:
         return _sha256(f"image {medium.mode} {medium.width}x{medium.height}", [medium.tobytes()])
     if isinstance(medium, Audio):
         return _sha256(f"audio {RATE} {len(medium.samples)}", _blocks(medium.samples))
-    times = (medium.seconds, medium.source_fps, medium.source_frames, medium.frame_indices)
+    times = (medium.seconds, medium.fps)
     sound = media_digest(medium.sound) if medium.sound is not None else None
     return _sha256(f"video {medium.frames.shape} {times} {sound}", _blocks(medium.frames))
 

@@ -26,6 +26,12 @@ LEAST_SHARE = 0.9
 _SLACK_S = 0.5
 _SLACK_SHARE = 0.001
 
+_SILENCE_S = 10
+"""Seconds of silence that are added at a time."""
+
+# Channels in antiphase leave less than this share of their peak; what codecs add is less.
+_CANCELLED_SHARE = 1 / 32
+
 _FULL_SCALE = 0.9999
 _CLIPPED_SHARE = 0.01
 # Floats beyond this are integers that nobody scaled.
@@ -59,11 +65,13 @@ class MonoPiece(NamedTuple):
         samples: (n,) float32.
         peak: the largest of all channels.
         clipped: how many are at full scale.
+        mono_peak: the largest of ``samples``.
     """
 
     samples: np.ndarray
     peak: float
     clipped: int
+    mono_peak: float
 
     @classmethod
     def of(cls, piece: np.ndarray, label: str, out: np.ndarray | None = None) -> MonoPiece:
@@ -78,8 +86,8 @@ class MonoPiece(NamedTuple):
             InputError: samples are NaN, infinite or far beyond full scale.
         """
         if not len(piece):
-            return cls(piece.mean(axis=1, dtype=np.float32), 0.0, 0)
-        peak = float(np.maximum(piece.max(), -piece.min()))
+            return cls(piece.mean(axis=1, dtype=np.float32), 0.0, 0, 0.0)
+        peak = _peak(piece)
         if not math.isfinite(peak):
             raise InputError(f"{label}: holds samples that are NaN or infinite; export it anew")
         if peak > _LOUDEST:
@@ -89,10 +97,15 @@ class MonoPiece(NamedTuple):
             )
         several = piece.shape[1] > 1
         mono = piece.mean(axis=1, dtype=np.float32, out=out) if several else piece[:, 0]
+        mono_peak = _peak(mono) if several else peak
         if peak < _FULL_SCALE:
-            return cls(mono, peak, 0)
+            return cls(mono, peak, 0, mono_peak)
         loud = np.abs(piece).max(axis=1) if several else np.abs(mono)
-        return cls(mono, peak, int((loud >= _FULL_SCALE).sum()))
+        return cls(mono, peak, int((loud >= _FULL_SCALE).sum()), mono_peak)
+
+
+def _peak(samples: np.ndarray) -> float:
+    return float(np.maximum(samples.max(), -samples.min()))
 
 
 class Mono:
@@ -130,7 +143,12 @@ class Mono:
         self._rate, self._channels, self._whole = rate, channels, whole
         self._resampler = soxr.ResampleStream(rate, RATE, 1, dtype="float32")
         self._parts: list[np.ndarray] = []
-        self._count, self._peak, self._clipped = 0, 0.0, 0
+        self._count, self._peak, self._clipped, self._mono_peak = 0, 0.0, 0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Length of what was added so far."""
+        return self._count / self._rate
 
     def push(self, piece: np.ndarray) -> None:
         """Add (n, channels) float32 samples, which nobody writes to later.
@@ -148,6 +166,7 @@ class Mono:
             Cancelled: as of ``MediaCount``.
         """
         self._peak = max(self._peak, piece.peak)
+        self._mono_peak = max(self._mono_peak, piece.mono_peak)
         self._clipped += piece.clipped
         self._count += len(piece.samples)
         self._limits.check_audio(self._count / self._rate, self._label)
@@ -155,6 +174,18 @@ class Mono:
             self._of_request.add_sound(len(piece.samples) / self._rate, self._label)
         if self._whole is None:
             self._parts.append(self._resampled(piece.samples))
+
+    def add_silence(self, until: float) -> None:
+        """Add silence up to ``until`` seconds after the beginning of the recording.
+
+        Raises:
+            InputError, Cancelled: as of ``add``, before the silence is there.
+        """
+        self._limits.check_audio(until, self._label)
+        missing = round(until * self._rate) - self._count
+        for start in range(0, missing, _SILENCE_S * self._rate):
+            silence = np.zeros(min(missing - start, _SILENCE_S * self._rate), np.float32)
+            self.add(MonoPiece(silence, 0.0, 0, 0.0))
 
     def begin_anew(self) -> None:
         """Uncount what was added, of a recording that another ``Mono`` collects from its beginning
@@ -168,7 +199,7 @@ class Mono:
         return self._resampler.resample_chunk(samples, last=last)
 
     def finish(self, promised: float, *, estimated: bool = False) -> Audio:
-        """End the recording; warn if it is silent or clipped.
+        """End the recording; warn if it is silent, cancels itself out or is clipped.
 
         Args:
             promised: length in seconds by the header, 0 if unknown.
@@ -177,7 +208,7 @@ class Mono:
         Raises:
             InputError: there are no samples, too few, or fewer than promised.
         """
-        seconds = self._count / self._rate
+        seconds = self.seconds
         if not self._count:
             raise InputError(f"{self._label}: has no samples; record or export it anew")
         least = LEAST_SHARE * promised
@@ -195,6 +226,12 @@ class Mono:
             )
         if not self._peak:
             warnings.warn(f"{self._label}: is silent from beginning to end", stacklevel=4)
+        elif self._mono_peak < _CANCELLED_SHARE * self._peak:
+            warnings.warn(
+                f"{self._label}: is silent, as its channels cancel each other out; pass one "
+                "of them",
+                stacklevel=4,
+            )
         elif self._clipped > _CLIPPED_SHARE * self._count:
             share = self._clipped / self._count
             warnings.warn(

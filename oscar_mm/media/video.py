@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,29 @@ import av
 import numpy as np
 import torch
 from av.error import FFmpegError
-from av.stream import Disposition
 from PIL import Image
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.audio import LENIENT, container_seconds, has_sound, load_audio, silence
+from oscar_mm.media.audio import LENIENT, clip_sound, container_seconds, silence
 from oscar_mm.media.image import load_image
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaCount, MediaLimits
-from oscar_mm.media.mono import LEAST_SHARE, Audio
+from oscar_mm.media.mono import Audio
 from oscar_mm.media.source import describe, existing_file, local_source, none_if_unreadable
+from oscar_mm.media.timeline import (
+    ROUNDING_S,
+    Timeline,
+    decoded,
+    header_seconds,
+    on_show,
+    picture_rate,
+    picture_track,
+    sound_track,
+    time_of,
+)
 from oscar_mm.media.truncation import check_whole
 
 # Formats of videos that FFmpeg may read, without playlists (hls, concat, dash): they open others.
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
-
-_SOURCE_FPS = 30.0
-"""Assumed frames per second of a source whose frames are not read."""
 
 _DEFAULTS = MediaLimits()
 
@@ -39,38 +47,37 @@ class Video:
         frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a lone frame is given twice, because
             Qwen's processors join frames in pairs).
         seconds: length of the whole clip.
-        source_fps: frames per second of the source, in which ``frame_indices`` count.
-        source_frames: number of frames of the source.
-        frame_indices: T positions of ``frames`` in the source, ascending.
-        sound: the sound, if it was requested and the file has an audio track.
+        fps: frames per second: frame i is what the clip shows i / fps seconds after its start.
+        sound: the sound from the start of the clip on, if it was requested and the file has an
+            audio track.
     """
 
     frames: np.ndarray
     seconds: float
-    source_fps: float
-    source_frames: int
-    frame_indices: tuple[int, ...]
+    fps: float
     sound: Audio | None = None
 
     @property
-    def fps(self) -> float:
-        """Sampled frames per second."""
-        return len(self.frames) / self.seconds
+    def times(self) -> list[float]:
+        """Seconds after the start of the clip at which it shows each of the frames."""
+        return [index / self.fps for index in range(len(self.frames))]
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Arguments of ``transformers.video_utils.VideoMetadata``, new at each call.
 
-        Processors lengthen the list of frame indices in place, so it must not be shared.
+        Processors divide the frame indices by the frame rate, and write the times into the prompt.
+        They lengthen the list in place, so it must not be shared.
         """
+        count, height, width = self.frames.shape[:3]
         return {
-            "total_num_frames": self.source_frames,
-            "fps": self.source_fps,
-            "width": self.frames.shape[2],
-            "height": self.frames.shape[1],
+            "total_num_frames": count,
+            "fps": self.fps,
+            "width": width,
+            "height": height,
             "duration": self.seconds,
             "video_backend": "pyav",
-            "frames_indices": list(self.frame_indices),
+            "frames_indices": list(range(count)),
         }
 
 
@@ -92,9 +99,9 @@ def load_video(
         source: path of a video file, an array (T, H, W, C) or a list of PIL images or arrays as
             in :func:`load_image`, all of one size.
         limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
-        fps: frames per second to keep of a file; fewer where these would exceed
-            ``limits.max_video_frames``, more where only one would remain. For a list or an array,
-            the rate at which its frames were taken; all of them are kept.
+        fps: frames per second to keep of a file, each the one on show at that time; fewer where
+            these would exceed ``limits.max_video_frames``, more where only one would remain. For a
+            list or an array, the rate at which its frames were taken; all of them are kept.
         sound: read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
         count: of the request that it is part of.
@@ -111,10 +118,11 @@ def load_video(
     name = label or describe(source, "video")
     if isinstance(source, (str, Path)):
         path = existing_file(source, name)
-        video = _from_file(path, float(fps), limits, name)
-        if not (sound and has_sound(path, name)):
+        timeline = _timeline(path, limits, name)
+        video = _from_file(path, timeline, float(fps), limits, name)
+        if not (sound and timeline.has_sound):
             return video
-        return replace(video, sound=load_audio(path, limits=limits, label=name, count=count))
+        return replace(video, sound=clip_sound(path, timeline.start, limits, name, count))
     if isinstance(source, (list, tuple, np.ndarray)):
         return _from_frames(source, float(fps), limits, name)
     raise InputError(
@@ -132,20 +140,20 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
     """
     if isinstance(source, str | Path):
         path = local_source(source)
-        with _opened_video(path, "") as (container, stream):
-            seconds, size = _clip_seconds(container, stream), (stream.width, stream.height)
-            audio = silence(container_seconds(path)) if sound and container.streams.audio else None
+        with _opened_video(path, "") as (container, track):
+            seconds, size = header_seconds(container, track), (track.width, track.height)
+            audio = silence(container_seconds(path)) if sound and sound_track(container) else None
+        if not seconds:
+            return None
         limits.check_video(*size, seconds, "")
         video = sampled(seconds, size, fps, limits, audio)
         # Whether the last frame is kept depends on the times of the frames.
-        count = max(2, len(video.frames) - 1)
-        return replace(
-            video, frames=video.frames[:count], frame_indices=video.frame_indices[:count]
-        )
-    first = source[0]
+        return replace(video, frames=video.frames[: max(2, len(video.frames) - 1)])
+    first, count = source[0], max(2, len(source))
     height, width = first.size[::-1] if isinstance(first, Image.Image) else first.shape[:2]
-    limits.check_video(width, height, len(source) / fps, "")
-    return _outline(len(source), (width, height), 1 / fps, len(source) / fps, None)
+    seconds = len(source) / fps
+    limits.check_video(width, height, seconds, "")
+    return _outline(count, (width, height), seconds, count / seconds, None)
 
 
 def sampled(
@@ -160,26 +168,16 @@ def sampled(
         limits: bounds on frames and pixels.
         sound: sound of the video, if that counts.
     """
-    step, most = _kept_frames(seconds, fps, limits)
-    # Frames are kept at 0, step, 2 step, ... as long as the clip lasts.
-    count = max(2, min(most, math.ceil(seconds / step - 1e-6)))
-    return _outline(count, _kept_size(*size, most, limits), step, seconds, sound)
+    count, rate = _kept_frames(seconds, fps, limits)
+    return _outline(count, _kept_size(*size, count, limits), seconds, rate, sound)
 
 
 def _outline(
-    count: int, size: tuple[int, int], step: float, seconds: float, sound: Audio | None
+    count: int, size: tuple[int, int], seconds: float, rate: float, sound: Audio | None
 ) -> Video:
     # Processors take tensors too, and work on their shapes alone on the device meta.
-    count = max(2, count)
     frames: Any = torch.empty((count, *size[::-1], 3), dtype=torch.uint8, device="meta")
-    return Video(
-        frames=frames,
-        seconds=seconds,
-        source_fps=_SOURCE_FPS,
-        source_frames=round(seconds * _SOURCE_FPS),
-        frame_indices=tuple(round(index * step * _SOURCE_FPS) for index in range(count)),
-        sound=sound,
-    )
+    return Video(frames, seconds, rate, sound)
 
 
 def _from_frames(
@@ -212,42 +210,27 @@ def _from_frames(
                 f"{images[0].shape[1]}x{images[0].shape[0]}; all frames must have one size"
             )
         images.append(np.asarray(image))
-    return _video(np.stack(images), list(range(count)), count / fps, fps, count)
-
-
-def _video(
-    frames: np.ndarray, indices: list[int], seconds: float, rate: float, count: int
-) -> Video:
-    if len(frames) == 1:
-        frames, indices = np.repeat(frames, 2, axis=0), indices * 2
-    return Video(frames, seconds, rate, count, tuple(indices))
-
-
-def _from_file(path: Path, fps: float, limits: MediaLimits, label: str) -> Video:
-    with _opened_video(path, label) as (container, stream):
-        return _sample(container, stream, fps, limits, label)
+    frames = np.stack(images)
+    if count == 1:
+        frames = np.repeat(frames, 2, axis=0)
+    return Video(frames, count / fps, len(frames) / count * fps)
 
 
 @contextmanager
 def _opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
-    """A PyAV container and its stream of pictures.
+    """A PyAV container and its track of pictures.
 
     Raises:
-        InputError: the file has no such stream, or cannot be read, also inside the block.
+        InputError: the file has no such track, or cannot be read, also inside the block.
     """
-    check_whole(path, label)
     # "file:" keeps a colon in the name from being read as a protocol.
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
         with av.open(f"file:{path.absolute()}", options=options, **LENIENT) as container:
-            streams = [
-                stream
-                for stream in container.streams.video
-                if not stream.disposition & Disposition.attached_pic
-            ]
-            if not streams:
+            track = picture_track(container)
+            if track is None:
                 raise InputError(f"{label}: has no video stream; is it a sound file?")
-            yield container, streams[0]
+            yield container, track
     except FFmpegError as error:
         raise InputError(
             f"{label}: is not a video that can be read, or is damaged; convert it to MP4 "
@@ -255,74 +238,78 @@ def _opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def _clip_seconds(container: Any, stream: Any) -> float:
-    """Length of an opened video by its header; 0 if the header does not say."""
-    seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
-    return seconds or (container.duration or 0) / 1e6
+def _timeline(path: Path, limits: MediaLimits, label: str) -> Timeline:
+    check_whole(path, label)
+    with _opened_video(path, label) as (container, track):
+        limits.check_video(track.width, track.height, header_seconds(container, track), label)
+        return Timeline.of(container, partial(limits.check_seconds, label=label), label)
 
 
-def _sample(container: Any, stream: Any, fps: float, limits: MediaLimits, label: str) -> Video:
-    """Decode a stream frame by frame and keep those nearest to multiples of 1 / fps seconds.
-
-    Only kept frames are in memory. If the header's length is too short and the buffer fills up,
-    every second kept frame is dropped and the rate is halved, so memory is bounded in any case.
-    """
-    stream.thread_type = "AUTO"
-    rate = float(stream.average_rate or stream.guessed_rate or 24)
-    seconds = _clip_seconds(container, stream)
-    limits.check_video(stream.width, stream.height, seconds, label)
-
-    step, capacity = _kept_frames(seconds, fps, limits)
-    buffer: np.ndarray | None = None
-    indices: list[int] = []
-    count, start, time, due = 0, 0.0, 0.0, 0.0
-    for frame in container.decode(stream):
-        if count == 0:
-            start = frame.time or 0.0
-        time = count / rate if frame.time is None else frame.time - start
-        count += 1
-        limits.check_seconds(time, label)
-        if time < due - 0.5 / rate:
-            continue
-        if buffer is None:
-            limits.check_video(frame.width, frame.height, 0.0, label)
-            size = _kept_size(frame.width, frame.height, capacity, limits)
-            quarter_turns = round(frame.rotation / 90)
-            shape = size if quarter_turns % 2 else size[::-1]
-            buffer = np.empty((capacity, *shape, 3), np.uint8)
-        elif len(indices) == capacity:
-            indices = indices[::2]
-            buffer[: len(indices)] = buffer[::2]
-            step *= 2
-        scaled = frame.reformat(*size, format="rgb24", interpolation="AREA").to_ndarray()
-        buffer[len(indices)] = np.rot90(scaled, quarter_turns)
-        indices.append(round(time * rate))
-        due = (math.floor(time / step + 0.5 / (rate * step)) + 1) * step
-    if buffer is None:
+def _from_file(
+    path: Path, timeline: Timeline, fps: float, limits: MediaLimits, label: str
+) -> Video:
+    """Decode a clip picture by picture, of which only those that are kept are in memory."""
+    count, rate = _kept_frames(timeline.seconds, fps, limits)
+    kept: np.ndarray | None = None
+    last, scaled = None, None
+    with _opened_video(path, label) as (container, track):
+        track.thread_type = "AUTO"
+        due = [index / rate for index in range(count)]
+        for place, frame in enumerate(on_show(_pictures(container, track, timeline.start), due)):
+            if kept is None:
+                limits.check_video(frame.width, frame.height, 0.0, label)
+                size = _kept_size(frame.width, frame.height, count, limits)
+                matrix = _display_matrix(frame)
+            if frame is not last:
+                pixels = frame.reformat(*size, format="rgb24", interpolation="AREA").to_ndarray()
+                last, scaled = frame, _displayed(pixels, matrix)
+            if kept is None:
+                kept = np.empty((count, *scaled.shape), np.uint8)
+            kept[place] = scaled
+    if kept is None:
         raise InputError(f"{label}: no frame of the video can be decoded; convert it to MP4")
-    end = time + 1 / rate
-    # Both must fall short: AVI counts dropped frames too, and a last slide may be held for long.
-    if count < LEAST_SHARE * stream.frames and end < LEAST_SHARE * seconds:
-        raise InputError(
-            f"{label}: ends after {end:.1f} of {seconds:.1f} s; the file is cut off, copy or "
-            "download it again"
-        )
-    total = max(count, indices[-1] + 1)
-    return _video(buffer[: len(indices)], indices, end, rate, total)
+    return Video(kept, timeline.seconds, rate)
 
 
-def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[float, int]:
-    """Seconds from one kept frame to the next, and the largest number of kept frames.
+def _pictures(container: Any, track: Any, start: float) -> Iterator[tuple[float, Any]]:
+    """Decoded frames and the seconds after the start of the clip at which they are due."""
+    before = 0.0
+    for index, frame in enumerate(decoded(container, track, track.decode)):
+        time = time_of(frame, track)
+        time = index / picture_rate(track) if time is None else time - start
+        before = max(before, time)
+        yield before, frame
+
+
+def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
+    """How a frame is to be shown: the place (x, y) at (x a + y c, x b + y d), as a, b, c, d."""
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None or data.buffer_size < 36:
+        return 1, 0, 0, 1
+    a, b, _, c, d = np.frombuffer(bytes(data), np.int32)[:5].tolist()
+    return a, b, c, d
+
+
+def _displayed(pixels: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndarray:
+    """(H, W, 3) pixels, mirrored and turned by quarters to what is nearest to a display matrix."""
+    a, b, c, d = matrix
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+
+
+def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, float]:
+    """How many frames are kept of a clip, and how many of each second.
+
+    Frames are kept at 0, 1 / rate, 2 / rate, ... as long as the clip lasts.
 
     Args:
-        seconds: length of a file by its header; 0 if the header does not say.
+        seconds: length of the clip, above 0.
         fps: frames per second to keep, if the limits allow it.
     """
     most = limits.max_video_frames
-    if seconds <= 0:
-        return 1 / fps, most
-    step = max(min(1 / fps, seconds / 2), seconds / most)
-    return step, min(most, math.ceil(seconds / step) + 1)
+    rate = min(max(fps, 2 / seconds), most / seconds)
+    return max(2, min(most, math.ceil((seconds - ROUNDING_S) * rate))), rate
 
 
 def _kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:

@@ -79,7 +79,27 @@ def test_channels_are_averaged() -> None:
     right, _ = tone(1, 2000, seed=1)
     both = load_audio((np.stack([left, right], 1), rate))
     assert np.allclose(both.samples, (left + right) / 2, atol=1e-6)
-    assert np.allclose(load_audio((np.stack([left, -left]), rate)).samples, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "m4a", None])
+def test_channels_that_cancel_each_other_out(tmp_path: Path, suffix: str | None) -> None:
+    left, rate = tone(1, 300)
+    source: Any = (np.stack([left, -left]), rate)
+    if suffix in ("wav", "flac"):
+        soundfile.write(tmp_path / f"a.{suffix}", source[0].T, rate)
+    elif suffix:
+        write_sound(tmp_path / f"a.{suffix}", source, rate=rate, layout="stereo", channels=True)
+    source = source if suffix is None else tmp_path / f"a.{suffix}"
+    with pytest.warns(UserWarning, match="channels cancel each other out"):
+        audio = load_audio(source)
+    assert np.abs(audio.samples).max() < 0.02
+
+
+def test_channels_that_differ_are_no_reason_to_warn(recwarn) -> None:
+    left, rate = tone(1, 300)
+    for right in (-0.8 * left, np.zeros_like(left), tone(1, 310)[0]):
+        load_audio((np.stack([left, right]), rate))
+    assert not recwarn
 
 
 def test_arrays_of_every_type() -> None:

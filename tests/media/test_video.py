@@ -55,46 +55,27 @@ def test_samples_by_time(tmp_path: Path, suffix: str, codec: str) -> None:
     path = write_clip(tmp_path / f"clip: 1.{suffix}", [5 * i for i in range(40)], codec=codec)
     video = load_video(path, fps=2)
     assert video.frames.shape == (8, 32, 64, 3) and video.frames.dtype == np.uint8
-    assert video.frame_indices == tuple(range(0, 40, 5))
-    assert levels(video.frames) == list(video.frame_indices)
-    assert video.seconds == pytest.approx(4, abs=0.02) and video.fps == pytest.approx(2, rel=0.01)
-    assert video.source_frames == 40 and video.source_fps == pytest.approx(10, rel=0.01)
+    assert levels(video.frames) == list(range(0, 40, 5))
+    assert video.times == [index / 2 for index in range(8)]
+    assert video.seconds == pytest.approx(4, abs=0.02) and video.fps == 2
 
 
-def test_uneven_times(tmp_path: Path) -> None:
-    times = [0.0, 0.1, 0.2, 3.0, 3.1, 3.2, 4.0]
-    path = write_clip(tmp_path / "slides.mkv", [35 * i for i in range(7)], times=times)
-    video = load_video(path, fps=1)
-    shown = [index / video.source_fps for index in video.frame_indices]
-    assert shown == pytest.approx([0.0, 3.0, 4.0], abs=0.5 / video.source_fps + 1e-6)
-    assert max(video.frame_indices) < video.source_frames
-
-
-def test_rate_above_the_source_keeps_all(tmp_path: Path) -> None:
-    video = load_video(write_clip(tmp_path / "clip.mp4", [9] * 7), fps=100)
-    assert video.frame_indices == tuple(range(7))
+def test_rate_above_the_source_repeats_frames(tmp_path: Path) -> None:
+    video = load_video(write_clip(tmp_path / "clip.mp4", [30 * i for i in range(7)]), fps=30)
+    assert levels(video.frames) == pytest.approx([index // 3 * 6 for index in range(21)], abs=1)
 
 
 def test_frames_are_capped(tmp_path: Path) -> None:
     path = write_clip(tmp_path / "clip.mp4", [5 * i for i in range(40)])
     video = load_video(path, fps=10, limits=MediaLimits(max_video_frames=4))
-    assert video.frame_indices == (0, 10, 20, 30)
-
-
-def test_unknown_length_is_thinned_out(tmp_path: Path) -> None:
-    # A raw stream has no header which tells the length.
-    path = write_clip(tmp_path / "clip.m4v", [5 * i for i in range(40)])
-    video = load_video(path, fps=10, limits=MediaLimits(max_video_frames=8))
-    assert 4 <= len(video.frames) <= 8
-    assert levels(video.frames) == list(video.frame_indices)
-    assert video.frame_indices[-1] >= 30
+    assert levels(video.frames) == [0, 10, 20, 30] and video.times == [0, 1, 2, 3]
 
 
 def test_short_clips_give_two_frames(tmp_path: Path) -> None:
     few = load_video(write_clip(tmp_path / "few.mp4", [0, 50, 100, 150]), fps=1)
-    assert few.frame_indices == (0, 2)
+    assert levels(few.frames) == [0, 20] and few.times == pytest.approx([0, 0.2], abs=0.01)
     lone = load_video(write_clip(tmp_path / "lone.mp4", [50]), fps=1)
-    assert lone.frame_indices == (0, 0) and len(lone.frames) == 2
+    assert levels(lone.frames) == [10, 10]
 
 
 @pytest.mark.parametrize(("rotation", "corner"), [(-90, (0, -1)), (90, (-1, 0)), (180, (-1, -1))])
@@ -112,7 +93,7 @@ def test_pixels_are_bounded(tmp_path: Path) -> None:
     assert video.frames.size <= 3 * 8 * 160 * 80
     assert len(video.frames) == 8
     assert video.frames.shape[2] == pytest.approx(2 * video.frames.shape[1], abs=2)
-    assert levels(video.frames) == pytest.approx(video.frame_indices, abs=1)
+    assert levels(video.frames) == pytest.approx(range(0, 40, 5), abs=1)
     with pytest.raises(InputError, match=r"320x160 pixels.*max_image_pixels"):
         load_video(path, limits=MediaLimits(max_image_pixels=10_000))
 
@@ -220,7 +201,8 @@ def test_frames_as_array_and_list_agree(array: np.ndarray, fps: float) -> None:
     assert np.array_equal(whole.frames, parts.frames)
     assert whole.frames.shape == (max(2, len(array)), *array.shape[1:3], 3)
     assert whole.seconds == pytest.approx(len(array) / fps)
-    assert whole.source_fps == fps
+    assert whole.times[: len(array)] == pytest.approx([i / whole.fps for i in range(len(array))])
+    assert whole.fps == pytest.approx(fps * max(2, len(array)) / len(array))
 
 
 def test_metadata_is_not_shared() -> None:
