@@ -57,8 +57,7 @@ class Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": message})
             return
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        await JSONResponse({"error": error}, status)(scope, receive, send)
+        await _refusal(status, message)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)
@@ -80,6 +79,34 @@ class Guard:
         return kind == "application/json" or (
             kind == "multipart/form-data" and path.endswith(self.uploads)
         )
+
+
+class OneLength:
+    """Middleware that refuses a request with Content-Length and Transfer-Encoding.
+
+    A proxy in front may see another end of it, and so another next request, than this server.
+
+    Args:
+        app: the application that it protects.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse and close the connection, or pass on."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        if not ("content-length" in headers and "transfer-encoding" in headers):
+            await self.app(scope, receive, send)
+            return
+        message = "a request has either Content-Length or Transfer-Encoding"
+        scope.setdefault("state", {})["refusal"] = message
+        await _refusal(400, message, {"Connection": "close"})(scope, receive, send)
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)
 
 
 def _is_foreign(headers: Headers, host: str) -> bool:

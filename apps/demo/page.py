@@ -5,6 +5,7 @@ Gradio sends nothing off the machine and reads no files but uploads.
 
 from __future__ import annotations
 
+import base64
 from contextlib import suppress
 from functools import partial
 from html import escape
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 
 import gradio as gr
 from gradio_client.utils import is_file_obj_with_meta, is_http_url_like, traverse
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -161,9 +162,28 @@ def _example_buttons(*, hears: bool) -> list[tuple[gr.Button, Example]]:
                 for example in examples:
                     if example.exists and (hears or not example.needs_sound):
                         label = ": ".join(filter(None, (example.title, example.summary)))
-                        button = gr.Button(label, icon=example.picture, size="sm", min_width=140)
+                        name = None if example.picture is None else _icon_name(example)
+                        button = gr.Button(label, elem_id=name, size="sm", min_width=140)
                         buttons.append((button, example))
     return buttons
+
+
+def icon_style() -> str:
+    """Return the style of buttons with a picture; gradio's icons tell where their files are."""
+    rules = []
+    for example in QUESTIONS:
+        if example.exists and example.picture is not None:
+            data = base64.b64encode(example.picture.read_bytes()).decode()
+            rules.append(
+                f"#{_icon_name(example)}::before {{ content: ''; width: 1.5rem; height: 1.5rem; "
+                f"margin-right: 0.5rem; background: url(data:image/png;base64,{data}) "
+                "center / cover }"
+            )
+    return "\n".join(rules)
+
+
+def _icon_name(example: Example) -> str:
+    return f"example-{QUESTIONS.index(example)}"
 
 
 def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
@@ -325,6 +345,8 @@ class Isolation:
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder = app, folder
+        self._coming: dict[object, int] = {}
+        """Bytes of each upload that have not come yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer what is refused, and pass on the rest."""
@@ -335,10 +357,8 @@ class Isolation:
         if any(part in path for part in _FETCHING_PATHS):
             await PlainTextResponse("addresses are not fetched", 403)(scope, receive, send)
             return
-
-        if path.endswith("/upload") and stored_bytes(self.folder) > visitor_input.MAX_STORED_BYTES:
-            refusal = PlainTextResponse("the server has no room for more files now", 507)
-            await refusal(scope, receive, send)
+        if path.endswith("/openapi.json"):
+            await PlainTextResponse("Not Found", 404)(scope, receive, send)
             return
 
         async def with_headers(message: Message) -> None:
@@ -349,7 +369,35 @@ class Isolation:
                 headers["Referrer-Policy"] = "no-referrer"
             await send(message)
 
-        await self.app(scope, receive, with_headers)
+        if path.endswith("/upload"):
+            await self._upload(scope, receive, with_headers)
+        else:
+            await self.app(scope, receive, with_headers)
+
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take files where they and all that others send just now have room."""
+        announced = Headers(scope=scope).get("content-length", "")
+        if not announced.isdecimal():
+            await PlainTextResponse("uploads need a Content-Length", 411)(scope, receive, send)
+            return
+        upload, size = object(), int(announced[:19])
+        expected = stored_bytes(self.folder) + sum(self._coming.values()) + size
+        if expected > visitor_input.MAX_STORED_BYTES:
+            refusal = PlainTextResponse("the server has no room for more files now", 507)
+            await refusal(scope, receive, send)
+            return
+
+        async def counted() -> Message:
+            message = await receive()
+            # What has come is in the folder.
+            self._coming[upload] -= len(message.get("body", b""))
+            return message
+
+        self._coming[upload] = size
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            del self._coming[upload]
 
 
 def stored_bytes(folder: Path) -> int:

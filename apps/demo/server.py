@@ -141,8 +141,8 @@ def serve_page(
         from starlette.middleware import Middleware
 
         from oscar_mm.apps.demo.handlers import Handlers
-        from oscar_mm.apps.demo.page import Isolation, build
-        from oscar_mm.apps.guard import Guard
+        from oscar_mm.apps.demo.page import Isolation, build, icon_style
+        from oscar_mm.apps.guard import Guard, OneLength
 
         sessions = Sessions(pipe, settings, (folder, FOLDER), keep)
         page = build(Handlers(sessions, folder / "made"))
@@ -166,14 +166,16 @@ def serve_page(
                 allowed_paths=[str(FOLDER)] if FOLDER.is_dir() else [],
                 app_kwargs={
                     "middleware": [
+                        Middleware(OneLength),
                         Middleware(Guard, host=host, uploads=("/upload",)),
                         Middleware(Isolation, folder=folder),
                     ],
                     "docs_url": None,
                     "redoc_url": None,
+                    "openapi_url": None,
                 },
                 theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
-                head=f"<style>{_STYLE.read_text()}</style>",
+                head=f"<style>{_STYLE.read_text()}\n{icon_style()}</style>",
             )
         except OSError:
             # gradio's own message names options that this program lacks.

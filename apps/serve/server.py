@@ -27,7 +27,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from oscar_mm.apps.guard import Guard
+from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.apps.serve.access_log import AccessLog, note_answer, note_refusal
 from oscar_mm.apps.serve.connections import Connection, ConnectionBounds
 from oscar_mm.apps.serve.conversations import Conversations
@@ -309,10 +309,11 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
             yield
             await service.close()
 
-    app = FastAPI(title="oscar-mm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="oscar-mm", lifespan=lifespan, openapi_url=None)
     app.state.service = service
     if limits.api_key is None:
         app.add_middleware(Guard, host=host)
+    app.add_middleware(OneLength)
 
     @app.exception_handler(Refusal)
     async def refuse(http: HttpRequest, error: Refusal) -> JSONResponse:

@@ -1,6 +1,7 @@
 """The server: a conversation over HTTP, and what a hostile visitor asks of it in vain."""
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo import visitor_input as bounds
+from oscar_mm.apps.demo.page import stored_bytes
 from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.errors import InputError
 from tests.apps.demo.conftest import COMPACT
@@ -168,6 +170,54 @@ def test_uploads_are_bounded(client, uploads, monkeypatch) -> None:
     files = {"files": ("a.png", (uploads / "0.png").read_bytes())}
     client.post("gradio_api/upload", files=files)
     assert client.post("gradio_api/upload", files=files).status_code == 507
+
+
+def test_uploads_that_come_together_have_a_bound_together(served, client, monkeypatch) -> None:
+    """Each counts with what it has announced, until it has come or its sender has left."""
+    monkeypatch.setattr(bounds, "MAX_STORED_BYTES", 10**15)
+    [isolation] = [
+        one.kwargs["folder"] for one in served.page.app.user_middleware if "folder" in one.kwargs
+    ]
+    limit = stored_bytes(isolation) + 100_000
+    monkeypatch.setattr(bounds, "MAX_STORED_BYTES", limit)
+    port = int(served.address.rstrip("/").rpartition(":")[2])
+    head = (
+        f"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 60000\r\n\r\n--b\r\n"
+    )
+    files = {"files": ("a.bin", bytes(60_000))}
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.sendall(head.encode())
+        until(lambda: client.post("gradio_api/upload", files=files).status_code == 507)
+        small = {"files": ("a.bin", bytes(1_000))}
+        assert client.post("gradio_api/upload", files=small).status_code == 200
+    until(lambda: client.post("gradio_api/upload", files=files).status_code == 200)
+
+
+def test_uploads_say_how_long_they_are(client) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"--b\r\n"
+
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert client.post("gradio_api/upload", content=pieces(), headers=kind).status_code == 411
+
+
+def test_the_page_does_not_tell_where_files_are(served, client) -> None:
+    folder = Path(os.environ["GRADIO_TEMP_DIR"])
+    for path in ("", "config", "theme.css", "gradio_api/info"):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert str(folder.name) not in answer.text and str(folder.parent) not in answer.text
+    assert "#example-0::before" in client.get("").text, "the pictures of buttons"
+    for path in ("openapi.json", "gradio_api/openapi.json", "docs", "redoc"):
+        assert client.get(path).status_code == 404
+
+
+def test_one_length(client) -> None:
+    two = {"Content-Length": "2", "Transfer-Encoding": "chunked"}
+    body = [b"2\r\n{}\r\n0\r\n\r\n"]
+    answer = client.post("gradio_api/queue/join", content=iter(body), headers=two)
+    assert answer.status_code == 400 and answer.headers["connection"] == "close"
 
 
 def test_who_comes_back_goes_on_and_who_does_not_leaves_nothing(

@@ -5,6 +5,7 @@ import json
 import select
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -126,3 +127,29 @@ def test_connections_are_bounded(omni, sent: bytes) -> None:
             assert 60 - 14 <= sum(closed) < 60
             assert closed == sorted(closed, reverse=True), "the first ones"
             assert sum(len(part.choices) for part in stream) > 100
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_one_length(omni, key: str | None) -> None:
+    """Else a proxy may take the second request for the body of the first."""
+    with served(omni, api_key=key) as address, connected(address) as connection:
+        body = json.dumps({"messages": [user("Why?")], "max_tokens": 1}).encode()
+        connection.sendall(
+            POST
+            + f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n".encode()
+            + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            + HEAD
+            + b"\r\n"
+        )
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 400 and answer.getheader("Connection") == "close"
+        assert "Content-Length or Transfer-Encoding" in answer.read().decode()
+        assert connection.recv(100) == b"", "nothing comes of the second request"
+
+
+def test_nothing_is_served_beside_the_protocol(address) -> None:
+    for path in ("/openapi.json", "/docs", "/redoc", "/"):
+        with pytest.raises(urllib.error.HTTPError) as missing:
+            urllib.request.urlopen(address + path)
+        assert missing.value.code == 404
