@@ -67,6 +67,15 @@ MaxContext = Annotated[
         "model's own.",
     ),
 ]
+PrefillChunk = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Tokens of a prompt that are read at a time; between them others go on, and shorter "
+        "prompts are read exactly. Default: 1024 on a CPU, 32768 on a GPU.",
+    ),
+]
 AudioInVideo = Annotated[
     bool, typer.Option("--audio-in-video", help="Hear the sound of the videos (Qwen3-Omni).")
 ]

@@ -23,7 +23,7 @@ from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation import prompt_reader
-from oscar_mm.generation.prefill import read_prompt
+from oscar_mm.generation.prefill import read_in_chunks, read_prompt
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
@@ -346,13 +346,15 @@ def record_calls(model: Any) -> Iterator[list[Call]]:
     """
     calls: list[Call] = []
 
-    def read_and_record(reader: Any, prompt: Prompt, *arguments: Any) -> torch.Tensor:
-        logits = read_prompt(reader, prompt, *arguments)
-        if reader is model:
-            calls.append(Call(prompt, logits[0].float().cpu()))
-        return logits
+    def read_and_record(
+        reader: Any, prompt: Prompt, *arguments: Any
+    ) -> Iterator[torch.Tensor | None]:
+        for logits in read_in_chunks(reader, prompt, *arguments):
+            if reader is model and logits is not None:
+                calls.append(Call(prompt, logits[0].float().cpu()))
+            yield logits
 
-    with patch.object(prompt_reader, "read_prompt", read_and_record):
+    with patch.object(prompt_reader, "read_in_chunks", read_and_record):
         yield calls
 
 

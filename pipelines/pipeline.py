@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +28,7 @@ from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.prompt_reader import usual_chunk
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import ImageSource
@@ -63,8 +64,9 @@ class Pipeline:
             default "sdpa", or what a loaded model has.
         max_context: most tokens of a conversation with its answer; by default, and at most, what
             the model was made for. A request with more is refused before it is read.
-        prefill_chunk: read prompts this many tokens at a time, which bounds activations; later
-            chunks then read packed history. None: in one go, exact.
+        prefill_chunk: read prompts this many tokens at a time, which bounds activations, and
+            between two chunks other prompts; later chunks then read packed history. None: in one
+            go, exact. "auto": 1,024 on a CPU, 32,768 on a GPU, for services.
         allow_remote: let images and recordings be http(s) addresses.
         limits: bounds on media.
         video_fps: frames per second that are sampled from videos.
@@ -96,7 +98,7 @@ class Pipeline:
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
         max_context: int | None = None,
-        prefill_chunk: int | None = None,
+        prefill_chunk: int | Literal["auto"] | None = None,
         allow_remote: bool = False,
         limits: MediaLimits | None = None,
         video_fps: float = 2.0,
@@ -106,7 +108,8 @@ class Pipeline:
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = KVPolicy.of(policy)
-        for name, value in (("max_context", max_context), ("prefill_chunk", prefill_chunk)):
+        chunk = None if prefill_chunk == "auto" else prefill_chunk
+        for name, value in (("max_context", max_context), ("prefill_chunk", chunk)):
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name}={value!r}: must be a positive number of tokens or None")
         limits = MediaLimits() if limits is None else limits
@@ -136,7 +139,8 @@ class Pipeline:
         self.media_reader.fit = self.family.largest_image
         longest = self.model.config.get_text_config().max_position_embeddings
         most = min(max_context or longest, longest)
-        self.admission = Admission(self.family, self.store, most, prefill_chunk, budget)
+        chunk = usual_chunk(self.family.device) if prefill_chunk == "auto" else chunk
+        self.admission = Admission(self.family, self.store, most, chunk, budget)
         self.media_reader.most_seconds = self.admission.most_seconds
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
 

@@ -65,6 +65,7 @@ def serve(
             limits=LIMITS,
             kv_budget=kv_budget,
             max_context=max_context,
+            prefill_chunk="auto",
         )
         settings = SessionSettings(KVPolicy.preset(policy), policy, compare=compare)
         try:

@@ -65,6 +65,7 @@ def serve(
         ),
     ] = None,
     max_context: options.MaxContext = None,
+    prefill_chunk: options.PrefillChunk = None,
     max_new_tokens: options.AnswerLength = None,
     max_request: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
@@ -133,6 +134,7 @@ def serve(
         policy=policy,
         **asdict(placement),
         max_context=max_context,
+        prefill_chunk=prefill_chunk or "auto",
         allow_remote=allow_remote,
         kv_budget=budget,
         prefix_cache=prefixes,

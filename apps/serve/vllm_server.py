@@ -34,6 +34,7 @@ _REFUSED = {
     "max_request": "vLLM does not bound a request's bytes",
     "waiting": "vLLM does not bound its queue",
     "conversations": "vLLM keeps prefixes of prompts, as many as its KV memory holds",
+    "prefill_chunk": "vLLM reads prompts in chunks by itself: -- --max-num-batched-tokens N",
     "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
     "device_map": "-- --tensor-parallel-size N spreads a model over N GPUs",
 }

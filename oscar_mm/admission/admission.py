@@ -14,7 +14,6 @@ from oscar_mm.admission.capacity import (
     KVBudget,
     ModelShape,
     Reservation,
-    Spillable,
     activation_bytes,
     free_bytes,
 )
@@ -256,20 +255,13 @@ class Admission:
         """Most bytes that it adds at any time."""
         return int(self._bytes_over_time(growth).max())
 
-    def reserve(
-        self,
-        growth: Growth,
-        prompt: Prompt,
-        cache: OscarCache,
-        chat: Spillable | None = None,
-    ) -> Reservation | None:
+    def reserve(self, growth: Growth, prompt: Prompt, cache: OscarCache) -> Reservation | None:
         """Make room for an answer in the budget and on its devices, before the model reads.
 
         Args:
             growth: of prompt and answer.
             prompt: of a single row.
-            cache: that the answer goes on from.
-            chat: that stays; also stays who is answering.
+            cache: that the answer goes on from; the chat that has it stays, as it is answering.
 
         Returns:
             keeps the room in the budget, if there is one, until it is dropped.
@@ -285,7 +277,7 @@ class Admission:
         if self.budget is None:
             return None
         added = self._bytes_over_time(growth)
-        self.budget.make_room(int(added.max()), chat)
+        self.budget.make_room(int(added.max()))
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:

@@ -30,7 +30,7 @@ from oscar_mm.chat.told import ToldTurn, told_prompt, told_together
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.family import Message
-from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.generation import Generation, Reading
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.media import Media
@@ -198,18 +198,36 @@ class Chat:
             prompt, after = told_prompt(pipe, then, told, self.system, shown, ids)
             return prompt
 
-        with self._next_turn(prepare, 0, reserves=True) as (now, prompt):
-            assert after is not None
-            cache, self._spillable.reading = now.cache.fork(), True
-            try:
+        with self._calls:
+            with self._next_turn(prepare, 0) as (now, prompt):
                 read = prompt.to(pipe.family.device)
-                pipe.engine.reader.read(read, cache, lambda: self._cancelled)
-                self._spillable.replace(replace(after, kv=cache))
-            except BaseException:
-                cache.close()
-                raise
-            finally:
-                self._spillable.reading = False
+                reading = Reading(pipe.engine, read, now.cache.fork())
+                # Within the lock: from here on the chat stays where it is.
+                self._spillable.answering = reading
+            self._read(reading)
+            with pipe.lock.briefly():
+                assert after is not None
+                self._spillable.replace(replace(after, kv=reading.cache))
+                self._spillable.answering = None
+
+    def _read(self, reading: Reading) -> None:
+        """Read what was told; others answer meanwhile.
+
+        Raises:
+            Cancelled: nobody waits for the chat any more.
+        """
+        if self._cancelled:
+            reading.cancel()
+        try:
+            for _ in reading:
+                pass
+            if reading.cancelled:
+                raise Cancelled("the turn was cancelled before it was read")
+        except BaseException:
+            with self.pipe.lock.briefly():
+                reading.cache.close()
+                self._spillable.answering = None
+            raise
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -361,35 +379,22 @@ class Chat:
 
     @contextmanager
     def _next_turn(
-        self,
-        prepare: Callable[[Conversation], Prompt],
-        most: int,
-        *,
-        reserves: bool = False,
+        self, prepare: Callable[[Conversation], Prompt], most: int
     ) -> Iterator[tuple[Conversation, Prompt]]:
-        """Inside, as of ``_alone``: the conversation, and what it goes on with, which fits.
+        """Inside, as of ``_alone``: the conversation, and what it goes on with, which fits with
+        ``most`` tokens after it.
 
-        Others answer while ``prepare`` makes that of the conversation. With ``reserves`` there is
-        room for the prompt and for ``most`` tokens after it, which waits for theirs.
+        Others answer while ``prepare`` makes that of the conversation.
         """
         pipe = self.pipe
-
-        def begin() -> Conversation:
-            now = self._load()
-            if reserves and now.turns is then.turns:
-                pipe.admission.check_prompt(prompt, most, past_of(now))
-                self._spillable.make_room(prompt, most + 1)  # all of them are stored
-            return now
-
         with self._calls:
             while True:
                 then = self._spillable.conversation
                 prompt = prepare(then)
-                with pipe.engine.room_for(begin, brief=not reserves) as now:
+                with pipe.engine.room_for(self._load) as now:
                     if now.turns is not then.turns:
                         continue  # A stream that was left has become a turn.
-                    if not reserves:
-                        pipe.admission.check_prompt(prompt, most, past_of(now))
+                    pipe.admission.check_prompt(prompt, most, past_of(now))
                     yield now, prompt
                     return
 

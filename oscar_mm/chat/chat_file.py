@@ -25,7 +25,6 @@ from oscar_mm.cache.tables_file import SavedTables
 from oscar_mm.chat.conversation import ChatEngine, Conversation, Turn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.policy import KVPolicy
 from oscar_mm.ranks import Ranks, own_part
@@ -247,14 +246,13 @@ class SpillableConversation:
         conversation: to begin with.
 
     Attributes:
-        answering: the answer that is being written just now, or None.
-        reading: whether a turn that took place elsewhere is being read.
+        answering: the answer that is being written just now, or what reads turns that took place
+            elsewhere; or None.
     """
 
     def __init__(self, engine: ChatEngine, conversation: Conversation) -> None:
         self.engine = engine
         self.answering: Generation | None = None
-        self.reading = False
         self._conversation: Conversation | None = conversation
         self._file: _SpillFile | None = None
         if (budget := engine.admission.budget) is not None:
@@ -318,15 +316,6 @@ class SpillableConversation:
             old.close()
         return self.conversation
 
-    def make_room(self, prompt: Prompt, max_new_tokens: int) -> None:
-        """Have what a turn will take free, before it is read.
-
-        Raises:
-            Busy: there is no room.
-        """
-        cache, admission = self.load().cache, self.engine.admission
-        admission.reserve(admission.growth(prompt, max_new_tokens, cache), prompt, cache, self)
-
     def replace(self, new: Conversation) -> None:
         """Go on from ``new``, over a fork of the present cache, and close the present one."""
         old, self.conversation = self.conversation.cache, new
@@ -342,9 +331,7 @@ class SpillableConversation:
     def can_be_spilled(self) -> bool:
         """Whether there is anything to spill, and no turn is going on."""
         now = self._conversation
-        return bool(
-            now and now.kv is not None and now.turns and not (self.answering or self.reading)
-        )
+        return bool(now and now.kv is not None and now.turns and not self.answering)
 
     def spill(self, path: Path) -> None:
         """Write keys and values to a file and give up their pages; ``load`` gets them back.

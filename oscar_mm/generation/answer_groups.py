@@ -280,6 +280,12 @@ class AnswerGroups:
         the host itself, until the layers of the next prompt are there."""
         return self.wait_since.comes_later and self.reading_share() <= 1.0
 
+    @property
+    def steps_while_reading(self) -> bool:
+        """Whether answers make steps between the layers of prompts: not where the model is divided
+        among ranks, which would have to agree on the layer."""
+        return Ranks.of(self.family.model).count == 1
+
     def settle_ended(self) -> None:
         """Let go of answers that have ended, and of what they hold."""
         for answer in self.drop_ended():
@@ -318,14 +324,14 @@ class AnswerGroups:
         Args:
             cache: that prompts are read into.
             prompts: what is read.
-            cancelled: whether nobody waits for the prompts any more; reading ends then, unless the
-                model is divided among ranks, which would have to agree on the layer.
+            cancelled: whether nobody waits for the prompts any more; reading ends then, if
+                ``steps_while_reading``.
 
         Raises:
             Cancelled: nobody waits; the cache can only be reset or closed.
         """
         model = self.family.model
-        if not (self.live or cancelled) or Ranks.of(model).count > 1:
+        if not (self.live or cancelled) or not self.steps_while_reading:
             yield
             return
         turns = LayerTurns(self, cache, prompts, cancelled)

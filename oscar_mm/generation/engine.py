@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol, TypeVar
 
@@ -65,7 +65,8 @@ class Engine:
     A step reads the last token of every running answer in one forward pass; answers join and leave
     between two steps. While a prompt is read, steps come between its layers, so that both have
     half of the time, or reading more of it where more requests wait than run; reading ends there
-    once nobody waits for the prompt. Whoever waits for a piece of an answer makes the next step,
+    once nobody waits for the prompt. Prompts of several chunks take turns, and between two chunks
+    all shorter prompts begin. Whoever waits for a piece of an answer makes the next step,
     for all, but where ``stepping_thread`` makes it.
 
     First come, first served: a request without room in the budget waits as long as others run, and
@@ -96,6 +97,8 @@ class Engine:
         self.prefixes, self.most_rows = prefixes, MOST_ROWS
         self._threads = LeaderFollowers(store.lock)
         self._queue: deque[Generation] = deque()
+        self._reading: deque[Generation] = deque()
+        """Those that have room and whose prompts are read chunk by chunk, in turn."""
         self._groups = AnswerGroups(family, store, self._threads.wake, self.could_begin)
         self.reader = PromptReader(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
@@ -119,8 +122,12 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """How many answers decode."""
-        return len(self._groups.live)
+        """How many answers decode, or have a prompt of which a part has been read."""
+        return len(self._begun)
+
+    @property
+    def _begun(self) -> list[Generation]:
+        return [*self._reading, *self._groups.live]
 
     @property
     def waiting(self) -> int:
@@ -129,7 +136,8 @@ class Engine:
 
     def could_begin(self) -> int:
         """How many requests wait for more than room, which only answers that end give."""
-        return 0 if self._blocked else len(self._queue)
+        others = max(len(self._reading) - 1, 0)
+        return others if self._blocked else others + len(self._queue)
 
     def release_graphs(self) -> None:
         """Drop what was captured of decode steps, of engines of the same lock too; the next answer
@@ -174,7 +182,7 @@ class Engine:
                     )
                 except BaseException as error:  # It is that of the answers: steps go on.
                     with self.lock:
-                        for answer in (*self._queue, *self._groups.live):
+                        for answer in (*self._queue, *self._begun):
                             answer.fail(error)
                     self.drop_ended()
                     self._threads.wake()
@@ -217,18 +225,17 @@ class Engine:
         return [answer for answer in answers if answer.ended]
 
     @contextmanager
-    def room_for(self, begin: Callable[[], Result], *, brief: bool = True) -> Iterator[Result]:
-        """Inside, under the lock: what ``begin`` returns, which waits for room as requests do.
+    def room_for(self, begin: Callable[[], Result]) -> Iterator[Result]:
+        """Inside, under the lock, for a moment: what ``begin`` returns, which waits for room as
+        requests do. No model runs inside.
 
         Args:
             begin: takes room, and changes nothing where it raises ``Busy``; it is tried again when
                 an answer has ended, as long as answers run.
-            brief: whether no model runs inside, so that prompts which are read may stay unread for
-                a moment.
         """
         with ExitStack() as waiting:
             while True:
-                with self.lock.briefly() if brief else self.lock:
+                with self.lock.briefly():
                     self._drop_left()
                     try:
                         begun = begin()
@@ -252,7 +259,7 @@ class Engine:
     def _wait_for_end(self) -> None:
         """Go on until one of the answers that run has ended."""
         with self.lock:
-            running = [answer for twin in self._twins for answer in twin._groups.live]
+            running = [answer for twin in self._twins for answer in twin._begun]
         self.run_until(lambda: not running or any(answer.ended for answer in running))
 
     def drop_ended(self) -> None:
@@ -268,8 +275,13 @@ class Engine:
         if not (self._advancing or self._groups.stepping) and self.lock.acquire(blocking=False):
             try:
                 self._left = False
-                for answer in self._groups.drop_ended():
-                    answer.room = None  # Slots stay: others may be at theirs.
+                reading = [answer for answer in self._reading if answer.ended]
+                for answer in reading:
+                    self._groups.freed = True
+                    self._reading.remove(answer)
+                for answer in (*self._groups.drop_ended(), *reading):
+                    # Slots stay: others may be at theirs.
+                    answer.room = answer.chunks = None
             finally:
                 self.lock.release()
 
@@ -293,7 +305,7 @@ class Engine:
             if not self.running:
                 self._prepare()
             # Steps came between the layers of what was read, for as long as it took.
-            if self._admit():
+            if self._admit() and not self._read_on():
                 self._groups.step()
             self._groups.settle_ended()
         finally:
@@ -327,25 +339,17 @@ class Engine:
             end answers.
         """
         while self._queue and not self._blocked and self.running < self.most_rows:
-            answers: list[Generation] = []
             self._groups.settle_ended()  # Steps came between the layers of the last prompt.
-            try:
+            with self._beginning() as answers:
                 self._take_first(answers)
                 if not answers:
                     self._blocked = True
                     return True
-                self._take_beside(answers)
-                self._begin(answers)
-            except BaseException as error:
-                for answer in answers:
-                    answer.fail(error)
-                if not isinstance(error, Exception):
-                    raise
-            finally:
-                for answer in answers:
-                    if answer.ended:
-                        answer.settle()
-                        self._groups.freed = True
+                if answers[0].unread.tokens > self.reader.most_at_once:
+                    self._reading.extend(answers)
+                else:
+                    self._take_beside(answers)
+                    self._begin(answers)
             self._threads.wake_followers()
             if self.could_begin() and self._groups.fills_pauses:
                 self._groups.step()
@@ -353,6 +357,43 @@ class Engine:
             if self._queue and self.lock.is_contended:
                 return False
         return True
+
+    def _read_on(self) -> bool:
+        """Read a chunk of the prompt that has waited longest for its next one.
+
+        Returns:
+            whether answers get their steps between the layers of the next one.
+        """
+        if not self._reading:
+            return False
+        answer = self._reading[0]
+        try:
+            with self._beginning() as answers:
+                answers.append(answer)
+                self._begin(answers)
+        finally:
+            self._reading.rotate(-1)
+            if answer.ended or answer.chunks is None:
+                self._reading.remove(answer)
+        return bool(self._reading) and self._groups.steps_while_reading
+
+    @contextmanager
+    def _beginning(self) -> Iterator[list[Generation]]:
+        """Inside, the answers in the list begin: an error is theirs, and those that end give their
+        room back."""
+        answers: list[Generation] = []
+        try:
+            yield answers
+        except BaseException as error:
+            for answer in answers:
+                answer.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            for answer in answers:
+                if answer.ended:
+                    answer.settle()
+                    self._groups.freed = True
 
     def _take_first(self, taken: list[Generation]) -> None:
         """Take the first request that has room, or fails, out of the queue."""
@@ -430,8 +471,9 @@ class Engine:
         return self.admission.reserve(growth, prompt, cache)
 
     def _begin(self, answers: list[Generation]) -> None:
-        """Read prompts and choose the first token of each."""
-        read = self._read_beginnings([answer for answer in answers if not answer.ended])
+        """Read prompts, or a chunk of one, and choose the first token of each that was read."""
+        live = [answer for answer in answers if not answer.ended]
+        read = self._read_beginnings(live) if live else []
         if not read:
             return
         logits = torch.cat([row for _, row in read])
@@ -447,19 +489,16 @@ class Engine:
                 self._groups.join(answer, alike=self.reader.by_weights)
 
     def _read_beginnings(self, answers: list[Generation]) -> list[tuple[Generation, torch.Tensor]]:
-        """Read prompts, together or, if that fails, one by one: those of them that can be read,
-        with (1, vocabulary) logits; none once all answers have ended."""
+        """Read prompts, together or, if that fails, one by one, or a chunk of a single one: those
+        that have been read, with (1, vocabulary) logits; none once all answers have ended."""
         several = len(answers) > 1
         pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in answers]
         try:
-            prompts, caches = [x.unread for x in answers], [x.cache for x in answers]
-            found = self.reader.read_together(
-                prompts, caches, cancelled=lambda: all(answer.ended for answer in answers)
-            )
+            found = self._read_next(answers)
             for past in pasts:
                 if past is not None:
                     past.close()
-            return list(zip(answers, found, strict=True))
+            return [(x, row) for x, row in zip(answers, found, strict=True) if row is not None]
         except Cancelled as error:
             for answer, past in zip(answers, pasts, strict=True):
                 if not answer.ended:  # A hook of others raised it.
@@ -487,3 +526,21 @@ class Engine:
                 answer.fail(error)
         live = [answer for answer in answers if not answer.ended]
         return [one for answer in live for one in self._read_beginnings([answer])]
+
+    def _read_next(self, answers: list[Generation]) -> Sequence[torch.Tensor | None]:
+        """Read the prompts of several answers, or the next chunk of a single one's; None for a
+        prompt of which chunks are left."""
+        if len(answers) > 1:
+            prompts, caches = [x.unread for x in answers], [x.cache for x in answers]
+            return self.reader.read_together(
+                prompts, caches, cancelled=lambda: all(answer.ended for answer in answers)
+            )
+        [answer] = answers
+        if answer.chunks is None:
+            answer.chunks = self.reader.read_in_chunks(
+                answer.unread, answer.cache, lambda: answer.ended
+            )
+        logits = next(answer.chunks)
+        if logits is not None:
+            answer.chunks = None
+        return [logits]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -94,6 +95,8 @@ class Generation(DecodeRow):
         self.prompt_tokens = prompt.tokens
         self.unread = prompt
         """What of the prompt the cache does not hold."""
+        self.chunks: Iterator[torch.Tensor | None] | None = None
+        """Reads the rest of a prompt of which a part has been read."""
         self.room: object | None = None
         """Reserved for the answer while this is referenced."""
         self.cancelled = False
@@ -179,7 +182,7 @@ class Generation(DecodeRow):
     def settle(self) -> None:
         """Give up what an answer that has ended needs no more; under the engine's lock. A second
         time does nothing."""
-        self.room = None
+        self.room = self.chunks = None
         if not (self._keeps_cache or self.cache.closed):
             if self.error is None:
                 self.cache.shrink()
@@ -192,3 +195,19 @@ class Generation(DecodeRow):
             memory = self._memory or self.cache.memory()
         cached = self.prompt.tokens - self.unread.tokens
         return self.written.answer(memory, self.prompt_tokens, cached)
+
+
+class Reading(Generation):
+    """A prompt that is read and not answered; iterate over it, or submit it and wait for its end.
+
+    Args:
+        engine, prompt, cache: as of ``Generation``; the cache is left as it is at the end.
+    """
+
+    def __init__(self, engine: AnsweringEngine, prompt: Prompt, cache: OscarCache) -> None:
+        once = Sampling(max_new_tokens=1)  # An answer's last token is not stored.
+        super().__init__(engine, prompt, cache, once, time.perf_counter(), keeps_cache=True)
+        self.has_past = True  # No prefix is looked for or kept.
+
+    def write(self, token: int) -> None:
+        """Leave out the token that would follow the prompt."""

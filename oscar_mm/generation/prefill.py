@@ -327,17 +327,30 @@ def prefill(
     Returns:
         (batch, vocabulary) logits of the last token, or (places, vocabulary).
     """
-    decoder = model.get_decoder()
+    return _last(_prefill_in_chunks(model, prompt, cache, chunk, last))
+
+
+def _prefill_in_chunks(
+    model: Any, prompt: Prompt, cache: OscarCache, chunk: int | None, last: Sequence[int] = (-1,)
+) -> Iterator[torch.Tensor | None]:
+    """``prefill``, chunk by chunk: None after each but the last, then the logits."""
+    decoder, unread = model.get_decoder(), prompt.tokens
     # Half a chunk: parts that wait for their chunk to fill take room as well.
     most = MOST_TOKENS if chunk is None else min(MOST_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
     for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
+        unread -= length(arguments)
         # A copy of each layer's output, for memory that is of no account where tokens are few.
         is_long = length(arguments) > MOST_RECORDED
         with _in_place(decoder, arguments) if is_long else nullcontext():
             states = decoder(**arguments).last_hidden_state[:, list(last)].flatten(0, 1)
         del arguments  # before the towers read on
-    return model.get_output_embeddings()(states)
+        yield None if unread else model.get_output_embeddings()(states)
+
+
+def _last(chunks: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """The logits at the end of chunks that are read one after the other."""
+    return next(logits for logits in chunks if logits is not None)
 
 
 @contextmanager
@@ -381,7 +394,6 @@ def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str
         yield joined(waiting)
 
 
-@torch.inference_mode()
 def read_prompt(
     model: nn.Module, prompt: Prompt, cache: OscarCache, prefill_chunk: int | None = None
 ) -> torch.Tensor:
@@ -393,11 +405,29 @@ def read_prompt(
         cache: holds the past, such as earlier turns.
         prefill_chunk: tokens that are read at a time; None for all at once.
     """
+    return _last(read_in_chunks(model, prompt, cache, prefill_chunk))
+
+
+@torch.inference_mode()
+def read_in_chunks(
+    model: nn.Module, prompt: Prompt, cache: OscarCache, prefill_chunk: int | None = None
+) -> Iterator[torch.Tensor | None]:
+    """Read a prompt as ``read_prompt`` does, chunk by chunk as the iterator is asked.
+
+    Between two chunks the model and the store are free for others. Of a prompt that is left
+    unread the cache has whole chunks.
+
+    Yields:
+        None after each chunk but the last; after that the logits.
+    """
     cache.expect(prompt.modalities)
-    with in_pieces(model, prompt.modalities.numel()):
-        if prompt.tokens > (prefill_chunk or MOST_TOKENS):
-            return prefill(model, prompt, cache, prefill_chunk)
-        return forward(model, prompt, cache)
+    at_once = prompt.tokens <= min(prefill_chunk or MOST_TOKENS, MOST_TOKENS)
+    chunks = _prefill_in_chunks(model, prompt, cache, prefill_chunk)
+    logits = None
+    while logits is None:
+        with in_pieces(model, prompt.modalities.numel()):
+            logits = forward(model, prompt, cache) if at_once else next(chunks)
+        yield logits
 
 
 @torch.inference_mode()

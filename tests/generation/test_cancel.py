@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -352,7 +353,11 @@ def test_the_host_waits_for_layers_of_long_prompts(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
 ) -> None:
     """So that most of them are not launched yet where nobody waits any more."""
-    pipe, waited, in_flight = loaded(qwen3_vl_folder, prefill_chunk=24), [0], list[int]()
+    pipe, waited, in_flight = loaded(qwen3_vl_folder), [0], list[int]()
+    layers = pipe.model.get_decoder().layers
+    for index in range(len(layers), 8):
+        layers.append(deepcopy(layers[0]))
+        layers[-1].self_attn.layer_idx = index
 
     class Later(SimulatedMoment):
         def wait(self) -> None:
@@ -365,7 +370,6 @@ def test_the_host_waits_for_layers_of_long_prompts(
     monkeypatch.setattr(answer_groups, "Moment", Later)
     if is_long:
         monkeypatch.setattr(answer_groups, "MOST_TOKENS", answer.prompt.tokens - 1)
-    layers = pipe.model.get_decoder().layers
     with counted(layers) as counts:
         hooks = [
             layer.register_forward_pre_hook(lambda *_: in_flight.append(sum(counts) - waited[0]))

@@ -323,7 +323,7 @@ def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
     pipe.budget.limit = pipe.budget.taken_bytes + 100
     with ThreadPoolExecutor(1) as pool, pipe.engine.stepping_thread(lambda: None):
         telling = pool.submit(chat.tell, SHORT[1], answer="No.")
-        while not pipe.engine._aside:
+        while not pipe.engine.waiting:
             time.sleep(0.001)
         if steps_of_twin:
             list(pieces)
@@ -334,5 +334,5 @@ def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
             pipe.budget.limit = 1 << 24
             running.cancel()
             pipe.engine._threads.wake()
-    assert running.ended and not pipe.engine._aside
+    assert running.ended and not pipe.engine.waiting
     chat.close()

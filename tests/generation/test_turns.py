@@ -256,9 +256,10 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     for answer in (*running, long):
         answer.cancel()
     assert spent["layers"] > 50 * layer_seconds
-    # The step after the last layer is one too many.
+    # The step after the last layer is one too many, and what is made in advance at the end of a
+    # chunk, here of three layers, is not taken off the next one.
     reading = spent["layers"] + spent["turns"]
-    assert 0.97 <= (spent["steps"] - step_seconds) / reading <= 1.25
+    assert 0.97 <= (spent["steps"] - step_seconds) / reading <= 1.35
 
 
 def test_an_answer_after_a_pause_has_not_waited_since_the_last_one(

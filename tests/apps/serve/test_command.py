@@ -34,6 +34,7 @@ from tests.processes import Forked, command
         (["--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
         (["--max-new-tokens", "-5"], "--max-new-tokens -5: must be at least 1"),
         (["--max-context", "0"], "'--max-context'"),
+        (["--prefill-chunk", "0"], "'--prefill-chunk'"),
         (["--kv-budget", "much"], "--kv-budget='much'"),
         (["--prefix-cache", "much"], "--prefix-cache='much'"),
         (["--grace", "-1"], "--grace -1: must be seconds"),

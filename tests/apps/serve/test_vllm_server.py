@@ -93,6 +93,7 @@ def test_policies_of_stream_pages(policy: str) -> None:
         ({"conversations": 2}, "--conversations with --engine vllm"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES chooses"),
         ({"device_map": "auto"}, "--tensor-parallel-size N spreads"),
+        ({"prefill_chunk": 512}, "-- --max-num-batched-tokens N"),
         ({"prefix_cache": "1GB"}, "--prefix-cache 1GB with --engine vllm"),
     ],
 )
