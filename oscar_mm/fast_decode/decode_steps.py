@@ -23,9 +23,10 @@ from torch import nn
 
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.step import FixedTables, Step
-from oscar_mm.fast_decode.decoder import FastDecoder, Record, devices, sees_all, supports
+from oscar_mm.fast_decode.decoder import FastDecoder, Record, sees_all, supports
 from oscar_mm.kernels.launch import NotCapturable, switched_off
 from oscar_mm.modality import PADDING, Modality
+from oscar_mm.modules import devices
 from oscar_mm.ranks import Ranks
 
 

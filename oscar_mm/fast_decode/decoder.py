@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_module
 from torch import nn
+from transformers.activations import ACT2FN
 
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
@@ -31,6 +32,7 @@ from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.modules import devices, modules_of, run_as_written
 from oscar_mm.ranks import Ranks, is_dtensor, own_part
 
 Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
@@ -45,13 +47,6 @@ KNOWN_LAYERS = (
     "Qwen3OmniMoeThinkerTextDecoderLayer",
 )
 """Classes of transformers with this arithmetic."""
-_HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
-"""Where the classes of such decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
-bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
-_OURS = "oscar_mm."
-_HARMLESS = (_OURS, "transformers.utils.output_capturing")
-"""Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
-somebody has asked for hidden states or attentions."""
 _DIVIDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
@@ -69,8 +64,9 @@ def supports(model: Any) -> bool:
         and model.config.get_text_config(decoder=True).hidden_act == "silu"
         and sees_all(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
-        and all(map(_is_plain, (model, head, *_modules(decoder))))
-        and all(len(devices(layer)) == 1 and _is_divided_as_known(layer) for layer in layers)
+        and run_as_written((model, head, *modules_of(decoder)))
+        and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
+        and all(map(_is_divided_as_known, layers))
     )
 
 
@@ -78,49 +74,6 @@ def sees_all(model: Any) -> bool:
     """Whether every token attends to all before it, not to a sliding window."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "sliding_window", None) is None
-
-
-def weights_key(model: Any) -> tuple[object, ...]:
-    """The same as long as captured steps of a model hold: its weights are where they were, and
-    nobody has changed how its modules run, so that ``supports`` says what it said.
-
-    All requests that come while no other answer runs wait for this.
-    """
-    key = list[object]()
-    for module in _modules(model):
-        own = vars(module)
-        key += (id(module), type(module))
-        if (forward := own.get("forward")) is not None and not _is_of(forward, _OURS):
-            key.append(id(forward))
-        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
-            key += [id(hook) for hook in hooks.values() if not _is_of(hook, _HARMLESS)]
-        for weight in own["_parameters"].values():
-            if weight is not None:
-                key += (id(weight), own_part(weight).data_ptr())
-    return tuple(key)
-
-
-def _is_of(function: Any, homes: str | tuple[str, ...]) -> bool:
-    return getattr(function, "__module__", "").startswith(homes)
-
-
-def _modules(root: nn.Module) -> list[nn.Module]:
-    """The modules of ``root.modules()``, which makes up names and takes three times as long."""
-    found, left = {}, [root]
-    while left:
-        module = left.pop()
-        if module not in found:
-            found[module] = None
-            left += [child for child in module._modules.values() if child is not None]
-    return list(found)
-
-
-def devices(module: nn.Module) -> set[torch.device]:
-    """Devices on which a module has weights or buffers."""
-    tensors = (
-        x for one in _modules(module) for x in (*one._parameters.values(), *one._buffers.values())
-    )
-    return {tensor.device for tensor in tensors if tensor is not None}
 
 
 def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
@@ -134,9 +87,17 @@ def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
     return any(one.is_shard(dimension) for one in placements)
 
 
+def _has_known_parts(layer: Any) -> bool:
+    """Whether norms are RMS norms and the gate is silu; a layer may have got others."""
+    mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
+    norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
+    gate = getattr(mlp if hasattr(mlp, "gate_proj") else mlp.experts, "act_fn", None)
+    return type(gate) is type(ACT2FN["silu"]) and all(hasattr(x, "variance_epsilon") for x in norms)
+
+
 def _is_divided_as_known(layer: Any) -> bool:
     """Whole, or with heads and what is between the MLP's products divided."""
-    divided = {module for module in _modules(layer) if is_divided(module)}
+    divided = {module for module in modules_of(layer) if is_divided(module)}
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
         as_known = {one for one, name in products.items() if is_divided(one, _DIVIDED_BY[name])}
@@ -144,43 +105,6 @@ def _is_divided_as_known(layer: Any) -> bool:
             return False
         divided -= as_known
     return not divided
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """No class or hooks of others, no forward of its own, no weights but floating-point tensors."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    weights = [weight for weight in module._parameters.values() if weight is not None]
-    return (
-        _is_known_class(type(module))
-        and all(_is_of(hook, _HARMLESS) for hook in hooks)
-        and _runs_as_written(module, weights)
-        and all(x.is_floating_point() and x.itemsize > 1 for x in weights)
-    )
-
-
-@cache
-def _is_known_class(kind: type[nn.Module]) -> bool:
-    is_linear = kind is nn.Linear or not issubclass(kind, nn.Linear)
-    return is_linear and kind.__module__.startswith(_HOMES)
-
-
-def _runs_as_written(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """No forward but the class's, ours, or the class's with what accelerate or transformers puts
-    around."""
-    forward = vars(module).get("forward")
-    if forward is None or _is_of(forward, _OURS):
-        return all(type(weight) is nn.Parameter for weight in weights)
-    if _is_of(forward, "transformers.distributed.tensor_parallel"):
-        return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
-    hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))
-    return getattr(module, "_old_forward", None) is not None and all(_only_moves(x) for x in hooks)
-
-
-def _only_moves(hook: Any) -> bool:
-    """Whether a hook brings inputs to the device where the weights stay."""
-    kind = f"{type(hook).__module__}.{type(hook).__name__}"
-    return kind == "accelerate.hooks.AlignDevicesHook" and not hook.offload
 
 
 States = tuple[torch.Tensor, ...]

@@ -23,7 +23,8 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.fast_decode.decode_steps import recorder
-from oscar_mm.fast_decode.decoder import FastLayer, Record, devices, supports
+from oscar_mm.fast_decode.decoder import FastLayer, Record, supports
+from oscar_mm.modules import devices
 from oscar_mm.ranks import Ranks
 
 _LENGTHS = (

@@ -11,12 +11,12 @@ import torch
 from oscar_mm.cache.batch_view import BatchView, balanced_alike
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
-from oscar_mm.fast_decode.decoder import weights_key
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prefill import MOST_TOKENS, read_in_chunks, read_in_line
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.modules import weights_key
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.quant.basis import sigmas_of_model
 from oscar_mm.torch_modes import eager
@@ -68,7 +68,16 @@ class PromptReader:
         self.by_weights = False
         self._sigmas: dict[int, torch.Tensor] = {}
         self._weights: object = None
+        self._state: object = None
         self._layers: PromptLayers | None = None
+
+    @property
+    def state(self) -> object:
+        """The state of the model's weights and adapters: equal as long as they are the same."""
+        state = weights_key(self.family.model)
+        if state != self._state:
+            self._state = state
+        return self._state  # One object for all who keep it.
 
     def refresh(self) -> bool:
         """Look at the model's weights anew; whether they have changed."""

@@ -16,10 +16,11 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
-from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports, weights_key
+from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.prefill import MOST_TOKENS, in_pieces
 from oscar_mm.modality import Modality
+from oscar_mm.modules import weights_key
 
 PIPELINES = {
     "pocket-vl": OscarVLPipeline,

@@ -1,0 +1,266 @@
+"""How the modules of a model run, and the weights that they run with.
+
+Both are for others to change: a hook, a kernel or another ``forward`` around a module or in its
+class, an adapter, weights that ``accelerate`` keeps elsewhere and brings for each forward pass.
+Whatever does a module's work without calling it asks here whether that is the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from inspect import unwrap
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from oscar_mm.ranks import is_dtensor, own_part
+
+_HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
+"""Where the classes of plain decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
+bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
+_OURS = "oscar_mm."
+_HARMLESS = (_OURS, "transformers.utils.output_capturing")
+"""Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
+somebody has asked for hidden states or attentions."""
+_FOLDERS = tuple(f"{Path(one.__file__).parent}{os.sep}" for one in (torch, transformers))
+"""Where the code of classes lies as it was written."""
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_NUMBERS = itertools.count()
+_numbers = WeakTensorKeyDictionary()
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """The modules of ``root.modules()``, which makes up names and takes three times as long."""
+    found, left = {}, [root]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            left += [child for child in module._modules.values() if child is not None]
+    return list(found)
+
+
+def devices(module: nn.Module) -> set[torch.device]:
+    """Devices on which a module has weights or buffers."""
+    tensors = (
+        x for one in modules_of(module) for x in (*one._parameters.values(), *one._buffers.values())
+    )
+    return {tensor.device for tensor in tensors if tensor is not None}
+
+
+def computing_device(module: nn.Module) -> torch.device:
+    """The device on which a module computes: of its weights, or the one that they are brought to.
+
+    Raises:
+        ValueError: it has no weights that anybody could bring.
+    """
+    parts = modules_of(module)
+    for part in parts:
+        if (hook := _offloading(part)) is not None:
+            return torch.device(hook.execution_device)
+        for weight in part._parameters.values():
+            if weight is not None and not weight.is_meta:
+                return weight.device
+    raise ValueError(f"{type(module).__name__}: its weights are on no device")
+
+
+def run_as_written(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules are of known classes and run as these were written, on floating-point weights
+    that stay where they are: nobody has put hooks, kernels, adapters or other methods in."""
+    return (
+        not any(getattr(nn_module, name) for name in _GLOBAL_HOOKS)
+        and all(map(_is_unchanged, {type(module) for module in modules}))
+        and all(map(_is_plain, modules))
+    )
+
+
+def weights_key(model: nn.Module) -> tuple[object, ...]:
+    """The same as long as a model computes the same: its weights are where they were and nobody has
+    written to them, adapters are the same, and its modules run as they did.
+
+    What is written through ``weight.data`` does not show. All requests that come while no other
+    answer runs wait for this.
+    """
+    modules = modules_of(model)
+    key = list[object](id(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn_module, name))
+    for kind in dict.fromkeys(map(type, modules)):
+        key += (kind, kind.forward, kind.__call__, _is_unchanged(kind))
+    for module in modules:
+        own = vars(module)
+        key.append(id(module))
+        if not _is_known_class(type(module)):
+            key.append(_settings(own))
+        if (forward := own.get("forward")) is not None and not _is_of(forward, _OURS):
+            key.append(id(forward))
+        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+            key += [id(hook) for hook in hooks.values() if not _is_of(hook, _HARMLESS)]
+        if (hook := _offloading(module)) is not None:
+            key.append(id(hook.weights_map))  # Its weights come and go.
+            continue
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                version = 0 if weight.is_inference() else weight._version
+                key += (_number(weight), own_part(weight).data_ptr(), version)
+    return tuple(key)
+
+
+def _number(weight: torch.Tensor) -> int:
+    """A number of its own for each tensor: an address is used again once a tensor is gone."""
+    number = _numbers.get(weight)
+    if number is None:
+        number = _numbers[weight] = next(_NUMBERS)
+    return number
+
+
+def _settings(attributes: dict[str, Any]) -> str:
+    """What a module keeps beside weights: of an adapter its scaling, and whether it is active."""
+    return repr([(name, value) for name, value in attributes.items() if _is_setting(value)])
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_setting, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_setting, value))
+    return isinstance(value, str | int | float | None)
+
+
+def _is_of(function: Any, homes: str | tuple[str, ...]) -> bool:
+    return getattr(function, "__module__", "").startswith(homes)
+
+
+@cache
+def _is_known_class(kind: type[nn.Module]) -> bool:
+    is_linear = kind is nn.Linear or not issubclass(kind, nn.Linear)
+    return is_linear and kind.__module__.startswith(_HOMES)
+
+
+def _is_unchanged(kind: type[nn.Module]) -> bool:
+    """Whether a class is known, and runs as it was written."""
+    return _is_known_class(kind) and all(
+        _is_written_in(home, vars(home)[name])
+        for name in ("__call__", "forward")
+        for home in [next(one for one in kind.__mro__ if name in vars(one))]
+    )
+
+
+def _is_written_in(home: type, method: Any) -> bool:
+    """Whether a method is one that its class was written with, and calls the functions, by name,
+    that it was written to call."""
+    if method is nn_module._forward_unimplemented:  # Of lists of modules.
+        return True
+    inner, around = unwrap(method), [method]
+    while hasattr(around[-1], "__wrapped__"):
+        around.append(around[-1].__wrapped__)
+    if not all(isinstance(one, FunctionType) and _is_shipped(one) for one in around):
+        return False
+    written = f"{home.__module__}.{home.__qualname__}.{inner.__name__}"
+    called = (inner.__globals__.get(name) for name in inner.__code__.co_names)
+    return f"{inner.__module__}.{inner.__qualname__}" == written and all(
+        _is_shipped(one) for one in called if isinstance(one, FunctionType)
+    )
+
+
+def _is_shipped(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_FOLDERS)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """No hooks of others, no forward of its own, no weights but floating-point tensors."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    return (
+        all(_is_of(hook, _HARMLESS) for hook in hooks)
+        and _has_plain_forward(module, weights)
+        and all(x.is_floating_point() and x.itemsize > 1 for x in weights)
+    )
+
+
+def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
+    """No forward but the class's, ours, or the class's with what accelerate or transformers puts
+    around."""
+    forward = vars(module).get("forward")
+    if forward is None or _is_of(forward, _OURS):
+        return all(type(weight) is nn.Parameter for weight in weights)
+    if _is_of(forward, "transformers.distributed.tensor_parallel"):
+        return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
+    hooks = _hooks(module) if hasattr(module, "_old_forward") else ()
+    return bool(hooks) and all(_is_accelerates(hook) and not hook.offload for hook in hooks)
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Hooks of accelerate."""
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else getattr(hook, "hooks", (hook,))
+
+
+def _is_accelerates(hook: Any) -> bool:
+    """Whether a hook brings inputs and maybe weights to the device that computes."""
+    return f"{type(hook).__module__}.{type(hook).__name__}" == "accelerate.hooks.AlignDevicesHook"
+
+
+def _offloading(module: nn.Module) -> Any:
+    """The hook of accelerate that brings a module's weights for each forward pass, or None."""
+    return next((x for x in _hooks(module) if _is_accelerates(x) and x.offload), None)
+
+
+def acting_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that a model computes with now, as they are stored, one after the other.
+
+    Yields:
+        "" and a parameter; or, of an adapter that acts beside the weights of its layer, the
+        parameter's kind with the numbers that scale it, and the parameter.
+    """
+    brought = _brought_weights(model)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    adapters = {
+        name: label
+        for path, module in model.named_modules()
+        if hasattr(module, "adapter_layer_names")  # The protocol of peft's layers.
+        for name, label in _adapter_weights(path, module)
+    }
+    for name, weight in model.named_parameters():
+        is_brought, label = name in brought, adapters.get(name, "")
+        # What is brought is one tensor for each name.
+        is_other = name in tied and (is_brought or tied[name] in brought)
+        if label is not None and not is_other:
+            yield label, brought[name]() if is_brought else weight
+
+
+def _brought_weights(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+    """What accelerate brings for each forward pass, by the parameter's name."""
+    return {
+        f"{path}.{name}" if path else name: partial(hook.weights_map.__getitem__, name)
+        for path, module in model.named_modules()
+        if (hook := _offloading(module)) is not None
+        for name, _ in module.named_parameters(recurse=hook.place_submodules)
+    }
+
+
+def _adapter_weights(path: str, module: Any) -> Iterator[tuple[str, str | None]]:
+    """Names of the parameters of a layer's adapters; each with a label, or None if it does not
+    act."""
+    idle = module.disable_adapters or getattr(module, "merged_adapters", ())
+    active = () if idle else module.active_adapters
+    for kind in module.adapter_layer_names:
+        container = getattr(module, kind, None)
+        if not isinstance(container, nn.Module):
+            continue
+        for name, _ in container.named_parameters():
+            adapter = name.split(".")[0]
+            numbers = [
+                getattr(module, other, {}).get(adapter)
+                for other in getattr(module, "other_param_names", ())
+                if isinstance(getattr(module, other, None), dict)
+            ]
+            label = f"{kind} {numbers} " if adapter in active else None
+            yield f"{path}.{kind}.{name}", label

@@ -1,0 +1,182 @@
+"""Whatever changes how modules run, or the weights that they run with, is seen."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from transformers.activations import GELUActivation
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
+
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.modules import weights_key
+from tests.pipelines.conftest import NEVER
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return OscarVLPipeline("pocket-vl", device="cpu").model
+
+
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that says it is what it wraps."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return 2 * function(*args, **kwargs)
+
+    return run
+
+
+def backwards(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(function)(lambda q, k, cosine, sine: function(q, k, cosine, -sine))
+
+
+def of_another(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+REPLACED = {
+    "MLP": (qwen.Qwen3VLTextMLP, "forward", doubled(qwen.Qwen3VLTextMLP.forward)),
+    "of another class": (qwen.Qwen3VLTextMLP, "forward", qwen.Qwen3VLVisionMLP.forward),
+    "norm": (qwen.Qwen3VLTextRMSNorm, "forward", of_another),
+    "attention": (
+        qwen.Qwen3VLTextAttention,
+        "forward",
+        doubled(qwen.Qwen3VLTextAttention.forward),
+    ),
+    "layer": (
+        qwen.Qwen3VLTextDecoderLayer,
+        "forward",
+        doubled(qwen.Qwen3VLTextDecoderLayer.forward),
+    ),
+    "frequencies": (qwen.Qwen3VLTextRotaryEmbedding, "forward", of_another),
+    "product": (nn.Linear, "forward", doubled(nn.Linear.forward)),
+    "any call": (nn.Module, "__call__", doubled(nn.Module.__call__)),
+    "call of a class": (qwen.Qwen3VLTextMLP, "__call__", of_another),
+    "rotation": (qwen, "apply_rotary_pos_emb", backwards(qwen.apply_rotary_pos_emb)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_code_that_was_replaced(model, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, function = REPLACED[name]
+    before = weights_key(model)
+    monkeypatch.setattr(owner, attribute, function)
+    assert not supports(model) and weights_key(model) != before
+    monkeypatch.undo()
+    assert supports(model) and weights_key(model) == before
+
+
+@pytest.mark.parametrize(
+    "register", [register_module_forward_hook, register_module_forward_pre_hook]
+)
+def test_hooks_on_all_modules(model, register: Callable[..., Any]) -> None:
+    before = weights_key(model)
+    hook = register(lambda *_: None)
+    try:
+        assert not supports(model) and weights_key(model) != before
+    finally:
+        hook.remove()
+    assert supports(model) and weights_key(model) == before
+
+
+def test_a_kernel_in_an_instance(model) -> None:
+    """As ``kernels.kernelize`` puts them in."""
+    mlp = model.get_decoder().layers[1].mlp
+    before = weights_key(model)
+    mlp.forward = of_another.__get__(mlp)
+    assert not supports(model) and weights_key(model) != before
+    del mlp.forward
+    assert supports(model)
+
+
+def test_parts_of_other_arithmetic(model) -> None:
+    for name, part in (
+        ("mlp.act_fn", GELUActivation()),
+        ("input_layernorm", nn.RMSNorm(256)),
+        ("self_attn.q_norm", nn.Identity()),
+    ):
+        changed = copy.deepcopy(model)
+        changed.get_decoder().layers[1].set_submodule(name, part)
+        assert not supports(changed), name
+
+
+def test_gates_of_experts() -> None:
+    model = OscarOmniPipeline("pocket-omni", device="cpu").model
+    assert supports(model)
+    model.get_decoder().layers[0].mlp.experts.act_fn = GELUActivation()
+    assert not supports(model)
+
+
+@torch.inference_mode()
+def greedy(plain: Any, prompt: Prompt, tokens: int) -> list[int]:
+    """What plain transformers answers, without a cache."""
+    ids, positions = prompt.inputs["input_ids"], prompt.positions
+    for _ in range(tokens):
+        logits = plain(input_ids=ids, position_ids=positions, use_cache=False).logits[:, -1:]
+        ids = torch.cat([ids, logits.argmax(-1)], dim=1)
+        positions = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
+    return ids[0, -tokens:].tolist()
+
+
+@pytest.mark.parametrize("name", ["MLP", "norm", "rotation"])
+def test_answers_obey_what_was_replaced(qwen3_vl_folder, name: str, monkeypatch) -> None:
+    """Of a pipeline that has answered before: prompt and answer run by the same code."""
+    pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="bf16")
+    pipe.model.generation_config.eos_token_id = NEVER
+    plain = copy.deepcopy(pipe.model)
+    plain.set_attn_implementation("sdpa")
+    ask = {"images": None, "prompt": "What did the user ask about the sign?", "max_new_tokens": 8}
+    prompt = pipe.read_request(ask["prompt"], {})
+    before = pipe(**ask).token_ids
+    assert before == greedy(plain, prompt, 8)
+    owner, attribute, function = REPLACED[name]
+    monkeypatch.setattr(owner, attribute, function)
+    found = pipe(**ask).token_ids
+    assert found == greedy(plain, prompt, 8) != before
+    monkeypatch.undo()
+    assert pipe(**ask).token_ids == before
+
+
+def another_tensor(model: Any) -> None:
+    linear = model.get_decoder().layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.clone())
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda model: model.lm_head.weight.detach().mul_(1.5),
+    "loaded": lambda model: model.load_state_dict(model.state_dict()),
+    "another tensor": another_tensor,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_weights_that_were_written_to(model, name: str) -> None:
+    changed = copy.deepcopy(model)
+    before = weights_key(changed)
+    assert weights_key(changed) == before
+    CHANGES[name](changed)
+    assert weights_key(changed) != before
+    assert supports(changed)
+
+
+def test_a_tensor_at_the_address_of_one_that_is_gone(model) -> None:
+    changed = copy.deepcopy(model)
+    linear, keys = changed.get_decoder().layers[0].mlp.up_proj, []
+    for _ in range(20):
+        linear.weight = None
+        linear.weight = nn.Parameter(torch.zeros(512, 256))
+        keys.append(weights_key(changed))
+    assert len(set(keys)) == len(keys)
