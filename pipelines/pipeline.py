@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Unpack
 
@@ -21,7 +20,7 @@ from oscar_mm.admission.capacity import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.store import PageStore
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.chat_file import model_fingerprint, read_chat
+from oscar_mm.chat.chat_file import ModelFingerprint, read_chat
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.engine import Engine
@@ -134,8 +133,8 @@ class Pipeline:
         )
         self.store.ranks = Ranks.of(self.model)
         self.store.ranks.check(self.policy)
-        # Worked out once for this pipeline and those that ``with_policy`` makes of it.
-        self._fingerprint = lru_cache(partial(model_fingerprint, self.model))
+        # Of this pipeline and those that ``with_policy`` makes of it.
+        self._fingerprint = ModelFingerprint(self.model)
         self.media_reader.fit = self.family.largest_image
         longest = self.model.config.get_text_config().max_position_embeddings
         most = min(max_context or longest, longest)
@@ -146,7 +145,8 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Which checkpoint the model is, see ``model_fingerprint``; saved chats have it."""
+        """Which checkpoint and adapters the model is, see ``model_fingerprint``; saved chats have
+        it."""
         return self._fingerprint()
 
     def chat(self, system: str | None = None, *, cache_salt: str = "") -> Chat:

@@ -26,6 +26,7 @@ from oscar_mm.chat.conversation import ChatEngine, Conversation, Turn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.generation import Generation
 from oscar_mm.modality import MediumSpan, Modality
+from oscar_mm.modules import acting_weights, weights_key
 from oscar_mm.policy import KVPolicy
 from oscar_mm.ranks import Ranks, own_part
 
@@ -214,7 +215,8 @@ def model_fingerprint(model: Any) -> str:
     shape and 64 values at fixed places (all of a smaller one) of every parameter. So another
     checkpoint, a fine-tuned one or one in other bits has another fingerprint; a change of single
     weights outside the samples goes unnoticed. Names of parameters and devices do not count: a
-    checkpoint has one fingerprint with all versions of transformers.
+    checkpoint has one fingerprint with all versions of transformers. Of adapters those that act
+    count, with their scaling: without one the fingerprint is that of the checkpoint.
 
     Each rank has its own fingerprint, because it has its own heads.
 
@@ -222,13 +224,14 @@ def model_fingerprint(model: Any) -> str:
         model: a generative model of transformers.
     """
     sampled = []
-    for parameter in model.parameters():
-        flat = own_part(parameter).detach().reshape(-1)
+    for label, weight in acting_weights(model):
+        flat = own_part(weight).detach().reshape(-1)
         places = torch.arange(min(_SAMPLES, len(flat)), device=flat.device)
-        sampled.append((tuple(parameter.shape), flat[places * len(flat) // max(1, len(places))]))
+        values = flat[places * len(flat) // max(1, len(places))]
+        sampled.append((f"{label}{tuple(weight.shape)}\n", values))
     digests = sorted(
-        hashlib.sha256(f"{shape}\n".encode() + values.float().cpu().numpy().tobytes()).digest()
-        for shape, values in sampled
+        hashlib.sha256(about.encode() + values.float().cpu().numpy().tobytes()).digest()
+        for about, values in sampled
     )
     config = model.config.get_text_config().to_dict()
     about = json.dumps({name: config.get(name) for name in _CONFIG}, sort_keys=True, default=str)
@@ -236,6 +239,25 @@ def model_fingerprint(model: Any) -> str:
     kind = f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')}"
     ranks = Ranks.of(model)
     return f"{kind} {digest}" if ranks.count == 1 else f"{kind} {ranks} {digest}"
+
+
+class ModelFingerprint:
+    """The fingerprint of a model, worked out where its weights or adapters have changed.
+
+    Args:
+        model: as of ``model_fingerprint``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._known = model, ((), "")
+
+    def __call__(self) -> str:
+        """The fingerprint of the weights that act now."""
+        key, (known, fingerprint) = weights_key(self._model), self._known
+        if key != known:
+            fingerprint = model_fingerprint(self._model)
+            self._known = key, fingerprint
+        return fingerprint
 
 
 class SpillableConversation:
@@ -357,6 +379,8 @@ class _SpillFile:
     """A spilled cache; the file is removed when nobody can ask for it any more."""
 
     def __init__(self, path: Path, cache: OscarCache, fingerprint: str) -> None:
+        # A chat goes on with its own cache whichever adapter is active by then.
+        self._fingerprint = fingerprint
         save_cache(cache, path, fingerprint=fingerprint)
         self.path, self.bytes = path, path.stat().st_size
         self.remove = weakref.finalize(self, path.unlink, missing_ok=True)
@@ -365,7 +389,7 @@ class _SpillFile:
         """The cache, in the engine's store."""
         cache, _ = load_cache(
             self.path,
-            fingerprint=engine.fingerprint,
+            fingerprint=self._fingerprint,
             store=engine.store,
             device=engine.family.layer_devices,
         )
