@@ -54,6 +54,8 @@ class SharedMedia:
         self.pipe, self.system = pipe, system
         self._cache = OscarCache(pipe.policy, store=pipe.store)
         self._prompt: Prompt | None = None
+        self._state: object = None
+        """Of the weights that have read the media."""
         self._messages = pipe.family.messages(_QUESTION, system, media)
         self._before, self._shows = "", len(media) > 0
         if self._shows:
@@ -83,8 +85,17 @@ class SharedMedia:
 
         Raises:
             NoRoom: they leave no room for an answer.
+            InputError: other weights or adapters have read them.
         """
-        if self._prompt is None or self._cache.get_seq_length():
+        if self._prompt is None:
+            return
+        state = self.pipe.engine.reader.state
+        if self._cache.get_seq_length():
+            if state != self._state:
+                raise InputError(
+                    "the model's weights or adapters have changed since it read the shared media: "
+                    "share them anew"
+                )
             return
         self.pipe.admission.check_prompt(self._prompt, 1)
         with self.pipe.lock:
@@ -93,7 +104,7 @@ class SharedMedia:
             except BaseException:
                 self._cache.reset()
                 raise
-        ids = self._prompt.inputs["input_ids"]
+        self._state, ids = state, self._prompt.inputs["input_ids"]
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
     def generation(self, question: str, sampling: Sampling) -> Generation:

@@ -455,7 +455,8 @@ class Engine:
         """
         prompt, cache, prefix = answer.prompt, answer.cache, None
         if self.prefixes is not None and not answer.has_past:
-            prefix = self.prefixes.find(prompt, processor_settings(self.family.processor))
+            answer.reader_state = self._reader_state()
+            prefix = self.prefixes.find(prompt, answer.reader_state)
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
         try:
@@ -465,6 +466,11 @@ class Engine:
                 prefix.close()
             raise
         answer.unread, answer.cache = prompt, cache
+
+    def _reader_state(self) -> tuple[object, ...]:
+        """What keys and values depend on beside a prompt: settings of the processor, and weights
+        and adapters of the model."""
+        return processor_settings(self.family.processor), self.reader.state
 
     def _room(self, answer: Generation, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, answer.sampling.max_new_tokens, cache)
@@ -483,8 +489,9 @@ class Engine:
             if not answer.ended:  # It may have been cancelled meanwhile.
                 answer.take(token)
             if self.prefixes is not None and not answer.has_past and answer.error is None:
-                settings = processor_settings(self.family.processor)
-                self.prefixes.keep(answer.prompt, settings, answer.cache)
+                state = self._reader_state()
+                if state == answer.reader_state:  # Nobody has changed it meanwhile.
+                    self.prefixes.keep(answer.prompt, state, answer.cache)
             if not answer.ended:
                 self._groups.join(answer, alike=self.reader.by_weights)
 

@@ -97,6 +97,8 @@ class Generation(DecodeRow):
         """What of the prompt the cache does not hold."""
         self.chunks: Iterator[torch.Tensor | None] | None = None
         """Reads the rest of a prompt of which a part has been read."""
+        self.reader_state: object = None
+        """Of what reads the prompt, where the engine keeps beginnings of prompts."""
         self.room: object | None = None
         """Reserved for the answer while this is referenced."""
         self.cancelled = False

@@ -67,7 +67,7 @@ def _described(value: Any) -> Any:
     return [f"{type(value).__module__}.{type(value).__qualname__}", _described(vars(value))]
 
 
-_Key = tuple[str, str]
+_Key = tuple[object, str]
 """Settings of the processor, and the salt of a prompt."""
 
 
@@ -101,9 +101,11 @@ class PrefixCache:
     """Frozen forks of caches by the prompts that they read; used under the pipeline's lock.
 
     A later prompt goes on from the longest beginning that it shares with an entry. The comparison
-    covers every token id, the SHA-256 of every medium's decoded content and the SHA-256 of the
-    processor's settings: a wrong hit would need two media with one SHA-256. A prefix cache belongs
-    to one pipeline, so to one model and one policy; call ``clear`` after changing the weights.
+    covers every token id, the SHA-256 of every medium's decoded content and what read it, which is
+    the SHA-256 of the processor's settings and the state of the model's weights and adapters
+    (``oscar_mm.modules.weights_key``): a wrong hit would need two media with one SHA-256. A prefix
+    cache belongs to one pipeline, so to one model and one policy; call ``clear`` after writing to
+    weights through ``weight.data``, which no state shows.
 
     A shared beginning ends with a page of 128 tokens or with a medium, and never in between: how
     much of a prompt was known, or how long it took, tells nobody a single token of another's.
@@ -151,13 +153,17 @@ class PrefixCache:
             f"{self.misses} misses, {self.tokens_saved:,} tokens saved"
         )
 
-    def find(self, prompt: Prompt, settings: str) -> OscarCache | None:
+    def find(self, prompt: Prompt, state: object) -> OscarCache | None:
         """A fork that holds the longest known beginning of a prompt; None if none is known.
 
         At least the prompt's last token is left to be read.
+
+        Args:
+            prompt: of a single row.
+            state: of what is to read it; only beginnings that were read in an equal one count.
         """
         ids, best, longest = _ids(prompt), None, LEAST_TOKENS - 1
-        key = settings, prompt.salt
+        key = state, prompt.salt
         for entry in self._entries:
             length = _whole(entry.common(key, ids[:-1], prompt.media), prompt.media)
             if length > longest:
@@ -173,10 +179,10 @@ class PrefixCache:
         cache.crop(longest - cache.get_seq_length())
         return cache
 
-    def keep(self, prompt: Prompt, settings: str, cache: OscarCache) -> None:
+    def keep(self, prompt: Prompt, state: object, cache: OscarCache) -> None:
         """Remember a prompt that a cache has just read: up to its last medium, or whole pages."""
         stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
-        ids, key = _ids(prompt)[:stop], (settings, prompt.salt)
+        ids, key = _ids(prompt)[:stop], (state, prompt.salt)
         if stop < LEAST_TOKENS:
             return
         for entry in self._entries[:]:

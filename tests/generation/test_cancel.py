@@ -14,6 +14,7 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.errors import Cancelled
 from oscar_mm.generation import answer_groups
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.ranks import Ranks
 from tests.cache.test_random_walk import poison
@@ -50,6 +51,8 @@ def at_layer(module: Any, call: Callable[[], Any], passed: int = 0) -> Iterator[
             thread.start()
             thread.join(60)
 
+    # As one of ours, which change nothing: another might, and so would share no prefix.
+    hook.__module__ = PrefixCache.__module__
     handle = module.register_forward_pre_hook(hook)
     try:
         yield

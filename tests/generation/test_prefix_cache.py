@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -49,12 +50,17 @@ def folder(qwen3_vl_folder) -> Path:
 
 @contextmanager
 def tokens_read(pipe: Any) -> Iterator[list[int]]:
+    """Tokens of each prompt that is read inside. (A hook on the model might change what it reads,
+    so no prefix would be shared.)"""
     seen: list[int] = []
-    hook = pipe.model.register_forward_pre_hook(
-        lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield seen
-    hook.remove()
+    read_together = pipe.engine.reader.read_together
+
+    def read(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(prompt.tokens for prompt in prompts)
+        return read_together(prompts, *args, **kwargs)
+
+    with patch.object(pipe.engine.reader, "read_together", read):
+        yield seen
 
 
 @pytest.mark.parametrize("name", FAMILIES)

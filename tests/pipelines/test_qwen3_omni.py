@@ -11,7 +11,6 @@ from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.generation.prefill import read_prompt
-from oscar_mm.generation.prefix_cache import processor_settings
 from oscar_mm.generation.prompt import Prompt, remaining
 from oscar_mm.media import load_video
 from oscar_mm.media.media import Media
@@ -231,7 +230,7 @@ def test_a_short_recording_is_the_same_in_chunks_and_after_a_prefix(omni) -> Non
     with keeping.chat() as chat:
         chat.ask("What is it?", audio=[LONG], max_new_tokens=1)
     prompt = heard(omni, LONG, SHORT)
-    past = keeping.prefixes.find(prompt, processor_settings(omni.processor))
+    past = keeping.prefixes.find(prompt, keeping.engine._reader_state())
     known = past.get_seq_length()
     assert known >= prompt.media[0].stop
     after = read_prompt(omni.model, remaining(prompt, known), past)
