@@ -29,6 +29,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_batch import decode
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.modules import computing_device
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
 
@@ -329,7 +330,7 @@ class PassageComparison:
             stepwise: let the policies that are named for it also read token by token through the
                 packed cache, each token stored before the next is read, and write freely.
         """
-        ids = ids.to(self.model.device)
+        ids = ids.to(computing_device(self.model.get_input_embeddings()))
         length = ids.shape[1] - max(self.judged, self.decoded) - 1
         past, forced = ids[:, :length], _forced_after(ids, length, self.judged)
         recorder = Recorder()

@@ -21,6 +21,7 @@ from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
+from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
 from oscar_mm.threads import begun
 
@@ -112,17 +113,12 @@ class Family(ABC):
     @property
     def device(self) -> torch.device:
         """The device that the prompt goes to."""
-        return self.model.get_input_embeddings().weight.device
+        return computing_device(self.model.get_input_embeddings())
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:
         """The device of each layer's keys and values."""
-        layers = self.model.get_decoder().layers
-        places = [next(layer.parameters()).device for layer in layers]
-        return {
-            index: self.device if place.type == "meta" else place
-            for index, place in enumerate(places)
-        }
+        return dict(enumerate(map(computing_device, self.model.get_decoder().layers)))
 
     @property
     def placeholders(self) -> dict[str, Modality]:

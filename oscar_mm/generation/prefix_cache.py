@@ -68,7 +68,7 @@ def _described(value: Any) -> Any:
 
 
 _Key = tuple[object, str]
-"""Settings of the processor, and the salt of a prompt."""
+"""State of what reads a prompt, and the salt of the prompt."""
 
 
 @dataclass(eq=False)

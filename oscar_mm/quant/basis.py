@@ -205,8 +205,10 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> torch.Tensor | 
             return None
         # The norm of a vector of ones is its weight, whichever way the module applies it
         # (weight, or 1 + weight).
+        # A hook of accelerate brings offloaded weights, and the ones to them.
+        device = "cpu" if weight.is_meta else weight.device
         with torch.no_grad():
-            effective = norm(torch.ones(1, head_dim, dtype=weight.dtype, device=weight.device))
+            effective = norm(torch.ones(1, head_dim, dtype=weight.dtype, device=device))
         pairs = effective.float().square().view(2, head_dim // 2).mean(dim=0).sqrt()
         rms.append(pairs.repeat(2))
     rms_queries, rms_keys = rms
