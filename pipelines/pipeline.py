@@ -178,7 +178,7 @@ class Pipeline:
             fingerprint=self.fingerprint,
             policy=self.policy,
             layers=self.admission.layer_shapes,
-            vocabulary=self.model.get_input_embeddings().num_embeddings,
+            family=self.family,
         )
         budget = self.budget
         if budget is not None and saved.bytes > budget.limit:

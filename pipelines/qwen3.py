@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,12 @@ def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, i
         return used if resized(image_processor, *used) == used else (width, height)
     except ValueError:  # a strip that is too long for the processor, which refuses it later
         return width, height
+
+
+def longer_sides(tokens: int) -> list[int]:
+    """Longer sides of all grids of so many tokens, the shortest first."""
+    sides = [side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0]
+    return [tokens // side for side in reversed(sides)]
 
 
 def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
@@ -128,6 +135,10 @@ class Qwen3VL(Family):
         if medium.modality is Modality.IMAGE:
             return image_tokens(self.processor.image_processor, medium.content)
         return 0
+
+    def position_steps(self, modality: Modality, tokens: int) -> Sequence[int]:
+        """See ``Family.position_steps``."""
+        return [tokens] if modality is Modality.TEXT else longer_sides(tokens)
 
     def _positions(self, ids: torch.Tensor, grids: dict[str, torch.Tensor]) -> torch.Tensor:
         """(3, 1, tokens) int64 on the CPU.
@@ -225,6 +236,12 @@ class Qwen3Omni(Family):
                 for part in parts
             ]
         return super().join_media(name, parts)
+
+    def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
+        """See ``Family.position_steps``; those of a video follow from its times."""
+        if modality is Modality.VIDEO:
+            return None
+        return longer_sides(tokens) if modality is Modality.IMAGE else [tokens]
 
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """See ``Family.largest_image``."""

@@ -221,6 +221,7 @@ class SavedCache:
                 tensors[name] = tensors[name].to(unpacked_dtype(found, shape.dtype))
             tables = SavedTables.of(tensors, found)
             _check_content(tensors, found, tables, shapes)
+            _check_balancing(tensors, found, tables, text["layers"])
         return cls(
             policy=found,
             tables=tables,
@@ -457,3 +458,21 @@ def _check_content(
         sigma = tensors.get(f"layer.{index}.sigma")
         if sigma is not None and not bool(((sigma > 1 / _MOST) & (sigma < _MOST)).all()):
             raise ValueError(f"layer {index}: sigma is beyond what balancing gives")
+
+
+def _check_balancing(
+    tensors: dict[str, torch.Tensor],
+    policy: KVPolicy,
+    tables: SavedTables,
+    layers: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ValueError if a layer has pages without the balancing by which they were packed."""
+    has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
+    for index, about in enumerate(layers):
+        has_sigma = f"layer.{index}.sigma" in tensors
+        if has_pages and not about["balanced"]:
+            raise ValueError(f"layer {index}: has pages, and has chosen no balancing")
+        # With "auto" there may be none.
+        allowed = {None: (False,), "auto": (False, True)}.get(policy.balance, (True,))
+        if about["balanced"] and has_sigma not in allowed:
+            raise ValueError(f"layer {index}: sigma and the policy's balancing do not fit")

@@ -19,11 +19,12 @@ import torch
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content
 from oscar_mm.cache.persist import SavedCache, cache_content, load_cache, save_cache
-from oscar_mm.cache.slots import NOWHERE
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.cache.tables_file import SavedTables
 from oscar_mm.chat.conversation import ChatEngine, Conversation, Turn
+from oscar_mm.chat.saved_turns import check_turns
 from oscar_mm.errors import InputError
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
 from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.modules import acting_weights, weights_key
@@ -80,7 +81,7 @@ def read_chat(
     fingerprint: str,
     policy: KVPolicy,
     layers: Sequence[LayerShape],
-    vocabulary: int,
+    family: Family,
 ) -> tuple[Conversation, str | None, SavedCache]:
     """Read a conversation, its system prompt and its cache, which is not placed in a store yet.
 
@@ -91,13 +92,13 @@ def read_chat(
         fingerprint: of the pipeline's model.
         policy: of the pipeline.
         layers: of the model.
-        vocabulary: token ids are below it.
+        family: of the model.
 
     Raises:
         InputError: the file cannot be read, is no chat, was altered, or is another model's.
     """
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
-    given = saved.given
+    given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
     if given.get("chat") != FORMAT_VERSION:
         raise InputError(f"{path}: holds no chat of version {FORMAT_VERSION}")
     try:
@@ -110,6 +111,7 @@ def read_chat(
             turns=tuple(_turn(turn, vocabulary) for turn in given["turns"]),
         )
         _check(conversation, saved.tables, vocabulary)
+        check_turns(conversation, saved.tables.codes.reshape(-1), policy, family)
         system = given["system"]
         if not (system is None or isinstance(system, str)):
             raise ValueError("its system prompt is no text")
@@ -150,8 +152,6 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
         start = turn.stop
     if start != tokens:
         raise ValueError("turns and tokens differ in length")
-    if conversation.stored != int((tables.codes != NOWHERE).sum()):
-        raise ValueError("its turns and its cache disagree on forgotten tokens")
 
 
 def _turn(saved: dict[str, Any], vocabulary: int) -> Turn:

@@ -190,6 +190,18 @@ class Family(ABC):
         text = self.render(messages)
         return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
 
+    def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
+        """By how many positions a run of tokens of one modality may move what follows.
+
+        Args:
+            modality: of the tokens.
+            tokens: of the run.
+
+        Returns:
+            each possible number, in rising order; None where it does not follow from the tokens.
+        """
+        return [tokens]
+
     def continuation(
         self,
         messages: Sequence[dict[str, Any]],

@@ -1,0 +1,130 @@
+"""What a saved chat says twice: turns and media against tokens, positions and the cache's tables.
+
+A file whose checksum was computed anew may still hold other keys and values, and other texts: of
+these nothing else in the file tells.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.slots import NOWHERE, SINK
+from oscar_mm.chat.conversation import Conversation
+from oscar_mm.generation.family import Family
+from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.policy import KVPolicy
+
+_REASONS = ("stop", "length", "interrupted")
+_DIGEST = re.compile("[0-9a-f]{64}")
+_SUMS, _SUM_BITS = 64, 1 << 16
+"""Most media of a turn, and most positions between the fewest and the most that they may take, for
+which every sum is looked at."""
+
+
+def check_turns(
+    conversation: Conversation, codes: np.ndarray, policy: KVPolicy, family: Family
+) -> None:
+    """Raise ValueError if turns contradict token ids, positions or the tables of the cache.
+
+    Args:
+        conversation: whose turns follow each other, without its cache.
+        codes: (tokens,) uint8 stream codes of the cache.
+        policy: of the cache.
+        family: tells modalities by token ids, and positions of media.
+    """
+    ids = conversation.token_ids
+    by_ids = token_modalities(ids, config=family.model.config)[0].numpy()
+    stored = codes != NOWHERE
+    kinds = np.where(stored, codes % SINK, by_ids).astype(np.int8)
+    if not np.array_equal(_forgotten(conversation), ~stored):
+        raise ValueError("its turns and its cache disagree on forgotten tokens")
+    media = kinds != Modality.TEXT
+    if (kinds[media] != by_ids[media]).any():
+        raise ValueError("its tokens and its cache disagree on modalities")
+    if int((stored & (codes >= SINK)).sum()) > policy.sinks:
+        raise ValueError(f"more than {policy.sinks} tokens are sinks")
+    _check_media(conversation, kinds)
+    _check_positions(conversation, kinds, family)
+    _check_pending(conversation, family.model.config)
+    for turn in conversation.turns:
+        if turn.finish_reason not in _REASONS:
+            raise ValueError(f"an answer ended for {turn.finish_reason[:40]!r}")
+
+
+def _forgotten(conversation: Conversation) -> np.ndarray:
+    """(tokens,) bool: which tokens the turns say are forgotten."""
+    found = np.zeros(conversation.tokens, dtype=bool)
+    for turn in conversation.turns:
+        for span, forgotten in zip(turn.media, turn.forgotten, strict=True):
+            found[span.start : span.stop] |= forgotten
+    return found
+
+
+def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
+    """Raise ValueError if media are not where tokens of their modality are."""
+    named = np.zeros(len(kinds), dtype=bool)
+    for turn in conversation.turns:
+        for span in turn.media:
+            found = kinds[span.start : span.stop]
+            named[span.start : span.stop] = True
+            inside = set(np.unique(found).tolist())
+            others = {Modality.TEXT, Modality.AUDIO} if span.modality is Modality.VIDEO else set()
+            ends = found[0], found[-1]
+            if Modality.TEXT in ends or not {span.modality} <= inside <= {span.modality, *others}:
+                raise ValueError("a medium has tokens of another modality")
+            if not _DIGEST.fullmatch(span.digest):
+                raise ValueError("a medium's digest is none")
+    if (kinds[~named] != Modality.TEXT).any():
+        raise ValueError("tokens of media belong to none")
+
+
+def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Family) -> None:
+    """Raise ValueError if positions do not follow from the tokens before them."""
+    turns = conversation.turns
+    places = [*(float(turn.position) for turn in turns), float(conversation.next_position)]
+    if places[0] != 0:
+        raise ValueError("its first position is not 0")
+    for turn, place, following in zip(turns, places, places[1:], strict=False):
+        if not _can_advance(family, kinds[turn.start : turn.stop], following - place):
+            raise ValueError("its positions do not follow from its tokens")
+
+
+def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
+    """Whether tokens of these modalities may move what follows by so many positions."""
+    starts = np.flatnonzero(np.diff(kinds, prepend=-1))
+    lengths = np.diff(starts, append=len(kinds))
+    fixed, runs = 0, []
+    pairs, counts = np.unique(np.stack([kinds[starts], lengths]), axis=1, return_counts=True)
+    for (kind, length), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
+        steps = family.position_steps(Modality(kind), length)
+        if steps is None:
+            # Positions of such a medium are anywhere behind what is before it.
+            return advance >= int((kinds == Modality.TEXT).sum())
+        fixed, runs = fixed + count * steps[0], [*runs, (steps, count)]
+    most = fixed + sum(count * (steps[-1] - steps[0]) for steps, count in runs)
+    if not fixed <= advance <= most or advance != int(advance):
+        return False
+    if sum(count for steps, count in runs if len(steps) > 1) > _SUMS or most - fixed > _SUM_BITS:
+        return True
+    sums = 1  # Bit i: the runs so far may take i positions more than the fewest.
+    for steps, count in runs:
+        for _ in range(count if len(steps) > 1 else 0):
+            shifted = [sums << (step - steps[0]) for step in steps]
+            sums = 0
+            for one in shifted:
+                sums |= one
+    return bool(sums >> (int(advance) - fixed) & 1)
+
+
+def _check_pending(conversation: Conversation, config: object) -> None:
+    """Raise ValueError if turns do not begin with the end of the answer before."""
+    for index, turn in enumerate(conversation.turns):
+        # ``next_prompt`` leaves placeholders of media out, which a model should not write.
+        pending = torch.tensor([turn.pending], dtype=torch.long)
+        read = pending[token_modalities(pending, config=config) == Modality.TEXT]
+        begin = conversation.token_ids[0, turn.start : turn.start + len(read)]
+        if (index == 0 and len(read)) or not torch.equal(begin, read):
+            raise ValueError("a turn does not begin with the end of the answer before")
