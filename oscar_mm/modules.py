@@ -31,7 +31,7 @@ _OURS = "oscar_mm."
 _HARMLESS = (_OURS, "transformers.utils.output_capturing")
 """Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
 somebody has asked for hidden states or attentions."""
-_FOLDERS = tuple(f"{Path(one.__file__).parent}{os.sep}" for one in (torch, transformers))
+_FOLDERS = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, transformers))
 """Where the code of classes lies as it was written."""
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _NUMBERS = itertools.count()

@@ -390,7 +390,7 @@ def _with_av(
 def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
     """What makes frames of a packet; an MP3's other packets, such as tags, are left out."""
     track.thread_type = "AUTO"
-    context = track.codec_context
+    context: Any = track.codec_context
     if (name := _DECODERS.get(context.name)) in av.codecs_available:
         known, context = context, av.CodecContext.create(name, "r")
         context.sample_rate, context.layout = known.sample_rate, known.layout
