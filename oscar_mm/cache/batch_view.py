@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,10 @@ class BatchView(OscarCache):
     def fork(self) -> OscarCache:
         """Not supported: fork the caches."""
         raise InputError("a BatchView is not forked: fork the caches that are its rows")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Not supported: pickle the caches."""
+        raise InputError("a BatchView is not pickled: pickle the caches that are its rows")
 
 
 def _row_of(cache: OscarCache | None) -> Row:

@@ -19,6 +19,7 @@ from oscar_mm.cache.ledger import Announcements, Ledger
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.pending import Chunk, KeyLength
 from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.snapshot import Snapshot
 from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
@@ -364,6 +365,15 @@ class OscarCache(Cache):
 
     __copy__ = fork
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what the cache holds; it gets a store of its own where it is read again.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+        """
+        announced = self.sigmas, self._expected
+        return _unpickled, (self.policy, self.closed, announced, Snapshot.of(self))
+
     def forget(self, start: int, stop: int, row: int = 0) -> None:
         """Drop the tokens ``start`` to ``stop - 1`` of a row; their pages are free at once.
 
@@ -526,3 +536,13 @@ class OscarCache(Cache):
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: there are no pages for the keys of sparse attention's indexer."""
         raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be held")
+
+
+def _unpickled(
+    policy: KVPolicy, closed: bool, announced: tuple[Any, Any], snapshot: Snapshot
+) -> OscarCache:
+    """The cache that ``OscarCache.__reduce__`` takes apart."""
+    cache = OscarCache(policy)
+    cache.closed, (cache.sigmas, cache._expected) = closed, announced
+    snapshot.placed(cache)
+    return cache

@@ -32,7 +32,7 @@ from oscar_mm.cache import first_version
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content, Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.step import Step
+from oscar_mm.cache.snapshot import fill
 from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.errors import InputError
@@ -268,21 +268,11 @@ class SavedCache:
             layer.sigma_is_final = self.balanced[index]
             sigma = self.tensors.get(f"layer.{index}.sigma")
             layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
-        ids = {
-            bits: slots.allocate(self.tables.counts[bits])
-            for bits, slots in cache.store.allocators.items()
-        }
-        cache.ledger.hold(self.tables.sequences(ids))
-        for bits, slots in ids.items():
-            cache.store.allocators[bits].release(slots)
-        cache.store.reserve()
-        for layer in cache.layers:
-            pools = {**layer.pages, PLAIN: layer.recent}
-            for bits, pool in pools.items():
-                saved = self.tensors[f"layer.{layer.index}.{_name(bits)}"]
-                pool.storage[ids[bits]] = saved.to(layer.device)
-        if cache.layers:
-            cache.replayed(Step())
+        fill(cache, self.tables, self._slots_of)
+
+    def _slots_of(self, layer: OscarLayer) -> dict[Bits, torch.Tensor]:
+        kinds = (*self.policy.packed_bits, PLAIN)
+        return {bits: self.tensors[f"layer.{layer.index}.{_name(bits)}"] for bits in kinds}
 
 
 def load_cache(

@@ -1,0 +1,111 @@
+"""Snapshot: tables, pages and states of a cache by themselves, out of its store, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from oscar_mm.cache.layer import LinearLayer, OscarLayer
+from oscar_mm.cache.step import Step
+from oscar_mm.cache.store import LayerShape
+from oscar_mm.cache.tables_file import SavedTables, renumbered
+from oscar_mm.policy import PLAIN, Bits
+
+
+class PackedLayer(NamedTuple):
+    """What a layer with attention has in the slots of a cache.
+
+    Attributes:
+        shape: of its keys and values.
+        slots: bits -> what is in the slots of that kind, in the order of their numbers.
+        sigma, sigma_is_final: as of ``OscarLayer``.
+    """
+
+    shape: LayerShape
+    slots: dict[Bits, torch.Tensor]
+    sigma: torch.Tensor | None
+    sigma_is_final: bool
+
+    @classmethod
+    def of(cls, layer: OscarLayer, slots: dict[Bits, list[int]]) -> PackedLayer:
+        """The layer's part of these slots, copied."""
+        pools = {**layer.pages, PLAIN: layer.recent}
+        copied = {bits: pool.storage[slots[bits]] for bits, pool in pools.items()}
+        shape = LayerShape(layer.kv_heads, layer.head_dim, layer.dtype)
+        return cls(shape, copied, layer.sigma, layer.sigma_is_final)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A cache by itself, between forward passes; it can be pickled, as tensors can.
+
+    Attributes:
+        tables: sequences over slots that are numbered from 0.
+        layers: of the cache; None for one that has taken in nothing.
+    """
+
+    tables: SavedTables
+    layers: list[PackedLayer | LinearLayer | None]
+
+    @classmethod
+    def of(cls, cache: Any) -> Snapshot:
+        """Copy what an ``OscarCache`` holds.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+        """
+        cache.check_complete()
+        tables, slots = renumbered(cache.ledger)
+        layers: list[PackedLayer | LinearLayer | None] = []
+        for layer in cache.layers:
+            if isinstance(layer, LinearLayer):
+                layers.append(layer.fork())
+            else:
+                layers.append(PackedLayer.of(layer, slots) if layer.is_initialized else None)
+        return cls(tables, layers)
+
+    def placed(self, cache: Any) -> None:
+        """Fill an ``OscarCache`` that is empty, on the devices of the copied tensors."""
+        for index, found in enumerate(self.layers):
+            if isinstance(found, LinearLayer):
+                cache.layers.append(found)
+                continue
+            layer = OscarLayer(cache, index)
+            cache.layers.append(layer)
+            if found is not None:
+                layer.use_pools(*found.shape, found.slots[PLAIN].device)
+                layer.sigma, layer.sigma_is_final = found.sigma, found.sigma_is_final
+        fill(cache, self.tables, lambda layer: self._slots_of(layer.index))
+
+    def _slots_of(self, index: int) -> dict[Bits, torch.Tensor]:
+        layer = self.layers[index]
+        return layer.slots if isinstance(layer, PackedLayer) else {}
+
+
+def fill(
+    cache: Any, tables: SavedTables, slots_of: Callable[[OscarLayer], dict[Bits, torch.Tensor]]
+) -> None:
+    """Give an empty cache slots of its own, and put into them what the tables' slots hold.
+
+    Args:
+        cache: an ``OscarCache`` with its layers, which have their pools.
+        tables: of its sequences.
+        slots_of: bits -> contents of a layer's slots, in the order of the tables' numbers.
+    """
+    ids = {
+        bits: slots.allocate(tables.counts[bits]) for bits, slots in cache.store.allocators.items()
+    }
+    cache.ledger.hold(tables.sequences(ids))
+    for bits, slots in ids.items():
+        cache.store.allocators[bits].release(slots)
+    cache.store.reserve()
+    layers: Sequence[OscarLayer] = cache.packed_layers
+    for layer in layers:
+        pools = {**layer.pages, PLAIN: layer.recent}
+        for bits, saved in slots_of(layer).items():
+            pools[bits].storage[ids[bits]] = saved.to(layer.device)
+    if layers:
+        cache.replayed(Step())
