@@ -1,6 +1,7 @@
 """Attention "oscar" equals plain attention over the unpacked copy, whatever is stored."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend
 from oscar_mm.cache import layer as layer_module
+from oscar_mm.cache import pending
 from oscar_mm.cache.pending import attend_stored
 from oscar_mm.cache.step import Step
 from oscar_mm.modality import PADDING
@@ -24,6 +26,15 @@ from tests.cache.invariants import (
     plain_attention,
     random_ids,
 )
+
+
+def after(
+    cache: OscarCache, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unpacked past of the first layer and new tokens."""
+    stored = cache.unpacked(0)
+    return torch.cat([stored[0], keys], dim=2), torch.cat([stored[1], values], dim=2)
+
 
 PROMPTS = {
     "one": (1,),
@@ -51,6 +62,45 @@ def test_heads(policy: str, head_dim: int, group: int) -> None:
     cache, _ = filled(POLICIES[policy], random_ids(2, 60, 200, 140), **shape)
     for tokens in (1, 5):
         check_chunk(cache, chunk(tokens, tokens, **shape))
+
+
+@pytest.mark.parametrize(("group", "most"), [(1, 128), (2, 64), (4, 32), (8, 16), (16, 16)])
+@pytest.mark.parametrize("policy", ["standard", "compact", "channel"])
+def test_short_turns_on_a_cpu_read_packed_pages(
+    policy: str, group: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones read a copy, which is sooner done for many queries."""
+    unpacked, parts = [], layer_module.OscarLayer.parts
+
+    def noted(layer: layer_module.OscarLayer, *rest: Any) -> Any:
+        unpacked.append(layer)
+        return parts(layer, *rest)
+
+    cache, _ = filled(policy, random_ids(1, 300, 700, 400), group=group)
+    for tokens in (most, most + 1):
+        queries, keys, values = chunk(tokens, tokens, group=group)
+        expected = plain_attention(queries, *after(cache, keys, values))
+        cache.attend_packed(None)
+        new, _ = cache.update(keys, values, 0)
+        monkeypatch.setattr(layer_module.OscarLayer, "parts", noted)
+        states, step = (queries, keys, values), new.oscar_chunk._step
+        found = attend_stored(cache.layers[0], *states, queries.shape[-1] ** -0.5, step)
+        monkeypatch.undo()
+        torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-5)
+        assert bool(unpacked) is (tokens > most)
+        cache.layers[0].append(keys, values, step)
+
+
+@pytest.mark.parametrize("changes", ["standard:window=600", "bf16"])
+def test_tokens_in_16_bit_are_not_read_one_by_one(changes: str, monkeypatch) -> None:
+    """Where they are many, torch's attention takes them in less time."""
+    cache, _ = filled(changes, random_ids(1, 300, 300))
+    step, loops = Step(past=cache.ledger.sequences), pending.decode_directly
+    read = []
+    monkeypatch.setattr(pending, "decode_directly", lambda x: (read.append(x), loops(x))[1])
+    for tokens in (16, 17):
+        attend_stored(cache.layers[0], *chunk(1, tokens), 0.125, step)
+    assert [arguments.queries.shape[2] for arguments in read] == [16]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -216,7 +266,7 @@ def test_memory_of_a_later_turn_does_not_grow_with_the_past(
         pools = [layer.recent.storage, *(pool.storage for pool in layer.pages.values())]
         step = Step(past=cache.ledger.sequences)
         with Largest(*pools) as counted:
-            attend_stored(layer, *chunk(1, 20, kv_heads=1, group=1), 0.125, step)
+            attend_stored(layer, *chunk(1, 150, kv_heads=1, group=1), 0.125, step)
         largest.append(counted.bytes)
     assert largest[0] == largest[1] <= 2 * 8 * 128 * 64 * 4
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.in_line import Run, attend_in_line, can_attend_in_line, runs_of
 from oscar_mm.cache.layer import OscarLayer, TokenPlaces
+from oscar_mm.cache.slots import Row
 from oscar_mm.cache.step import Attention, Step
 from oscar_mm.kernels.launch import multiprocessors
-from oscar_mm.ops.decode import MAX_QUERY_TOKENS, DecodeKernel, decode_directly, decode_kernel
-from oscar_mm.ops.decode_tables import DecodeArguments, Tables
+from oscar_mm.ops.decode import DecodeKernel, decode_directly, decode_kernel, most_tokens
+from oscar_mm.ops.decode_tables import DecodeArguments, Tables, tables_of
 from oscar_mm.ops.decode_torch import MergedAttention, has_flash
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.pages.layout import PageFormat
@@ -40,8 +41,8 @@ def attend_stored(
 ) -> torch.Tensor:
     """Attention over the past of a step and, causally, over its chunk; before ``append``.
 
-    A chunk of up to 16 tokens attends to the packed pages (``oscar_mm.ops.decode``). For a longer
-    one the past is unpacked, a bounded part at a time.
+    A chunk of few tokens attends to the packed pages (``oscar_mm.ops.decode``). For a longer one
+    the past is unpacked, a bounded part at a time.
 
     Args:
         layer: of the cache.
@@ -61,9 +62,9 @@ def attend_stored(
         return _causal(queries, keys, values, scaling)
     chunk = _Chunk(layer, step, queries, keys, values, scaling)
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
-    most = MAX_QUERY_TOKENS if step.real is None else 1
     if step.lengths is not None:
         return chunk.in_line() if can_attend_in_line(queries) else chunk.by_rows()
+    most = chunk.most_decoded(step.past) if step.real is None else 1
     return chunk.by_rows() if keys.shape[2] > most else chunk.decoded()
 
 
@@ -88,18 +89,17 @@ class _Chunk:
     values: torch.Tensor
     scaling: float
 
+    def most_decoded(self, rows: Sequence[Row]) -> int:
+        """Most new tokens of each of some rows that attend to the packed pages."""
+        layer, group = self.layer, self.queries.shape[1] // self.keys.shape[1]
+        in_16_bit = sum(len(stream.slots) for row in rows for stream in row.streams.values())
+        # Those in 16 bit gain nothing, so they must be few.
+        packed = 4 * in_16_bit <= sum(row.stored for row in rows)
+        return most_tokens(tuple(layer.formats.values()) if packed else (), group, layer.device)
+
     def decoded(self) -> torch.Tensor:
         """Attend by the decode kernel, or by the operation ``decode`` where there is none."""
-        layer, plan = self.layer, self._plan()
-        tables = plan.tables.of_past
-        pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
-        states = (self.queries, self.keys, self.values, pages, layer.recent.storage, layer.sigma)
-        rotate = layer.cache.policy.rotate
-        arguments = DecodeArguments(*states, *tables, self.scaling, plan.numbers, rotate)
-        if plan.kernel is None:
-            output = decode_directly(arguments)
-        else:
-            output = plan.kernel(arguments, early=self.step.fixed is not None)
+        layer, output = self.layer, self._decoded(self.queries, self.keys, self.values)
         in_rows = self.step.real
         if in_rows is None:
             return output
@@ -110,9 +110,31 @@ class _Chunk:
 
         return output * self.step.once(("rows that go on", layer.device), rows_that_go_on)
 
-    def _plan(self) -> _Plan:
-        layer = self.layer
-        columns = self.keys.shape[2] * (self.queries.shape[1] // self.keys.shape[1])
+    def _decoded(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row: int | None = None,
+    ) -> torch.Tensor:
+        """Attend to the packed pages and tokens in 16 bit of all rows, or of one."""
+        layer, plan = self.layer, self._plan(queries, keys, row)
+        pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
+        states = (queries, keys, values, pages, layer.recent.storage, layer.sigma)
+        how = self.scaling, plan.numbers, layer.cache.policy.rotate
+        arguments = DecodeArguments(*states, *plan.tables.of_past, *how)
+        if plan.kernel is None:
+            return decode_directly(arguments)
+        return plan.kernel(arguments, early=self.step.fixed is not None)
+
+    def _plan(self, queries: torch.Tensor, keys: torch.Tensor, row: int | None) -> _Plan:
+        layer, step = self.layer, self.step
+        columns = keys.shape[2] * (queries.shape[1] // keys.shape[1])
+
+        def tables(attention: Attention) -> Tables:
+            if row is None:
+                return step.tables(attention, layer.device)
+            return tables_of(*attention.over([step.past[row]]), layer.device)
 
         def make() -> _Plan:
             formats = tuple(layer.formats.values())
@@ -121,15 +143,15 @@ class _Chunk:
             attention = Attention((first, second), layer.kv_heads, columns, workers)
             return _Plan(
                 formats,
-                self.step.tables(attention, layer.device),
+                tables(attention),
                 numbers_of(*formats),
                 decode_kernel(
                     formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
                 ),
             )
 
-        layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns)
-        return self.step.once(layers_alike, make)
+        layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns, row)
+        return step.once(layers_alike, make)
 
     def in_line(self) -> torch.Tensor:
         """Attend to rows that follow each other, many of them in a launch."""
@@ -159,9 +181,11 @@ class _Chunk:
     def _merged(
         self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Attend to a row's past, a part at a time, and to its new tokens."""
+        """Attend to a row's past, a part at a time if its new tokens are many, and to these."""
         if self.step.lengths is not None and not self.step.past[row].stored:
             return _causal(queries, keys, values, self.scaling)
+        if queries.is_cpu and queries.shape[2] <= self.most_decoded(self.step.past[row : row + 1]):
+            return self._decoded(queries, keys, values, row)
         merged = MergedAttention(queries, self.scaling)
         merged.add(keys, values, causal=True)
         for keys, values in self._past(row):

@@ -1,4 +1,6 @@
-"""decode: attention of 1 to 16 new tokens over packed pages, tokens in 16 bit and themselves.
+"""decode: attention of few new tokens over packed pages, tokens in 16 bit and themselves.
+
+The operation takes 1 to 16 of them; ``most_tokens`` says up to how many a cache attends so.
 
 The same bits from run to run. Calls of the kernel may overlap on several streams and be captured in
 several CUDA graphs: what a launch needs besides its arguments is its stream's or its graph's own.
@@ -44,6 +46,10 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 
 MAX_QUERY_TOKENS = 16
+_MOST_COLUMNS = 128
+"""Queries of a KV head up to which a CPU reads packed pages sooner than it unpacks them and attends
+to the copy. Of float32 states the two take as long with 224, of bfloat16 ones with 165 on a CPU
+with AMX; the number hardly depends on heads, head_dim and past."""
 _checker = ArgumentChecker("decode")
 
 
@@ -329,6 +335,19 @@ def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
     how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
     kernel = decode_kernel(formats, *how) or (_loops(formats) if queries.is_cpu else None)
     return (kernel or decode_by_torch)(arguments)
+
+
+def most_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:
+    """Most new tokens of a row that attend by ``decode_directly`` rather than to an unpacked copy.
+
+    Args:
+        formats: of the pages; empty where few tokens are packed.
+        group: query heads of a KV head.
+        device: of the layer.
+    """
+    if device.type == "cpu" and formats and _loops(formats) is not None:
+        return max(MAX_QUERY_TOKENS, _MOST_COLUMNS // group)
+    return MAX_QUERY_TOKENS
 
 
 def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:

@@ -14,7 +14,7 @@ from oscar_mm.cache.store import PageStore
 from tests.checkpoints import build_decoder
 
 LENGTHS = (300, 40, 0, 137)
-NEW = (5, 3, 7, 1)
+NEW = (30, 3, 7, 1)
 POLICIES = ("bf16", "channel", "standard")
 
 
