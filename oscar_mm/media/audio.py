@@ -32,7 +32,13 @@ from oscar_mm.media.timeline import (
     sound_track,
     time_of,
 )
-from oscar_mm.media.truncation import check_whole, is_joined_ogg, mp3_seconds, opened_bytes
+from oscar_mm.media.truncation import (
+    check_whole,
+    is_joined_ogg,
+    lacks_ogg_pages,
+    mp3_seconds,
+    opened_bytes,
+)
 from oscar_mm.threads import in_threads
 
 # Formats of recordings that FFmpeg may read. Playlists (hls, concat, dash) are left out: they open
@@ -45,7 +51,7 @@ CONTAINERS = (
 _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
 """First bytes of files that libsndfile reads: it is faster than FFmpeg, and counts exactly."""
 
-_GUESSED = ("aac", "ac3", *MPEG)
+_GUESSED = ("aac", "ac3", "amr", *MPEG)
 """Formats without a header: FFmpeg guesses their length from their first bit rate or last time."""
 
 _DECODERS = {"amrnb": "libopencore_amrnb", "amrwb": "libopencore_amrwb"}
@@ -304,8 +310,8 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
     with opened_bytes(source, label) as raw:
         if raw.read(4) not in _LIBSNDFILE:
             return None
-    # libsndfile reads only the first of joined Ogg streams, FFmpeg all.
-    if is_joined_ogg(source, label):
+    # libsndfile reads only the first of joined Ogg streams, and joins sound over missing pages.
+    if is_joined_ogg(source, label) or lacks_ogg_pages(source, label):
         return None
     try:
         # As bytes, which its stubs do not know: the name of a file need not be text.
@@ -392,8 +398,8 @@ def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
     track.thread_type = "AUTO"
     context: Any = track.codec_context
     if (name := _DECODERS.get(context.name)) in av.codecs_available:
-        known, context = context, av.CodecContext.create(name, "r")
-        context.sample_rate, context.layout = known.sample_rate, known.layout
+        context = av.CodecContext.create(name, "r")
+        context.sample_rate, context.layout = track.sample_rate, track.layout
 
     def decode(packet: Any) -> list[Any]:
         try:

@@ -17,6 +17,10 @@ _OGG_END = 4
 """Flag of the last page of a stream."""
 _OGG_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]")
 _OGG_LATER_PAGE = re.compile(rb"OggS\0[\0\1\4\5]")
+_OGG_NUMBER = re.compile(rb"OggS\0[\0-\7].{8}(.{4})(.{4})", re.S)
+"""A page up to its number in its stream; also the stream's number."""
+_OGG_STREAMS = 64
+"""Most streams of an Ogg file whose pages are counted."""
 _PIECE_BYTES = 1 << 20
 _SLACK_BYTES = 4096
 """Bytes that a file may lack, because some headers count a little too many."""
@@ -122,6 +126,29 @@ def is_joined_ogg(source: Path | bytes, label: str) -> bool:
             if begun and _OGG_FIRST_PAGE.search(data):
                 return True
             rest = data[-5:]  # a page may begin in one piece and go on in the next
+    return False
+
+
+def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
+    """Whether pages are missing between those of an Ogg file, as in recordings off the network.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+    numbers: dict[bytes, int] = {}
+    with opened_bytes(source, label) as file:
+        if file.read(4) != b"OggS":
+            return False
+        file.seek(0)
+        rest = b""
+        while (piece := file.read(_PIECE_BYTES)) and len(numbers) <= _OGG_STREAMS:
+            data, end = rest + piece, 0
+            for page in _OGG_NUMBER.finditer(data):
+                number, end = int.from_bytes(page[2], "little"), page.end()
+                if number > numbers.get(page[1], number) + 1:
+                    return True
+                numbers[page[1]] = number
+            rest = data[max(end, len(data) - 21) :]  # a page may begin in one piece
     return False
 
 

@@ -48,7 +48,7 @@ def test_videos() -> None:
         load_video(changed, fps=2),
         load_video(frames, fps=4),
         load_video(frames[::-1], fps=2),
-        replace(video, fps=2.5),
+        replace(video, seconds=3.0),
         replace(video, sound=sound),
         replace(video, sound=Audio(tone(1, seed=1)[0], 16_000, 1)),
     ]

@@ -1,6 +1,6 @@
 """Clips come out sampled with true times in bounded memory; bad ones are refused by name."""
 
-from fractions import Fraction
+import struct
 from pathlib import Path
 
 import av
@@ -13,39 +13,7 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_video
-
-
-def write_clip(
-    path: Path,
-    values: list[int],
-    *,
-    rate: int = 10,
-    size: tuple[int, int] = (64, 32),
-    codec: str = "mpeg4",
-    times: list[float] | None = None,
-    rotation: int = 0,
-) -> Path:
-    """Grey frames of the given values; frame i at times[i] seconds, else at i / rate."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        tick = Fraction(1, 1000 if times else rate)
-        stream.codec_context.time_base = tick
-        if rotation:
-            stream.set_display_rotation(rotation)
-        for index, value in enumerate(values):
-            pixels = np.full((size[1], size[0], 3), value, np.uint8)
-            pixels[: size[1] // 2, : size[0] // 4] = 255 if rotation else value
-            frame = av.VideoFrame.from_ndarray(pixels)
-            frame.time_base = tick
-            frame.pts = round(1000 * times[index]) if times else index
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return path
-
-
-def levels(frames: np.ndarray) -> list[int]:
-    return [round(float(frame.mean()) / 5) for frame in frames]
+from tests.recordings import levels, write_clip
 
 
 @pytest.mark.parametrize(
@@ -56,13 +24,14 @@ def test_samples_by_time(tmp_path: Path, suffix: str, codec: str) -> None:
     video = load_video(path, fps=2)
     assert video.frames.shape == (8, 32, 64, 3) and video.frames.dtype == np.uint8
     assert levels(video.frames) == list(range(0, 40, 5))
-    assert video.times == [index / 2 for index in range(8)]
+    assert video.times == [0.5 * i for i in range(8)]
     assert video.seconds == pytest.approx(4, abs=0.02) and video.fps == 2
 
 
 def test_rate_above_the_source_repeats_frames(tmp_path: Path) -> None:
-    video = load_video(write_clip(tmp_path / "clip.mp4", [30 * i for i in range(7)]), fps=30)
-    assert levels(video.frames) == pytest.approx([index // 3 * 6 for index in range(21)], abs=1)
+    video = load_video(write_clip(tmp_path / "clip.mp4", [30 * i for i in range(7)]), fps=40)
+    assert levels(video.frames) == [6 * i for i in range(7) for _ in range(4)]
+    assert video.times == [i / 40 for i in range(28)]
 
 
 def test_frames_are_capped(tmp_path: Path) -> None:
@@ -73,15 +42,48 @@ def test_frames_are_capped(tmp_path: Path) -> None:
 
 def test_short_clips_give_two_frames(tmp_path: Path) -> None:
     few = load_video(write_clip(tmp_path / "few.mp4", [0, 50, 100, 150]), fps=1)
-    assert levels(few.frames) == [0, 20] and few.times == pytest.approx([0, 0.2], abs=0.01)
+    assert levels(few.frames) == [0, 20] and few.times == pytest.approx([0, 0.2])
     lone = load_video(write_clip(tmp_path / "lone.mp4", [50]), fps=1)
-    assert levels(lone.frames) == [10, 10]
+    assert levels(lone.frames) == [10, 10] and lone.times == pytest.approx([0, 0.05])
+
+
+ORIENTATIONS = {
+    # a, b, c, d of a display matrix, and the first frame as ``ffmpeg -i`` shows it.
+    "as it is": ((1, 0, 0, 1), lambda frame: frame),
+    "left to right": ((-1, 0, 0, 1), np.fliplr),
+    "top to bottom": ((1, 0, 0, -1), np.flipud),
+    "upside down": ((-1, 0, 0, -1), lambda frame: np.rot90(frame, 2)),
+    "clockwise": ((0, 1, -1, 0), lambda frame: np.rot90(frame, -1)),
+    "counterclockwise": ((0, -1, 1, 0), np.rot90),
+    "mirrored, then counterclockwise": ((0, 1, 1, 0), lambda frame: np.rot90(np.fliplr(frame))),
+    "mirrored, then clockwise": ((0, -1, -1, 0), lambda frame: np.rot90(np.fliplr(frame), -1)),
+    "almost clockwise": ((0.03, 0.99, -0.99, 0.03), lambda frame: np.rot90(frame, -1)),
+    "no matrix at all": ((0, 0, 0, 0), lambda frame: frame),
+}
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mov"])
+def test_display_matrix(tmp_path: Path, suffix: str) -> None:
+    """Front cameras write films that are mirrored."""
+    path = write_clip(tmp_path / f"a.{suffix}", [0] * 4, size=(64, 48), corner=255)
+    plain, data = load_video(path).frames[0], path.read_bytes()
+    assert (plain[:24, :16] > 200).all() and (plain[:, 24:] < 50).all()
+    place = data.index(
+        struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30), data.index(b"tkhd")
+    )
+    for name, ((a, b, c, d), shown) in ORIENTATIONS.items():
+        entries = (round(65536 * entry) for entry in (a, b, 0, c, d, 0, 0, 0))
+        matrix = struct.pack(">9i", *entries, 1 << 30)
+        path.write_bytes(data[:place] + matrix + data[place + len(matrix) :])
+        assert np.array_equal(load_video(path).frames[0], shown(plain)), name
 
 
 @pytest.mark.parametrize(("rotation", "corner"), [(-90, (0, -1)), (90, (-1, 0)), (180, (-1, -1))])
-def test_rotation(tmp_path: Path, rotation: int, corner: tuple[int, int]) -> None:
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_rotation(tmp_path: Path, suffix: str, rotation: int, corner: tuple[int, int]) -> None:
     # -90 is what a phone held upright writes: turn clockwise, top left goes to top right.
-    video = load_video(write_clip(tmp_path / "turned.mp4", [0] * 10, rotation=rotation))
+    path = write_clip(tmp_path / f"a.{suffix}", [0] * 10, rotation=rotation, corner=255)
+    video = load_video(path)
     assert video.frames.shape[1:3] == ((32, 64) if rotation == 180 else (64, 32))
     assert video.frames[0][corner].min() > 200
     assert (video.frames[0, [0, 0, -1, -1], [0, -1, 0, -1], 0] > 200).sum() == 1
@@ -93,7 +95,7 @@ def test_pixels_are_bounded(tmp_path: Path) -> None:
     assert video.frames.size <= 3 * 8 * 160 * 80
     assert len(video.frames) == 8
     assert video.frames.shape[2] == pytest.approx(2 * video.frames.shape[1], abs=2)
-    assert levels(video.frames) == pytest.approx(range(0, 40, 5), abs=1)
+    assert levels(video.frames) == pytest.approx(list(range(0, 40, 5)), abs=1)
     with pytest.raises(InputError, match=r"320x160 pixels.*max_image_pixels"):
         load_video(path, limits=MediaLimits(max_image_pixels=10_000))
 
@@ -201,8 +203,8 @@ def test_frames_as_array_and_list_agree(array: np.ndarray, fps: float) -> None:
     assert np.array_equal(whole.frames, parts.frames)
     assert whole.frames.shape == (max(2, len(array)), *array.shape[1:3], 3)
     assert whole.seconds == pytest.approx(len(array) / fps)
-    assert whole.times[: len(array)] == pytest.approx([i / whole.fps for i in range(len(array))])
-    assert whole.fps == pytest.approx(fps * max(2, len(array)) / len(array))
+    assert whole.fps == pytest.approx(len(whole.frames) / whole.seconds)
+    assert whole.times[1] == pytest.approx(1 / fps if len(array) > 1 else 0.5 / fps)
 
 
 def test_metadata_is_not_shared() -> None:

@@ -128,6 +128,23 @@ def test_a_video_with_its_sound(omni, plain, movie) -> None:
     assert bool((times[1:] >= times[:-1]).all())
 
 
+def test_sound_stands_beside_the_pictures_of_its_time(omni, plain, tmp_path) -> None:
+    """Two seconds of pictures on a clock on which the sound begins after one second."""
+    path = write_movie(tmp_path / "late.mkv", clip(32, 9), tone(3.0), late=1.0)
+    media = omni.read_media(videos=[path], sound=True)
+    [video] = media.videos
+    assert video.fps == 2 and video.sound.seconds == pytest.approx(4.0, abs=0.1)
+    assert not video.sound.samples[:15_000].any() and video.sound.samples[17_000:].any()
+    same_prompt(omni, media, plain.inputs("What is it?", media))
+    prompt = omni.prepare("What is it?", media, None)
+    [span] = prompt.media
+    kinds = prompt.modalities[0, span.start : span.stop]
+    times = prompt.positions[1, 0, span.start : span.stop]
+    # 13 positions a second, of a pair of frames each second.
+    pairs = times[kinds == int(Modality.VIDEO)].unique()
+    assert (pairs - pairs[0]).tolist() == pytest.approx([0, 13, 26, 39])
+
+
 def test_silent_videos_beside_heard_ones(omni, movie, tmp_path) -> None:
     silent = write_movie(tmp_path / "silent.mp4", clip(16, 3), None)
     media = omni.read_media(videos=[silent, movie, clip(4)], audio=[tone(1)], sound=True)

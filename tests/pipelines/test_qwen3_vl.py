@@ -15,6 +15,7 @@ from oscar_mm.media.media import Media
 from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.prompts import REQUESTS, Reference, Request, clip, noise
+from tests.recordings import write_clip
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +178,15 @@ def test_end_tokens(pipe, monkeypatch) -> None:
     for given, expected in ((7, {7}), ([7, 9], {7, 9}), (None, {tokenizer.eos_token_id})):
         monkeypatch.setattr(config, "eos_token_id", given)
         assert pipe.family.end_tokens() == expected
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [("mp4", "libx264"), ("mkv", "mpeg4")])
+def test_times_in_the_prompt_are_those_of_the_clip(pipe, tmp_path, suffix: str, codec: str) -> None:
+    """Each pair of frames has the mean of the seconds at which the clip shows them."""
+    times = [0.5 * i for i in range(10)] + [60.0]
+    path = tmp_path / f"a.{suffix}"
+    write_clip(path, [20 * i for i in range(11)], times=times, codec=codec)
+    ours = prompt(pipe, Request("Which slide?", videos=[path]))
+    text = pipe.processor.tokenizer.decode(ours.inputs["input_ids"][0])
+    shown = re.findall(r"<([\d.]+) seconds>", text)
+    assert shown == [f"{i + 0.25:.1f}" for i in range(60)] + ["60.0"]
