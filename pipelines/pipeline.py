@@ -362,7 +362,8 @@ class Pipeline:
         def fits(sizes: Media) -> None:
             self.admission.check_outline(prompt, system, sizes, max_new_tokens)
 
-        read = self.prepare(prompt, self.media_reader.read(**shown, fits=fits), system)
+        with self.media_reader.reading(**shown, fits=fits) as media:
+            read = self.prepare(prompt, media, system)
         self.admission.check_prompt(read, max_new_tokens)
         return read
 

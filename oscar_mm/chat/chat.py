@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -187,11 +187,13 @@ class Chat:
             pipe.admission.check_text("answer", turn.answer, may_be_empty=True)
         tokenizer = pipe.family.processor.tokenizer
         ids = [tokenizer(turn.answer, add_special_tokens=False)["input_ids"] for turn in told]
-        shown = [
-            self._shown(turn.prompt, (*turn.media, False), turn.before, len(answer))
-            for turn, answer in zip(told, ids, strict=True)
-        ]
         after: Conversation | None = None
+        shown: list[Media] = []
+        for turn, answer in zip(told, ids, strict=True):
+            what = turn.prompt, (*turn.media, False), turn.before, len(answer)
+            # One turn after the other: a request with memory must not wait for more.
+            with self._shown(*what) as media:
+                shown.append(media)
 
         def prepare(then: Conversation) -> Prompt:
             nonlocal after
@@ -425,20 +427,23 @@ class Chat:
                 self._end_stream()
         sampling = pipe.sampling(options, _ARGUMENTS)
         most = 1 if cut_to_fit else sampling.max_new_tokens
-        shown = self._shown(question, media, before, most)
+        decoding = ExitStack()
 
         def prepare(then: Conversation) -> Prompt:
             system = None if then.turns else self.system
             prompt = next_prompt(pipe, then, question, system, shown, most, before)
+            decoding.close()
             return replace(prompt, salt=self.cache_salt)
 
-        with self._next_turn(prepare, most) as (now, prompt):
-            if cut_to_fit:
-                most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
-                sampling = replace(sampling, max_new_tokens=most)
-            pieces = self._answer(question, prompt, sampling, start, keep_part)
-            self._running = weakref.ref(pieces)
-            return AnswerStream(pieces)
+        with decoding:
+            shown = decoding.enter_context(self._shown(question, media, before, most))
+            with self._next_turn(prepare, most) as (now, prompt):
+                if cut_to_fit:
+                    most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
+                    sampling = replace(sampling, max_new_tokens=most)
+                pieces = self._answer(question, prompt, sampling, start, keep_part)
+                self._running = weakref.ref(pieces)
+                return AnswerStream(pieces)
 
     def _shown(
         self,
@@ -446,8 +451,8 @@ class Chat:
         media: tuple[Any, Any, Any, bool],
         before: Sequence[Message],
         most: int,
-    ) -> Media:
-        """Decode the media of a turn that has room by their sizes.
+    ) -> AbstractContextManager[Media]:
+        """Decode the media of a turn that has room by their sizes; inside, their memory counts.
 
         They are read without the pipeline's lock: others answer meanwhile, and this chat may go to
         disk. So its cache is looked at anew each time, under the lock.
@@ -461,7 +466,7 @@ class Chat:
 
         *shown, sound = media
         reader = self.pipe.media_reader
-        return reader.read(*shown, sound=sound, fits=fits, cancelled=lambda: self._cancelled)
+        return reader.reading(*shown, sound=sound, fits=fits, cancelled=lambda: self._cancelled)
 
     def _answer(
         self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool

@@ -1,15 +1,18 @@
 """Pictures of any kind as upright RGB images."""
 
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, JpegImagePlugin
+from PIL import ExifTags, Image, JpegImagePlugin
 
-from oscar_mm.errors import InputError
+from oscar_mm.errors import Cancelled, InputError
+from oscar_mm.media.decoder_process import decoded_elsewhere
 from oscar_mm.media.limits import LARGE_PIXELS, MediaCount, MediaLimits
 from oscar_mm.media.source import describe, local_source, none_if_unreadable, read_bytes
 
@@ -26,8 +29,27 @@ _SMALL = 1 << 22
 """Pixels up to which a picture stays as it is, for the model's own processor to scale it down."""
 
 _JPEG = b"\xff\xd8\xff"
-_LYING = range(5, 9)
-"""EXIF orientations that turn a picture by a quarter; there are none above."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture upright, by its EXIF orientation; there are no others."""
+_LYING = 5
+"""EXIF orientation from which on a picture is turned by a quarter."""
+_STOPPING = {"AVIF": 1 << 20, "JPEG2000": 0}
+"""Formats whose decoders let no other thread of Python run, and pixels up to which that is short. A
+JPEG 2000 of few pixels may take long too: it may have many tiles."""
+_PIXEL_BYTES = {"WEBP": 17, "AVIF": 30, "JPEG2000": 40}
+"""Most bytes that formats take for each pixel while they are decoded, processes of their own
+included; measured with pictures of 49 megapixels in all modes."""
+_OTHER_PIXEL_BYTES = 13
+_STRIP_PIXELS = 1 << 18
+"""Pixels of deep greyscale that are scaled at a time, as they take 25 bytes each."""
 
 _DEFAULTS = MediaLimits()
 
@@ -74,7 +96,7 @@ def load_image(
     if isinstance(source, np.ndarray):
         picture = _from_array(source, limits, name)
         _count(picture, count, name)
-        return _finished(picture, fit)
+        return _decode(picture, limits, name, fit)
     if isinstance(source, Image.Image):
         _count(source, count, name)
         return _decode(source, limits, name, fit)
@@ -101,21 +123,27 @@ def load_image(
     with opened:
         _count(opened, count, name)
         used = _drafted(opened, fit, limits, name)
-        large = opened.width * opened.height > LARGE_PIXELS
-        with nullcontext() if count is None else count.turn(large=large):
-            return _decode(opened, limits, name, fit, used, in_place=True)
+        pixels = opened.width * opened.height
+        scale = scaled
+        if pixels > _STOPPING.get(opened.format or "", math.inf):
+            scale = partial(decoded_elsewhere, data, check_wanted=count and count.check_wanted)
+        with nullcontext() if count is None else count.turn(large=pixels > LARGE_PIXELS):
+            return _decode(opened, limits, name, fit, used, scale)
 
 
 def opened_image(source: Path | BinaryIO) -> Image.Image:
     """A picture whose header alone is read; errors of the parsers are not caught."""
     with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
+        file.seek(0)
         is_jpeg = file.read(3) == _JPEG
         file.seek(0)
     if is_jpeg:
         # Image.open would refuse a JPEG that is too large to be decoded in full.
         return JpegImagePlugin.JpegImageFile(source)
     Image.init()
-    return Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+    image: Any = Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+    # What is in an icon may be larger than the header of the icon says.
+    return image.ico.getimage(image.size) if image.format == "ICO" else image
 
 
 def _drafted(
@@ -133,7 +161,7 @@ def _drafted(
     if fit is None or image.format != "JPEG" or "progressive" in image.info:
         return None
     limits.check_photo(*image.size, label)
-    turned = -1 if _lies(image) else 1
+    turned = -1 if _orientation(image) >= _LYING else 1
     width, height = image.size[::turned]
     used = _fitting(width, height, fit)
     across, down = used[::turned]
@@ -142,21 +170,15 @@ def _drafted(
     return used
 
 
-def _knows_exif(image: Image.Image) -> bool:
-    """Whether the EXIF data of a picture can be read; damaged ones say nothing about its pixels."""
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation of an opened picture, 1 if it is upright. Pillow turns a TIFF itself."""
+    if image.format == "TIFF":
+        return 1
     try:
-        image.getexif()
-    except Exception:  # decoders raise what they like
-        return False
-    return True
-
-
-def _lies(image: Image.Image) -> bool:
-    """Whether the EXIF data of an opened picture turn it by a quarter."""
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
-    except Exception:  # the data are not trusted; decoding reports what is wrong
-        return False
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return orientation if orientation in _TURNS else 1
+    except Exception:  # the data are not trusted, and say nothing about the pixels
+        return 1
 
 
 def _fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
@@ -172,11 +194,25 @@ def eighth(width: int, height: int) -> tuple[int, int]:
     return max(1, width // 8), max(1, height // 8)
 
 
+class ImageOutline(NamedTuple):
+    """What the header of an encoded image tells.
+
+    Attributes:
+        size: of the image that ``load_image`` would return.
+        decoding_bytes: memory that decoding takes at most, beside the result.
+        large: whether a request decodes one such image at a time.
+    """
+
+    size: PictureSize
+    decoding_bytes: int
+    large: bool
+
+
 @none_if_unreadable
-def image_size(
+def image_outline(
     source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: MediaCount | None = None
-) -> PictureSize | None:
-    """Size of the image that ``load_image`` would return, by its header alone.
+) -> ImageOutline | None:
+    """Outline of the image that ``load_image`` would return, by its header alone.
 
     Args:
         source, limits, fit, count: as of ``load_image``.
@@ -189,20 +225,30 @@ def image_size(
         size = PictureSize(*source.shape[1::-1]) if is_array else _upright(source)
         _count(size, count, "")
         limits.check_frame(*size, "")
-        return PictureSize(*_fitting(*size, fit))
-    with opened_image(local_source(source)) as image:
+        return _outline("" if is_array else source.format, size, _fitting(*size, fit))
+    file = local_source(source)
+    encoded = file.stat().st_size if isinstance(file, Path) else file.seek(0, io.SEEK_END)
+    with opened_image(file) as image:
         upright = _upright(image)
         _count(upright, count, "")
         used = _drafted(image, fit, limits, "")
         limits.check_frame(*image.size, "")
-    return PictureSize(*(used or _fitting(*upright, fit)))
+        return _outline(image.format, image.size, used or _fitting(*upright, fit), encoded)
+
+
+def _outline(
+    kind: str | None, decoded: tuple[int, int], used: tuple[int, int], encoded: int = 0
+) -> ImageOutline:
+    pixels = decoded[0] * decoded[1]
+    # The encoded bytes are there twice where a format is decoded elsewhere.
+    taken = 2 * encoded + _PIXEL_BYTES.get(kind or "", _OTHER_PIXEL_BYTES) * pixels
+    return ImageOutline(PictureSize(*used), taken, pixels > LARGE_PIXELS)
 
 
 def _upright(image: Image.Image) -> PictureSize:
-    # Where a PNG's header has no EXIF data, Pillow would decode the pixels to look for them; the
-    # size of a TIFF is upright already.
-    has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-    return PictureSize(*(image.size[::-1] if has_exif and _lies(image) else image.size))
+    # Where a PNG's header has no EXIF data, Pillow would decode the pixels to look for them.
+    lies = (image.format != "PNG" or "exif" in image.info) and _orientation(image) >= _LYING
+    return PictureSize(*(image.size[::-1] if lies else image.size))
 
 
 def _count(image: Image.Image | PictureSize, count: MediaCount | None, label: str) -> None:
@@ -216,61 +262,92 @@ def _decode(
     label: str,
     fit: Fit | None,
     used: tuple[int, int] | None = None,
-    *,
-    in_place: bool = False,
+    scale: Callable[[Image.Image, tuple[int, int]], Image.Image] | None = None,
 ) -> Image.Image:
-    """A new image, scaled down to ``used`` if that is given, else by ``fit``."""
+    """A new image, scaled down to ``used`` if that is given, else by ``fit``.
+
+    Args:
+        scale: decodes the image in a given size; by default here.
+    """
     limits.check_frame(*image.size, label)
+    scale = scale or scaled
     try:
-        # In place, the pixels are not copied.
-        if _knows_exif(image):
-            image = ImageOps.exif_transpose(image, in_place=in_place) or image
-        return _finished(image, fit, used)
+        if scale is scaled:
+            image.load()  # A PNG may say after its pixels only how it lies.
+        orientation = _orientation(image)
+        turned = -1 if orientation >= _LYING else 1
+        used = used or _fitting(*image.size[::turned], fit)
+        # Scaled down before it is turned, and before it is put on white: copies are small then.
+        picture = scale(image, used[::turned])
+        picture.info = {}  # It would be turned again where it is read again.
+        turn = _TURNS.get(orientation)
+        return picture if turn is None else picture.transpose(turn)
+    except Cancelled:
+        raise
     except Exception as error:  # decoders raise what they like on damaged data
         raise InputError(f"{label}: the image is damaged or cannot be decoded ({error})") from error
 
 
-def _finished(
-    image: Image.Image, fit: Fit | None, used: tuple[int, int] | None = None
-) -> Image.Image:
-    picture = _to_rgb(image)
-    size = used or _fitting(*picture.size, fit)
+def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """A new image of a size in mode RGB, transparent parts on white, as it lies."""
+    picture = _continuous(image)
     if size != picture.size:
-        return picture.resize(size, Image.Resampling.BICUBIC)
+        picture = picture.resize(size, Image.Resampling.BICUBIC)
+    if picture.mode == "RGBA":
+        white = Image.new("RGB", size, "white")
+        white.paste(picture, mask=picture)
+        return white
+    picture = picture if picture.mode == "RGB" else picture.convert("RGB")
     return picture.copy() if picture is image else picture
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _continuous(image: Image.Image) -> Image.Image:
+    """An image in a mode that can be resized, of as few bytes a pixel as can be: L, RGB or RGBA."""
     if image.mode.startswith("I") or image.mode == "F":
-        image = Image.fromarray(_deep_gray(np.asarray(image), image.mode))
+        return _from_deep_gray(image)
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+        return image if image.mode == "RGBA" else image.convert("RGBA")
+    if image.mode in ("L", "RGB"):
+        return image
+    return image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _deep_gray(values: np.ndarray, mode: str) -> np.ndarray:
-    """Greyscale (H, W) of PIL's modes I;16, I or F as uint8 over the range of its values.
+def _from_deep_gray(image: Image.Image) -> Image.Image:
+    """Greyscale in PIL's modes I;16, I or F in mode L, over the range of its values.
 
     I;16 has a fixed range. I and F have none: the smallest usual one that contains all values
     applies (floats: 0..1, 0..255; integers: 0..255, 0..65535), else the picture's own.
     """
-    if mode.startswith("I;16"):
-        return _scale(values, 0, 65535)
-    low, high = float(values.min()), float(values.max())
-    if not np.isfinite([low, high]).all():
-        raise ValueError("it holds NaN or infinite values")
-    tops = (1, 255) if mode == "F" else (255, 65535)
-    for top in tops:
-        if low >= 0 and high <= top:
-            return _scale(values, 0, top)
-    return _scale(values, low, high)
+    low, high = 0.0, 65535.0
+    if not image.mode.startswith("I;16"):
+        ends = [(values.min(), values.max()) for _, values in _strips(image)]
+        low, high = float(np.min(ends)), float(np.max(ends))
+        if not np.isfinite([low, high]).all():
+            raise ValueError("it holds NaN or infinite values")
+        tops = (1, 255) if image.mode == "F" else (255, 65535)
+        low, high = next(((0, top) for top in tops if low >= 0 and high <= top), (low, high))
+    gray = Image.new("L", image.size)
+    for top, values in _strips(image):
+        gray.paste(Image.fromarray(_scale(values, low, high)), (0, top))
+    return gray
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
+    """First rows and values of parts of an image that follow each other."""
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        box = (0, top, image.width, min(top + rows, image.height))
+        yield top, np.asarray(image.crop(box))
 
 
 def _scale(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    span = max(high - low, 1e-30)
-    return ((values.astype(np.float64) - low) * (255 / span)).round().astype(np.uint8)
+    """Values (H, ...) as uint8 over their range."""
+    scaled = np.empty(values.shape, np.uint8)
+    rows = max(1, _STRIP_PIXELS // max(1, values[:1].size))
+    for top in range(0, len(values), rows):
+        part = values[top : top + rows].astype(np.float64)
+        scaled[top : top + rows] = ((part - low) * (255 / max(high - low, 1e-30))).round()
+    return scaled
 
 
 def _from_array(array: np.ndarray, limits: MediaLimits, label: str) -> Image.Image:

@@ -38,6 +38,9 @@ class MediaLimits:
         max_video_pixels: pixels kept of a whole video file (3 bytes each). Frames of a file
             with more are scaled down as they are decoded.
         max_audio_seconds: length of a recording; decoded, a second takes 64 KB.
+        max_decoding_bytes: memory that decoding takes in this process, for all requests together,
+            which wait in turn; a request that takes more by itself waits until it is alone. Also
+            bounds the bytes that a request fetches from addresses.
         remote_timeout_s: seconds for one download, both for a pause and in all.
 
     Raises:
@@ -54,6 +57,7 @@ class MediaLimits:
     max_video_frames: int = 768
     max_video_pixels: int = 256_000_000
     max_audio_seconds: float = 4 * 3600.0
+    max_decoding_bytes: int = 2**30
     remote_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:

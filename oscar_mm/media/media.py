@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -17,16 +18,31 @@ from PIL import Image
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.audio import audio_outline
-from oscar_mm.media.image import Fit, image_size
+from oscar_mm.media.image import Fit, ImageOutline, image_outline
 from oscar_mm.media.limits import LARGE_BYTES, MediaCount
+from oscar_mm.media.memory import decoding_memory
 from oscar_mm.media.mono import RATE, Audio
-from oscar_mm.media.source import describe, is_address, is_fetched
-from oscar_mm.media.video import Video, video_outline
+from oscar_mm.media.source import NamedBytes, describe, is_address, read_bytes
+from oscar_mm.media.video import Video, frame_pixels, video_outline
 from oscar_mm.modality import Modality
-from oscar_mm.threads import in_threads
+from oscar_mm.threads import in_threads, thread_count
 
+_KINDS = "images", "videos", "audio"
+_Sources = tuple[list[Any], list[Any], list[Any]]
+"""Images, videos and recordings."""
 _BLOCK_BYTES = 1 << 24
 """Bytes of a recording or of frames that a thread works on: four minutes of sound."""
+
+_IMAGE_BYTES = 8
+"""Bytes that a picture and its processor take for each pixel, until a prompt is made of it."""
+_FRAME_BYTES = 9
+"""The same for each pixel of a video's kept frames."""
+_DECODER_BYTES = 48
+"""Bytes that a decoder of video takes for each pixel of a frame: it has some 20 frames."""
+_SECOND_BYTES = 300_000
+"""Bytes that a second of sound takes, and its features."""
+_SOUND_BYTES = 1 << 25
+"""Bytes that a recording takes, however short."""
 
 
 def media_digest(medium: Image.Image | Video | Audio) -> str:
@@ -150,6 +166,18 @@ class Media:
         return Media(**both, labels=labels)
 
 
+@dataclass(frozen=True, eq=False)
+class Outline(Media):
+    """Media of which only sizes are known.
+
+    Attributes:
+        decoding_bytes: memory that all media of the request take while they are decoded and a
+            prompt is made of them, those too whose sizes are not known.
+    """
+
+    decoding_bytes: int = 0
+
+
 @dataclass
 class MediaReader:
     """Decodes what users give: for each kind of media None, one source or a list of them.
@@ -190,7 +218,34 @@ class MediaReader:
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Media:
+        """Decode media as ``reading`` does; their memory is the caller's own as soon as they are.
+
+        Args:
+            images, videos, audio, sound, fits, cancelled: as of ``reading``.
+
+        Raises:
+            InputError: as of ``reading``.
+            Cancelled: as of ``reading``.
+        """
+        how: dict[str, Any] = {"sound": sound, "fits": fits, "cancelled": cancelled}
+        with self.reading(images, videos, audio, **how) as media:
+            return media
+
+    @contextmanager
+    def reading(
+        self,
+        images: Any = None,
+        videos: Any = None,
+        audio: Any = None,
+        *,
+        sound: bool = False,
+        fits: Callable[[Media], None] | None = None,
+        cancelled: Callable[[], bool] = bool,
+    ) -> Iterator[Media]:
         """Decode media, images and recordings in several threads.
+
+        All requests of this process together take at most ``limits.max_decoding_bytes`` until the
+        block ends; a request waits before it decodes until others have left enough.
 
         Each is no larger than needed: beside what is kept, a picture of up to 16 megapixels for
         each thread is in memory, and one that is larger.
@@ -207,19 +262,31 @@ class MediaReader:
                 are too much.
             Cancelled: nobody wanted them.
         """
-        limits = self.limits
-        outline = Media()
-        if fits and (outline := self.outline(images, videos, audio, sound=sound)):
+        count = MediaCount(self.limits, self.most_seconds, cancelled)
+        sources = _sources(images, videos, audio, self.limits)
+        sources = (
+            self._fetched("images", sources[0]),
+            sources[1],
+            self._fetched("audio", sources[2]),
+        )
+        outline = self.outline(*sources, sound=sound) if fits else self._outline(sources, sound)
+        if fits and outline:
             fits(outline)
-        pictures, clips, recordings = _sources(images, videos, audio, limits)
-        count = MediaCount(limits, self.most_seconds, cancelled)
-        remote: dict[str, Any] = {"allow_remote": self.allow_remote, "limits": limits}
+        most = self.limits.max_decoding_bytes
+        with decoding_memory.taken(outline.decoding_bytes, most, count.check_wanted):
+            media = self._decoded(sources, sound, count)
+            if fits and len(media) > len(outline):
+                fits(media)
+            yield media
+
+    def _decoded(self, sources: _Sources, sound: bool, count: MediaCount) -> Media:
+        limits = self.limits
 
         def picture(named: tuple[str, Any]) -> Image.Image:
             place, source = named
             with count.turn(large=_file_bytes(source) > LARGE_BYTES):
                 label = describe(source, place)
-                return load_image(source, label=label, fit=self.fit, count=count, **remote)
+                return load_image(source, label=label, fit=self.fit, limits=limits, count=count)
 
         def clip(named: tuple[str, Any]) -> Video:
             place, source = named
@@ -232,23 +299,20 @@ class MediaReader:
 
         def recording(named: tuple[str, Any]) -> Audio:
             place, source = named
-            return load_audio(source, label=describe(source, place), count=count, **remote)
+            return load_audio(source, label=describe(source, place), limits=limits, count=count)
 
-        shown = _placed("images", pictures), _placed("videos", clips), _placed("audio", recordings)
-        media = Media(
+        shown = [_placed(kind, listed) for kind, listed in zip(_KINDS, sources, strict=True)]
+        return Media(
             images=[*_reading(shown[0])(picture, shown[0])],
             # FFmpeg uses several threads for each.
             videos=[*map(clip, shown[1])],
             audio=[*_reading(shown[2])(recording, shown[2])],
             labels=[_label(source, place) for kind in shown for place, source in kind],
         )
-        if fits and len(media) > len(outline):
-            fits(media)
-        return media
 
     def outline(
         self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
-    ) -> Media:
+    ) -> Outline:
         """Media of which only sizes are known, by their headers; nothing is decoded.
 
         Media whose headers do not tell their size are left out.
@@ -259,31 +323,79 @@ class MediaReader:
         Raises:
             InputError: there are too many, or the images have too many pixels.
         """
-        limits = self.limits
-        pictures, clips, recordings = _sources(images, videos, audio, limits)
-        count = MediaCount(limits)
+        count = MediaCount(self.limits)
+        outline = self._outline(_sources(images, videos, audio, self.limits), sound, count)
+        count.check("images")
+        return outline
+
+    def _outline(self, sources: _Sources, sound: bool, count: MediaCount | None = None) -> Outline:
+        limits, (pictures, clips, recordings) = self.limits, sources
+        images = [
+            image_outline(source, limits=limits, fit=self.fit, count=count) for source in pictures
+        ]
         kinds: dict[str, list[Any]] = {
-            "images": [
-                image_size(source, limits=limits, fit=self.fit, count=count) for source in pictures
-            ],
+            "images": [None if image is None else image.size for image in images],
             "videos": [
                 video_outline(source, fps=self.video_fps, limits=limits, sound=sound)
                 for source in clips
             ],
             "audio": [audio_outline(source, limits=limits) for source in recordings],
         }
-        count.check("images")
-        sources = zip(kinds, (pictures, clips, recordings), strict=True)
-        places = [place for kind, listed in sources for place in _placed(kind, listed)]
+        places = [
+            place
+            for kind, listed in zip(_KINDS, sources, strict=True)
+            for place in _placed(kind, listed)
+        ]
         told = [size is not None for sizes in kinds.values() for size in sizes]
         labels = [_label(source, place) for place, source in compress(places, told)]
         known = {kind: [x for x in sizes if x is not None] for kind, sizes in kinds.items()}
-        return Media(**known, labels=labels)
+        taken = [
+            _picture_bytes([image for image in images if image is not None]),
+            *map(self._clip_bytes, clips, kinds["videos"]),
+            *map(self._sound_bytes, kinds["audio"]),
+        ]
+        return Outline(**known, labels=labels, decoding_bytes=sum(taken))
+
+    def _clip_bytes(self, source: Any, outline: Video | None) -> int:
+        """Memory that a video takes; as much as the limits allow where its header does not say."""
+        most = self.limits.max_video_pixels
+        kept = most if outline is None else math.prod(outline.frames.shape[:3])
+        taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(source) or 0)
+        heard = outline is not None and outline.sound
+        return taken + (self._sound_bytes(outline.sound) if heard else 0)
+
+    def _sound_bytes(self, outline: Audio | None) -> int:
+        most = min(self.limits.max_audio_seconds, self.most_seconds)
+        seconds = most if outline is None else outline.seconds
+        return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, most))
+
+    def _fetched(self, argument: str, sources: list[Any]) -> list[Any]:
+        """Sources with the bytes at addresses in their place.
+
+        They are fetched one by one: no thread that others need may wait for an address.
+        """
+        fetched, left = list[Any](), self.limits.max_decoding_bytes
+        for place, source in _placed(argument, sources):
+            if is_address(source):
+                label, limits = describe(source, place), self.limits
+                limits = replace(limits, max_file_bytes=min(left, limits.max_file_bytes))
+                how: dict[str, Any] = {"limits": limits, "label": label}
+                data = read_bytes(source, allow_remote=self.allow_remote, **how)
+                left = max(1, left - len(data))
+                source = NamedBytes(data, label)
+            fetched.append(source)
+        return fetched
 
 
-def _sources(
-    images: Any, videos: Any, audio: Any, limits: MediaLimits
-) -> tuple[list[Any], list[Any], list[Any]]:
+def _picture_bytes(images: Sequence[ImageOutline]) -> int:
+    """Memory that pictures take: those that are decoded at a time, and all results."""
+    results = sum(image.size.width * image.size.height for image in images)
+    small = sorted(image.decoding_bytes for image in images if not image.large)
+    large = max((image.decoding_bytes for image in images if image.large), default=0)
+    return _IMAGE_BYTES * results + large + sum(small[-thread_count() :])
+
+
+def _sources(images: Any, videos: Any, audio: Any, limits: MediaLimits) -> _Sources:
     """Lists of images, videos and recordings, which are not too many together."""
     listed = _listed(images), _listed_videos(videos), _listed_audio(audio)
     limits.check_count(sum(map(len, listed)))
@@ -296,12 +408,10 @@ def _placed(argument: str, sources: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _reading(named: Sequence[tuple[str, Any]]) -> Callable[..., Iterable[Any]]:
-    """How to read sources: in threads, but one by one where some are fetched, as no thread that
-    others need may wait for an address, or are decoded already: a PIL image may wait to be loaded
-    and may be there twice, and copies of large arrays would be in memory together."""
-    alone = any(
-        is_fetched(source) or isinstance(source, Image.Image | np.ndarray) for _, source in named
-    )
+    """How to read sources: in threads, but one by one where some are decoded already: a PIL image
+    may wait to be loaded and may be there twice, and copies of large arrays would be in memory
+    together."""
+    alone = any(isinstance(source, Image.Image | np.ndarray) for _, source in named)
     return map if alone else in_threads
 
 

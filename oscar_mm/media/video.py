@@ -156,6 +156,13 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
     return _outline(count, (width, height), seconds, count / seconds, None)
 
 
+@none_if_unreadable
+def frame_pixels(source: Any) -> int | None:
+    """Pixels of each frame of a file, by its header; None as of ``video_outline``."""
+    with _opened_video(local_source(source), "") as (_, stream):
+        return stream.width * stream.height
+
+
 def sampled(
     seconds: float, size: tuple[int, int], fps: float, limits: MediaLimits, sound: Audio | None
 ) -> Video:

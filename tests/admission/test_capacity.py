@@ -290,15 +290,15 @@ def test_a_chat_goes_to_disk_while_its_media_are_decoded(
         undisturbed.ask(**MORE).token_ids,
     ]
     found = [chat.ask("What is it?", **SHOWN).token_ids]
-    read = pipe.media_reader.read
+    reading = pipe.media_reader.reading
 
     def other_asks_meanwhile(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             in_another_thread(lambda: other.ask("What is it?", **SHOWN))
             assert len(other.turns) == 1 and chat.memory.kv_bytes == 0
-        return read(*arguments, **options)
+        return reading(*arguments, **options)
 
-    monkeypatch.setattr(pipe.media_reader, "read", other_asks_meanwhile)
+    monkeypatch.setattr(pipe.media_reader, "reading", other_asks_meanwhile)
     assert [*found, chat.ask(**MORE).token_ids] == expected
     assert len(chat.turns) == 2 and chat.memory.kv_bytes > 0
 

@@ -10,13 +10,18 @@ from PIL import Image
 
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.audio import audio_outline
-from oscar_mm.media.image import image_size
+from oscar_mm.media.image import PictureSize, image_outline
 from oscar_mm.media.video import video_outline
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
 
 COUNTER = Path(__file__).parents[2] / "examples" / "media" / "counter.mp4"
 LIMITS = MediaLimits()
+
+
+def image_size(source: Any, **options: Any) -> PictureSize | None:
+    outline = image_outline(source, **options)
+    return None if outline is None else outline.size
 
 
 def encoded(kind: str, orientation: int = 1) -> bytes:

@@ -9,8 +9,9 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
-from oscar_mm.media.image import eighth, image_size
+from oscar_mm.media.image import eighth
 from oscar_mm.media.media import MediaReader, media_digest
+from tests.media.test_headers import image_size
 from tests.prompts import noise
 
 SMALL = MediaLimits(max_image_pixels=2_000_000)

@@ -1,5 +1,6 @@
 """Media of a turn: what a user may write, and how it is named."""
 
+import io
 import threading
 import time
 from pathlib import Path
@@ -122,20 +123,19 @@ def test_labels_by_default_and_turns_together() -> None:
 
 
 def test_an_address_is_fetched_in_no_thread_that_others_need(monkeypatch) -> None:
-    places = list[int]()
+    file, places = io.BytesIO(), list[int]()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
 
-    def reads(source, **_) -> Image.Image:
+    def fetch(source: str, **_: Any) -> bytes:
         places.append(threading.get_ident())
-        return Image.new("RGB", (8, 8))
+        return file.getvalue()
 
-    monkeypatch.setattr(media_module, "load_image", reads)
+    monkeypatch.setattr(media_module, "read_bytes", fetch)
     picture = np.zeros((8, 8, 3), np.uint8)
     for sources in (["http://127.0.0.1/a.png"] * 3, [picture, "HTTPS://127.0.0.1/a.png"]):
-        MediaReader(MediaLimits(), allow_remote=True).read(images=sources)
-    assert set(places) == {threading.get_ident()}
-    places.clear()
-    MediaReader(MediaLimits()).read(images=["data:image/png;base64,AA=="] * 3)
-    assert threading.get_ident() not in places
+        media = MediaReader(MediaLimits(), allow_remote=True).read(images=sources)
+        assert labels(media)[1:] == sources[1:]
+    assert set(places) == {threading.get_ident()} and len(places) == 4
 
 
 def test_arrays_take_turns(monkeypatch) -> None:

@@ -260,18 +260,19 @@ def test_how_many_run_at_once(qwen) -> None:
 
 
 def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
-    read = qwen.media_reader.read
+    reading = qwen.media_reader.reading
     alive: list[weakref.ref] = []
     most = 0
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
         nonlocal most
-        media = read(*args, **kwargs)
-        alive.extend(weakref.ref(medium.content) for medium in media)
-        most = max(most, sum(one() is not None for one in alive))
-        return media
+        with reading(*args, **kwargs) as media:
+            alive.extend(weakref.ref(medium.content) for medium in media)
+            most = max(most, sum(one() is not None for one in alive))
+            yield media
 
-    monkeypatch.setattr(qwen.media_reader, "read", counting)
+    monkeypatch.setattr(qwen.media_reader, "reading", counting)
     served: list[int] = []
 
     def requests() -> Iterator[Request]:
@@ -287,14 +288,14 @@ def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
 
 
 def test_a_file_that_no_library_understands_is_its_own_request(qwen, monkeypatch) -> None:
-    read = qwen.media_reader.read
+    reading = qwen.media_reader.reading
 
     def surprising(*, images: Any = None, **kwargs: Any) -> Any:
         if images == "odd.png":
             raise RuntimeError("a decoder's own trouble")
-        return read(images, **kwargs)
+        return reading(images, **kwargs)
 
-    monkeypatch.setattr(qwen.media_reader, "read", surprising)
+    monkeypatch.setattr(qwen.media_reader, "reading", surprising)
     odd, fine = qwen.batch([{"prompt": "What?", "images": "odd.png"}, TEXT | {"max_new_tokens": 2}])
     assert isinstance(odd.error, RuntimeError) and fine.answer
 
