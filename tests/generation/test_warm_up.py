@@ -58,7 +58,8 @@ def test_a_small_budget_warms_up_what_it_has_room_for(qwen3_vl_folder, repeat) -
 def test_an_error_is_logged(qwen3_vl_folder, repeat, monkeypatch, caplog) -> None:
     pipe = loaded(qwen3_vl_folder)
     with monkeypatch.context() as broken:
-        broken.setattr(pipe.engine.reader, "read_in_chunks", lambda *_, **__: 1 / 0)
+        for name in ("read_together", "read_in_chunks"):
+            broken.setattr(pipe.engine.reader, name, lambda *_, **__: 1 / 0)
         warm_up(pipe.engine, ROWS)
     assert "division by zero" in caplog.text
     assert empty(pipe) and together(pipe, [made(pipe, SHORT[0])])
