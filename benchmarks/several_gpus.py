@@ -176,10 +176,14 @@ def main(arguments: Sequence[str]) -> int:
         ),
     )
     device = device_name(device_of(None).type)
-    finish(
-        Record("several_gpus", command("benchmarks.several_gpus", arguments), device, rows, NOTES),
-        options.out,
+    record = Record(
+        "several_gpus", command("benchmarks.several_gpus", arguments), device, [], NOTES
     )
+    if earlier := record.earlier(options.out):
+        record = record.continuing(earlier)
+    others = [row for row in record.rows if row["model"] != options.model]
+    record.rows = others + rows
+    finish(record, options.out)
     return int(not rows[-1]["ranks_agree"])
 
 

@@ -276,9 +276,10 @@ def _decode(
             image.load()  # A PNG may say after its pixels only how it lies.
         orientation = _orientation(image)
         turned = -1 if orientation >= _LYING else 1
-        used = used or _fitting(*image.size[::turned], fit)
+        width, height = image.size[::turned]
+        across, down = (used or _fitting(width, height, fit))[::turned]
         # Scaled down before it is turned, and before it is put on white: copies are small then.
-        picture = scale(image, used[::turned])
+        picture = scale(image, (across, down))
         picture.info = {}  # It would be turned again where it is read again.
         turn = _TURNS.get(orientation)
         return picture if turn is None else picture.transpose(turn)

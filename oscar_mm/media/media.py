@@ -361,8 +361,8 @@ class MediaReader:
         most = self.limits.max_video_pixels
         kept = most if outline is None else math.prod(outline.frames.shape[:3])
         taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(source) or 0)
-        heard = outline is not None and outline.sound
-        return taken + (self._sound_bytes(outline.sound) if heard else 0)
+        sound = None if outline is None else outline.sound
+        return taken if sound is None else taken + self._sound_bytes(sound)
 
     def _sound_bytes(self, outline: Audio | None) -> int:
         most = min(self.limits.max_audio_seconds, self.most_seconds)

@@ -44,12 +44,13 @@ def pipeline(
 
 @contextmanager
 def captures() -> Iterator[list[torch.device]]:
-    """The devices that graphs are captured on meanwhile."""
+    """The devices that graphs were captured on meanwhile."""
     found: list[torch.device] = []
 
     def noted(function: Callable[[], Any], device: torch.device, **how: Any) -> Callable[[], Any]:
+        replay = record(function, device, **how)
         found.append(device)
-        return record(function, device, **how)
+        return replay
 
     record = decode_steps.record_cuda_graph
     with patch.object(decode_steps, "record_cuda_graph", noted):

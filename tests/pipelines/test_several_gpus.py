@@ -126,8 +126,8 @@ def test_heads_on_two_gpus(dtype, tmp_path) -> None:
         assert [rank[name]["turns"] for rank in found] == [turns, turns]
         for rank, told in enumerate(found):
             assert set(told[name]["memory"]["by_device"]) == {"cpu", f"cuda:{rank}"}
-            # The kernels take no float32, and a step that no graph can hold is tried once.
-            assert (told[name]["captures"] >= 2) == (dtype == "bfloat16")
+            # The kernels take no float32, and PyTorch operations cannot be captured.
+            assert (told[name]["captures"] > 0) == (dtype == "bfloat16")
     assert found[0]["pocket-vl"] != found[1]["pocket-vl"]  # devices
     assert found[0]["pocket-vl"]["sampled"] == found[1]["pocket-vl"]["sampled"]
     assert [rank["pocket-omni"]["heard"] for rank in found] == 2 * [heard(one)]
