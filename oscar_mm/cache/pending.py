@@ -64,8 +64,9 @@ def attend_stored(
     # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
     if step.lengths is not None:
         return chunk.in_line() if can_attend_in_line(queries) else chunk.by_rows()
-    most = chunk.most_decoded(step.past) if step.real is None else 1
-    return chunk.by_rows() if keys.shape[2] > most else chunk.decoded()
+    new = keys.shape[2]
+    fits = new == 1 or (step.real is None and new <= chunk.most_decoded(step.past))
+    return chunk.decoded() if fits else chunk.by_rows()
 
 
 class _Plan(NamedTuple):
