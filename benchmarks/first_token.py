@@ -177,7 +177,7 @@ def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (MediaReader, "outline", "headers"),
         (Admission, "check_outline", "headers"),
-        (MediaReader, "read", "decode"),
+        (MediaReader, "_decoded", "decode"),
         *((type(reader), "__call__", "processor") for reader in readers if reader is not None),
         *((kind, "__call__", "processor") for kind in (ImagesInBytes, VideosInBytes)),
         (tower_inputs, "scaled_inputs", "processor"),

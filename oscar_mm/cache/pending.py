@@ -185,7 +185,8 @@ class _Chunk:
         """Attend to a row's past, a part at a time if its new tokens are many, and to these."""
         if self.step.lengths is not None and not self.step.past[row].stored:
             return _causal(queries, keys, values, self.scaling)
-        if queries.is_cpu and queries.shape[2] <= self.most_decoded(self.step.past[row : row + 1]):
+        past = self.step.past[row]
+        if queries.is_cpu and past.stored and queries.shape[2] <= self.most_decoded([past]):
             return self._decoded(queries, keys, values, row)
         merged = MergedAttention(queries, self.scaling)
         merged.add(keys, values, causal=True)

@@ -52,14 +52,21 @@ def folder(qwen3_vl_folder) -> Path:
 def tokens_read(pipe: Any) -> Iterator[list[int]]:
     """Tokens of each prompt that is read inside. (A hook on the model might change what it reads,
     so no prefix would be shared.)"""
-    seen: list[int] = []
-    read_together = pipe.engine.reader.read_together
+    seen, reader = list[int](), pipe.engine.reader
+    read_together, read_in_chunks = reader.read_together, reader.read_in_chunks
 
-    def read(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+    def several(prompts: Any, *args: Any, **kwargs: Any) -> Any:
         seen.extend(prompt.tokens for prompt in prompts)
         return read_together(prompts, *args, **kwargs)
 
-    with patch.object(pipe.engine.reader, "read_together", read):
+    def one(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(prompt.tokens)
+        return read_in_chunks(prompt, *args, **kwargs)
+
+    with (
+        patch.object(reader, "read_together", several),
+        patch.object(reader, "read_in_chunks", one),
+    ):
         yield seen
 
 
