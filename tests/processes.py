@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import chdir
 from io import FileIO
@@ -111,6 +112,7 @@ def _call(
     # A shell lets what it runs in the background ignore this signal, and so its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
+    tempfile.tempdir = None  # An import may have asked for it before TMPDIR was set.
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
