@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.source import KIND
+from oscar_mm.media.kinds import kind_of
 from oscar_mm.models import BUNDLED, check_source, description
 from oscar_mm.policy import KVPolicy
 
@@ -28,7 +28,7 @@ Model = Annotated[
 ]
 Media = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told apart by suffix."),
+    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told apart by content."),
 ]
 Policy = Annotated[
     str,
@@ -173,10 +173,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:
-    """Sort files into "images", "videos" and "audio"; an unknown suffix is an image's."""
+    """Sort files into "images", "videos" and "audio"; what is unknown is an image."""
     kinds: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
     for name in media:
-        kinds[KIND.get(Path(name).suffix.lower(), "images")].append(name)
+        kinds[kind_of(name) or "images"].append(name)
     return kinds
 
 

@@ -230,7 +230,7 @@ def test_unknown_device_and_dtype(option: str, model, picture, capsys) -> None:
 
 
 def test_bundled_models_by_default(picture, tmp_path, capsys) -> None:
-    sound = write_sound(tmp_path / "sound.wav", tone(1))
+    sound = write_sound(tmp_path / "voice.webm", tone(1))
     asked = ["--prompt", "What is it?", "--device", "cpu", "--max-new-tokens", "2", "--json"]
     for media, name in ((picture, "pocket-vl"), (str(sound), "pocket-omni")):
         assert run(["ask", media, *asked]) == 0

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.source import KIND, has_scheme, is_address
+from oscar_mm.media.kinds import KIND, kind_of
+from oscar_mm.media.source import has_scheme, is_address
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _CHOSEN = ("choices", "answer")
-_RARE = {".aiff": "audio", ".aif": "audio", ".wma": "audio", ".amr": "audio", ".caf": "audio"}
-_KIND = KIND | _RARE | {".tif": "images"}
 _Record = tuple[Mapping[str, Any] | InputError, str]
 """Fields, or why there are none, and their file and line."""
 
@@ -209,9 +208,9 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
         raise InputError(f"{folder}: is a folder; give the question to ask about what is in it")
 
     def medium(path: Path) -> dict[str, Any]:
-        return {_KIND[path.suffix.lower()]: (str(path.absolute()),)}
+        return {kind_of(path) or "images": (str(path.absolute()),)}
 
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _KIND]
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in KIND]
     return [
         Row(
             id=path.relative_to(folder).as_posix(),

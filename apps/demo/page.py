@@ -27,7 +27,7 @@ from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, form
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, MAX_CHARACTERS, MAX_NEW_TOKENS, WIDTHS
-from oscar_mm.media.source import SUFFIXES
+from oscar_mm.media.kinds import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import GPUS

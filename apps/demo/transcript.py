@@ -17,8 +17,10 @@ import numpy as np
 from PIL import Image
 
 from oscar_mm.chat.conversation import Turn
-from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
+from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import eighth
+from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality
 
 NOTES = {
@@ -155,19 +157,28 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
     Raises:
         InputError: a file cannot be read, or is over the limits.
     """
-    two_frames = replace(limits, max_video_frames=2)
+    reader = MediaReader(replace(limits, max_video_frames=2), fit=eighth)
     previews = []
     for path in media["images"]:
-        picture = load_image(path, limits=limits, label=path.name, fit=eighth)
+        [picture] = _read(reader, "images", path).images
         previews.append(Preview("picture", path.name, path, _picture(picture, path.name)))
     for path in media["videos"]:
-        frames = load_video(path, limits=two_frames, label=path.name).frames
-        picture = Image.fromarray(frames[0])
+        [video] = _read(reader, "videos", path).videos
+        picture = Image.fromarray(video.frames[0])
         previews.append(Preview("video", path.name, path, _picture(picture, path.name)))
     for path in media["audio"]:
-        samples = load_audio(path, limits=limits, label=path.name).samples
-        previews.append(Preview("clip", path.name, path, _waveform(samples, path.name)))
+        [recording] = _read(reader, "audio", path).audio
+        previews.append(Preview("clip", path.name, path, _waveform(recording.samples, path.name)))
     return previews
+
+
+def _read(reader: MediaReader, kind: str, path: Path) -> Media:
+    """Decode a file, whose folder is not the visitor's business."""
+    try:
+        shown: dict[str, Any] = {kind: [path]}
+        return reader.read(**shown)
+    except InputError as error:
+        raise InputError(str(error).replace(str(path), path.name)) from error
 
 
 def _picture(image: Image.Image, name: str) -> str:

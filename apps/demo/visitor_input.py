@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from oscar_mm.errors import InputError
+from oscar_mm.media.kinds import SUFFIXES, kind_of
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.source import KIND, SUFFIXES
 from oscar_mm.policy import KVPolicy
 
 LIMITS = MediaLimits(
@@ -51,12 +51,12 @@ def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[
     kinds: dict[str, list[Path]] = {kind: [] for kind in SUFFIXES}
     for file in files:
         path = upload_path(file, folders)
-        kind = KIND.get(path.suffix.lower())
-        if kind is None:
-            raise InputError(f"{path.name}: is no image, video or recording that is known here")
         if path.stat().st_size > LIMITS.max_file_bytes:
             mebibytes = LIMITS.max_file_bytes // 2**20
             raise InputError(f"{path.name}: is larger than the {mebibytes} MiB of one file")
+        kind = kind_of(path)
+        if kind is None:
+            raise InputError(f"{path.name}: is no image, video or recording that is known here")
         kinds[kind].append(path)
     return kinds
 

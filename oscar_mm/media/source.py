@@ -24,14 +24,6 @@ from oscar_mm.media.limits import MediaLimits
 
 T = TypeVar("T")
 
-SUFFIXES = {
-    "images": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff"),
-    "videos": (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi"),
-    "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac"),
-}
-KIND = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-"""Kind of medium by file suffix."""
-
 _CHUNK = 64 * 1024
 # Two letters or more before "://", so that a Windows drive is a path.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")

@@ -8,6 +8,8 @@ import pytest
 from oscar_mm import InputError
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, is_correct, read_rows, right_choices
 from tests.apps.audio_qa.conftest import write_lines
+from tests.prompts import tone
+from tests.recordings import write_sound
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -54,6 +56,10 @@ def test_folder(tmp_path: Path) -> None:
     rows = read_rows(tmp_path, question="What is it?")
     assert [row.id for row in rows] == ["a.FLAC", "b.wav", "d.png", "deep/c.mp3", "e.mp4"]
     assert [list(row.media) for row in rows][2:] == [["images"], ["audio"], ["videos"]]
+    for name in ("a.webm", "b.mp4"):
+        write_sound(tmp_path / name, tone(0.5))
+    rows = read_rows(tmp_path, question="What is it?")
+    assert [list(row.media) for row in rows if row.id in ("a.webm", "b.mp4")] == [["audio"]] * 2
     with pytest.raises(InputError, match="give the question to ask"):
         read_rows(tmp_path)
 

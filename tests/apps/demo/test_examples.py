@@ -8,7 +8,7 @@ import pytest
 from examples.train_pocket.language import QUESTIONS as TAUGHT
 from oscar_mm.apps.demo.examples import EXAMPLES, FOLDER, QUESTIONS
 from oscar_mm.apps.demo.visitor_input import MAX_FILES, files_by_kind
-from oscar_mm.media.source import SUFFIXES
+from oscar_mm.media.kinds import SUFFIXES
 
 
 @pytest.mark.parametrize("example", QUESTIONS + EXAMPLES, ids=lambda one: one.title)

@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from oscar_mm.apps.demo import visitor_input as module
+from oscar_mm.apps.demo.transcript import load_previews
 from oscar_mm.apps.demo.visitor_input import bounded_text, files_by_kind
 from oscar_mm.errors import InputError
+from tests.prompts import tone
+from tests.recordings import write_sound
 
 
 def test_files_by_kind_in_their_order(uploads: Path) -> None:
@@ -17,6 +21,17 @@ def test_files_by_kind_in_their_order(uploads: Path) -> None:
         "videos": ["clip.mp4"],
         "audio": ["tone.wav"],
     }
+
+
+def test_kinds_are_told_by_content(uploads: Path, tmp_path: Path) -> None:
+    voice = write_sound(tmp_path / "voice.webm", tone(0.5))
+    for kind in ("avif", "tif"):
+        Image.open(uploads / "0.png").save(tmp_path / f"a.{kind}")
+    files = [voice, tmp_path / "a.avif", tmp_path / "a.tif", uploads / "clip.mp4"]
+    kinds = files_by_kind(files, [uploads, tmp_path])
+    assert list(kinds.values()) == [[*files[1:3]], [files[3]], [voice]]
+    shown = [one.kind for one in load_previews(kinds, module.LIMITS)]
+    assert shown == ["picture", "picture", "video", "clip"]
 
 
 def test_other_files_are_not_read(uploads: Path, tmp_path: Path) -> None:

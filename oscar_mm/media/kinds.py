@@ -1,0 +1,61 @@
+"""Kinds of media files: images, videos and audio, told by what is in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from oscar_mm.media.source import existing_file, is_address
+
+SUFFIXES = {
+    "images": (
+        *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".tif", ".avif"),
+        *(".jp2", ".ico"),
+    ),
+    "videos": (
+        *(".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".ts", ".wmv"),
+        *(".flv", ".ogv", ".3gp"),
+    ),
+    "audio": (
+        *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".wma", ".amr"),
+        *(".aiff", ".aif", ".caf", ".weba"),
+    ),
+}
+KIND = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+"""Kind of medium that a suffix promises; a container such as MP4 may hold sound alone."""
+_OF_TYPE = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+def kind_of(source: str | Path) -> str | None:
+    """A key of SUFFIXES: the kind of a file by what is in it, of a data URI by its type.
+
+    A file that cannot be read, and an address, have the kind that their suffix promises.
+
+    Returns:
+        None where neither tells.
+    """
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return _OF_TYPE.get(source[5:64].partition("/")[0].lower())
+    if is_address(source):
+        return KIND.get(PurePosixPath(urlsplit(source).path).suffix.lower())
+    return _kind_of_file(source) or KIND.get(Path(source).suffix.lower())
+
+
+def _kind_of_file(source: str | Path) -> str | None:
+    # Slow to import.
+    from oscar_mm.media.audio import opened
+    from oscar_mm.media.image import image_outline
+    from oscar_mm.media.limits import MediaLimits
+    from oscar_mm.media.timeline import sound_track
+    from oscar_mm.media.video import frame_pixels
+
+    try:
+        path = existing_file(source, "")
+        if image_outline(path, limits=MediaLimits()) is not None:
+            return "images"
+        if frame_pixels(path) is not None:
+            return "videos"
+        with opened(path, "") as container:
+            return None if sound_track(container) is None else "audio"
+    except Exception:  # any error of any parser: who reads the file reports it
+        return None
