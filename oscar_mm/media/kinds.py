@@ -42,20 +42,26 @@ def kind_of(source: str | Path) -> str | None:
 
 
 def _kind_of_file(source: str | Path) -> str | None:
-    # Slow to import.
-    from oscar_mm.media.audio import opened
-    from oscar_mm.media.image import image_outline
+    try:
+        path = existing_file(source, "")
+        return "images" if _is_image(path) else _kind_of_container(path)
+    except Exception:  # any error of any parser: who reads the file reports it
+        return None
+
+
+def _is_image(path: Path) -> bool:
+    from oscar_mm.media.image import image_outline  # slow to import, as what follows
     from oscar_mm.media.limits import MediaLimits
+
+    return image_outline(path, limits=MediaLimits()) is not None
+
+
+def _kind_of_container(path: Path) -> str | None:
+    from oscar_mm.media.audio import opened
     from oscar_mm.media.timeline import sound_track
     from oscar_mm.media.video import frame_pixels
 
-    try:
-        path = existing_file(source, "")
-        if image_outline(path, limits=MediaLimits()) is not None:
-            return "images"
-        if frame_pixels(path) is not None:
-            return "videos"
-        with opened(path, "") as container:
-            return None if sound_track(container) is None else "audio"
-    except Exception:  # any error of any parser: who reads the file reports it
-        return None
+    if frame_pixels(path) is not None:
+        return "videos"
+    with opened(path, "") as container:
+        return None if sound_track(container) is None else "audio"
