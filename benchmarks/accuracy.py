@@ -191,7 +191,7 @@ def greedy_answers(
 ) -> list[list[int]]:
     """Greedy answers, as token ids, of all rows at once."""
     model, rows = pocket.generator, len(talks.forced.ids)
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=model)
     cache.expect(talks.ids.expand(rows, -1))
     model.get_decoder()(**talks.prefix_in(model.dtype), **as_argument(cache), use_cache=True)
     longest = max(map(len, _right_answers(talks))) + _ROOM

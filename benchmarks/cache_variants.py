@@ -245,7 +245,7 @@ class Oscar(CacheVariant):
         self.title = f"{policy}, {'graph' if graph else 'eager'}"
 
     def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
-        cache = OscarCache(self.policy)
+        cache = OscarCache(self.policy, model=decoder.model)
         self.store_prompt(cache, decoder, rows, tokens, self.slots(tokens, steps))
         return self.decoded(cache, decoder)
 
@@ -312,15 +312,9 @@ class Oscar(CacheVariant):
             cache.expect(modalities[start:stop].expand(rows, -1))
             cache.attend_packed(None)
             keys, values = (decoder.states(rows, stop - start, generator) for _ in range(2))
-            sample = keys[:1, :, :_ROUND]
-            heads = decoder.config.num_attention_heads
-            queries = None if start else decoder.states(1, sample.shape[2], generator, heads)
-            for index, attention in enumerate(decoder.attentions):
+            for index in range(len(decoder.attentions)):
                 cache.update(keys, values, index)
-                layer = cache.layers[index]
-                if queries is not None:
-                    layer.settle_basis(sample, queries, attention)
-                layer.append(keys, values, cache.step)
+                cache.layers[index].append(keys, values, cache.step)
 
 
 VARIANTS: dict[str, CacheVariant] = {

@@ -167,6 +167,9 @@ class Bench:
             row["chunked"] = self._in_chunks(media)
         return row
 
+    def _cache(self) -> OscarCache:
+        return OscarCache(POLICY, model=self.pipe.model)
+
     def _in_chunks(self, media: dict[str, list[Any]]) -> dict[str, Any]:
         """Memory of the first answer and time of its prefill, with ``prefill_chunk``."""
         before = allocated(self.device)
@@ -174,7 +177,7 @@ class Bench:
             self.ask(chat, **media)
             memory = allocated_since(before, allocated(self.device), tensors_on(self.device, calls))
         chunk = self.sizes.chunk
-        [seconds], _ = replay(self.pipe.model, calls, OscarCache(POLICY), chunk)
+        [seconds], _ = replay(self.pipe.model, calls, self._cache(), chunk)
         return {"chunk": chunk, "held": memory, "prefill_ms": 1e3 * seconds}
 
     def kept_cache_error(self) -> dict[str, Any]:
@@ -220,7 +223,7 @@ class Bench:
         for name, attention in (("oscar", IMPLEMENTATION), ("dynamic", "sdpa")):
             with self._attention(attention):
                 for _ in range(rounds):
-                    cache = OscarCache(POLICY) if name == "oscar" else DynamicCache()
+                    cache = self._cache() if name == "oscar" else DynamicCache()
                     seconds, _ = replay(self.pipe.model, calls, cache)
                     del cache
             times[name] = {

@@ -90,7 +90,7 @@ def measure_engine(
 def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, rows: int) -> Row:
     start = perf_counter()
     pipe = decoder.pipe.with_policy(variant.policy)
-    cache = pipe.new_cache()
+    cache = OscarCache(pipe.policy, model=pipe.model, store=pipe.store)
     slots = variant.slots(context, 3 * (WARM_UP + STEPS))
     variant.store_prompt(cache, decoder, rows, context, slots, more=1)
     filled = perf_counter()

@@ -217,7 +217,7 @@ class LayerCall:
 
     def __init__(self, policy: KVPolicy, shape: Shape, generator: torch.Generator) -> None:
         past = (shape.batch, shape.kv_heads, shape.context - 1, shape.head_dim)
-        self.cache = synthetic_cache(policy, past, shape.query_heads, generator)
+        self.cache = synthetic_cache(policy, past, generator)
         self.queries, self.keys, self.values = _new_tokens(shape, generator)
         self.layer, self.step = begin_step(self.cache, self.keys, self.values)
         self.scaling = shape.head_dim**-0.5

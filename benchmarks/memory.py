@@ -17,7 +17,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.cache.memory import KINDS
 from oscar_mm.pages.layout import PageFormat
 
-KV_HEADS, QUERY_HEADS, HEAD_DIM = 8, 32, 128
+KV_HEADS, HEAD_DIM = 8, 128
 SIZES = (300, *(1024 << power for power in range(6)))
 LONG = 131072
 ANSWER = 64
@@ -49,7 +49,7 @@ def measure(
         for tokens in sizes:
             generator = torch.Generator().manual_seed(0)
             shape = (1, KV_HEADS, tokens, HEAD_DIM)
-            cache = synthetic_cache(policy, shape, QUERY_HEADS, generator, ANSWER)
+            cache = synthetic_cache(policy, shape, generator, ANSWER)
             cache.shrink()
             row = {"preset": name, "context": tokens, "page_bits": page_bits(policy)}
             rows.append(row | cache.memory().to_dict())

@@ -45,6 +45,7 @@ from oscar_mm.models import ReleasedModel
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.loading import device_of
 from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.quant.balance import sigma_from_rms
 from tests.tiny import TEXT, llama_tokenizer, qwen_tokenizer
 from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
 from tests.tiny_llava_next import TEMPLATES as LLAVA_TEMPLATES
@@ -55,8 +56,6 @@ NEVER = 1 << 30
 """An end token that no model chooses, so that an answer has all its tokens."""
 _LONGEST_TEXT = 1 << 20
 _ROUND, _ROUND_TEXT = 512, 64
-_BALANCE_TOKENS = 1024
-"""Tokens whose queries balancing sees."""
 _PIECE_ELEMENTS = 1 << 26
 """Elements of the keys that are stored at a time: 128 MB of bfloat16."""
 
@@ -365,23 +364,15 @@ def begin_step(
     return cache.layers[0], cache.step
 
 
-def store_tokens(
-    cache: OscarCache,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    queries: torch.Tensor | None = None,
-) -> None:
-    """Store new tokens in layer 0; queries (of the first tokens) settle the balancing."""
+def store_tokens(cache: OscarCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store new tokens in layer 0."""
     layer, step = begin_step(cache, keys, values)
-    if queries is not None:
-        layer.settle_basis(keys[:, :, : queries.shape[2]], queries)
     layer.append(keys, values, step)
 
 
 def synthetic_cache(
     policy: str | KVPolicy,
     shape: tuple[int, int, int, int],
-    query_heads: int,
     generator: torch.Generator,
     answer: int = 0,
 ) -> OscarCache:
@@ -390,7 +381,6 @@ def synthetic_cache(
     Args:
         policy: a KVPolicy or the name of a preset.
         shape: batch, KV heads, tokens, head_dim.
-        query_heads: heads of the queries that settle the balancing.
         generator: makes the random numbers; its device is the cache's.
         answer: how many of the tokens come one at a time, as text, after the prompt.
     """
@@ -402,14 +392,15 @@ def synthetic_cache(
         return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
     cache = OscarCache(policy)
+    sizes = torch.rand(2, kv_heads, head_dim, generator=generator, device=generator.device) + 0.5
+    balanced = cache.policy.packs and cache.policy.balance is not None
+    cache.sigmas = {0: sigma_from_rms(*sizes)} if balanced else {}
     prompt = tokens - answer
     cache.expect(text_and_images(prompt).expand(batch, prompt))
-    piece = max(_BALANCE_TOKENS, _PIECE_ELEMENTS // (batch * kv_heads * head_dim))
-    queries: torch.Tensor | None = normal(query_heads, min(_BALANCE_TOKENS, prompt))
+    piece = max(_ROUND, _PIECE_ELEMENTS // (batch * kv_heads * head_dim))
     for start in range(0, prompt, piece):
         count = min(piece, prompt - start)
-        store_tokens(cache, normal(kv_heads, count), normal(kv_heads, count), queries)
-        queries = None
+        store_tokens(cache, normal(kv_heads, count), normal(kv_heads, count))
     for _ in range(answer):
         store_tokens(cache, normal(kv_heads, 1), normal(kv_heads, 1))
     return cache

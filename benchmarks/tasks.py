@@ -128,7 +128,7 @@ class Conversations:
     @torch.no_grad()
     def record(self, model: Any) -> Recorder:
         """Keys and values that the model computes for the prefix."""
-        recorder = Recorder()
+        recorder = Recorder(model)
         model.get_decoder()(**self.prefix, **as_argument(recorder.cache), use_cache=True)
         return recorder
 

@@ -18,5 +18,7 @@ content = [{"type": "image"}, {"type": "text", "text": "What is the code?"}]
 talk = [{"role": "user", "content": content}]
 text = processor.apply_chat_template(talk, add_generation_prompt=True)
 inputs = processor(text=[text], images=[Image.open(image)], return_tensors="pt")
-tokens = reader.generate(**inputs, **as_argument(OscarCache("compact")), max_new_tokens=16)
+tokens = reader.generate(
+    **inputs, **as_argument(OscarCache("compact", model=reader)), max_new_tokens=16
+)
 print(processor.decode(tokens[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))

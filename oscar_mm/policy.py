@@ -55,7 +55,7 @@ _ALLOWED: dict[str, tuple] = {
     "norm": NORMS,
     "value_scale": VALUE_SCALES,
     "rotate": (True, False),
-    "balance": (None, "weights", "prompt", "auto"),
+    "balance": (None, "weights"),
     "token_scaling": TOKEN_SCALINGS,
     "center": (True, False),
 }
@@ -106,12 +106,9 @@ class KVPolicy:
             group towards its mean; "unbiased", only with ``fit="lsq"``, makes
             <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
-        balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q): from the QK-norm
-            "weights", from the first "prompt" (rms_k of keys less the mean of their page, which the
-            page stores apart, unless it is a stream page without ``center``), "auto" (weights where
-            the model has them, else the prompt) or None. Attention is unchanged in exact
-            arithmetic. Balancing by the prompt takes attention "oscar"; without it "auto" warns and
-            does not balance.
+        balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q), from the model's
+            "weights" (see ``oscar_mm.quant.balance``), or None. Attention is unchanged in exact
+            arithmetic.
         token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
             "per_head", or None. Only with ``key_axis="channel"``; otherwise a token's scale is
             its own already.
@@ -134,7 +131,7 @@ class KVPolicy:
     norm: str = "unbiased"
     value_scale: str = "unbiased"
     rotate: bool = True
-    balance: str | None = "auto"
+    balance: str | None = "weights"
     token_scaling: str | None = None
     center: bool = True
     window: int = 32

@@ -210,7 +210,7 @@ def speak_answer(
     if not hasattr(talker, "audio_config"):
         # transformers looks here for the audio tower's window, which the thinker's config has.
         talker.audio_config = family.model.config.audio_config
-    cache, listener = OscarCache(policy), _Listener()
+    cache, listener = OscarCache(policy, model=family.model), _Listener()
     cache.expect(prompt.modalities)
     # Every option is given, as the checkpoint's own would fill the gaps.
     options: dict[str, Any] = {

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from oscar_mm import KVPolicy, OscarCache
+from oscar_mm import OscarCache
 from oscar_mm.attention import attend
 from oscar_mm.cache import layer as layer_module
 from oscar_mm.cache import pending
@@ -289,20 +289,3 @@ def test_models_that_pages_do_not_know(name: str) -> None:
     new_keys, new_values = cache.update(keys, values, 0)
     with pytest.raises(NotImplementedError, match=f"{name}.*eager"):
         attend(nn.Identity(), queries, new_keys, new_values, None, **{name: 1.0})
-
-
-def test_balancing_from_the_modules_norms() -> None:
-    module = nn.Module()
-    module.q_norm, module.k_norm = nn.RMSNorm(64), nn.RMSNorm(64)
-    nn.init.uniform_(module.k_norm.weight, 1, 9)
-    caches = {}
-    for balance in ("auto", "weights", "prompt", None):
-        cache = caches[balance] = OscarCache(KVPolicy.preset("channel", balance=balance))
-        check_chunk(cache, chunk(0, 200), module=module)
-        check_chunk(cache, chunk(1, 3), module=module)
-    assert torch.equal(caches["auto"].layers[0].sigma, caches["weights"].layers[0].sigma)
-    assert caches["auto"].layers[0].sigma.shape == (1, 64)
-    assert caches["prompt"].layers[0].sigma.shape == (2, 64)
-    assert caches[None].layers[0].sigma is None
-    with pytest.raises(ValueError, match="layer 0: balance='weights' needs a model with QK-norm"):
-        attend_oscar(OscarCache(KVPolicy.preset("channel", balance="weights")), chunk(0, 200))

@@ -16,7 +16,7 @@ CHOICES = {
     "norm": ("plain", "refit", "unbiased"),
     "value_scale": ("plain", "unbiased"),
     "rotate": (True, False),
-    "balance": (None, "weights", "prompt", "auto"),
+    "balance": (None, "weights"),
     "token_scaling": (None, "shared", "per_head"),
     "center": (True, False),
 }

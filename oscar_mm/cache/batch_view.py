@@ -22,31 +22,23 @@ class BatchView(OscarCache):
 
     The rows stay those of the caches: a step on the view adds a token to each of them, and a step
     that does not reach all layers leaves all of them incomplete. The view owns no slots. Its rows
-    may be of unequal length, without padding, as long as attention is causal and unbounded.
+    may be of unequal length, without padding, as long as attention is causal and unbounded. All
+    have the same balancing.
 
     Args:
         store: of all the caches.
-        alike: whether all caches have one balancing (``balanced_alike``): where it comes from the
-            prompt, each has its own.
-
-    Attributes:
-        alike: as given.
     """
 
-    def __init__(self, store: PageStore, *, alike: bool) -> None:
+    def __init__(self, store: PageStore) -> None:
         super().__init__(store.policy, store=store)
         self.ledger = Ledger(store, owns_slots=False)
-        self.alike = alike
         self._caches: list[OscarCache | None] = []
-        # Of so many rows the balancing of each, by layer, at addresses that stay.
-        self._sigmas_of_rows: dict[int, list[torch.Tensor]] = {}
 
     def seat(self, caches: Sequence[OscarCache | None]) -> None:
         """Make these caches the rows; None for a row that is computed and not looked at.
 
         Args:
-            caches: of one row each, or empty where all are balanced alike; ``can_take`` accepts
-                each.
+            caches: of one row each, or empty; ``can_take`` accepts each.
         """
         self._caches = list(caches)
         self.ledger.changes += 1
@@ -55,29 +47,12 @@ class BatchView(OscarCache):
         if source is not None and not self.layers:
             self.layers += [layer.fork(self) for layer in source.layers]
             self.replayed(Step())
-        if not self.alike:
-            self._balance_rows()
 
     def can_take(self, cache: OscarCache) -> bool:
-        """Whether a cache may be a row: of this store, with attention in all layers."""
-        return cache.store is self.store and not cache.linear_layers
-
-    def _balance_rows(self) -> None:
-        count = len(self._caches)
-        if count not in self._sigmas_of_rows:
-            self._sigmas_of_rows[count] = [
-                torch.ones(count, *layer.sigma.shape[-2:], device=layer.device)
-                for layer in self.layers
-                if layer.sigma is not None
-            ]
-        of_rows = iter(self._sigmas_of_rows[count])
-        for index, layer in enumerate(self.layers):
-            if layer.sigma is None:
-                continue
-            layer.sigma = next(of_rows)
-            for sigma, cache in zip(layer.sigma, self._caches, strict=True):
-                if cache is not None:
-                    sigma.copy_(cache.layers[index].sigma)
+        """Whether a cache may be a row: of this store, with attention in all layers and the same
+        balancing."""
+        fits = cache.store is self.store and not cache.linear_layers
+        return fits and balanced_alike(self, cache)
 
     def settle(self) -> None:
         """After a prompt: give caches that were empty their layers."""
@@ -133,9 +108,15 @@ def _row_of(cache: OscarCache | None) -> Row:
 
 
 def balanced_alike(one: OscarCache, other: OscarCache) -> bool:
-    """Whether the layers of two caches have the same balancing; one without layers has any."""
-    both = zip(one.layers, other.layers, strict=False)
-    return all(_equal(mine.sigma, theirs.sigma) for mine, theirs in both)
+    """Whether two caches have the same balancing in all layers; one that knows no balancing yet
+    takes any.
+
+    A chat that an earlier version saved has the balancing of that version.
+    """
+    mine, theirs = one.balancing, other.balancing
+    if mine is None or theirs is None:
+        return True
+    return all(_equal(mine.get(index), theirs.get(index)) for index in mine.keys() | theirs.keys())
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

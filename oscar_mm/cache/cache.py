@@ -24,14 +24,14 @@ from oscar_mm.cache.step import Step
 from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.basis import sigmas_of_model
+from oscar_mm.quant.balance import sigmas_of_model
+from oscar_mm.ranks import Ranks
 from oscar_mm.torch_modes import autocast_dtype, eager
 
 _UNBALANCED = (
-    "OscarCache: keys are stored without query-key balancing, so this is another method than {} "
-    "with attention 'oscar': layer {} shows no QK-norm weights, and no attention but 'oscar' shows "
-    "the queries. Call model.set_attn_implementation('oscar') before the first forward pass (or, "
-    "for a model with QK-norm, give OscarCache(policy, model=model)); balance=None never balances"
+    "OscarCache: keys are stored without query-key balancing, which takes the model's weights, and "
+    "answers of some models break: give OscarCache(policy, model=model), or a policy with "
+    "balance=None"
 )
 _ONE_STATE = "linear-attention layers keep the state after the last token only"
 _TWO_STATES = (
@@ -55,18 +55,28 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
     return arguments.get(_ARGUMENT)
 
 
+def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Tensor]:
+    """Sigma by layer of a model, as the policy wants it; empty where nothing is balanced.
+
+    Raises:
+        InputError: the policy does not fit a model that is divided among ranks.
+    """
+    Ranks.of(model).check(policy)
+    if not policy.packs or policy.balance is None:
+        return {}
+    return sigmas_of_model(model, centered=policy.centers_keys)
+
+
 class OscarCache(Cache):
     """Keys and values in pages by modality, packed as a ``KVPolicy`` says.
 
     A drop-in for any decoder of transformers::
 
-        cache = OscarCache("compact")
+        cache = OscarCache("compact", model=model)
         model.generate(**inputs, cache=cache)  # past_key_values before transformers 5.24
 
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
     pages; with any other implementation it is unpacked for each layer in turn, to the same result.
-    Only attention "oscar" shows the queries, by which keys of a model without QK-norm are balanced:
-    with any other they are stored unbalanced, and the cache warns once.
     A prompt's attention is exact in both: its keys and values are packed after their layer's
     attention is done. Tokens of a later chunk see the packed past. Layers with linear attention
     (Qwen3-Next, Qwen3.5, Jamba) keep their state as it is, in transformers' own layers.
@@ -76,22 +86,22 @@ class OscarCache(Cache):
 
     Args:
         policy: a KVPolicy or a preset's name.
-        model: optional; lets query-key balancing read the QK-norm weights with any attention
-            implementation (attention "oscar" finds them by itself); a model without QK-norm has
-            nothing to read.
+        model: whose keys and values the cache will hold; its weights give the query-key
+            balancing. Without it keys are stored unbalanced, and the cache warns once.
         store: where the pages are kept, shared with other caches of the same model and policy; by
             default a store of its own.
 
     Raises:
-        InputError: the store is of another policy.
+        InputError: the store is of another policy, or the policy does not fit a model that is
+            divided among ranks.
     """
 
     layers: list[Any]
     """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
     step: Step | None
     """What the latest forward pass does; None before the first one."""
-    sigmas: dict[int, torch.Tensor]
-    """Balancing by layer, as far as it is known before the first keys."""
+    sigmas: Mapping[int, torch.Tensor] | None
+    """Balancing by layer, for layers that take in their first keys; None where it is not known."""
 
     def __init__(
         self,
@@ -108,7 +118,7 @@ class OscarCache(Cache):
         self.store = PageStore(self.policy) if store is None else store
         self.ledger = Ledger(self.store)
         self.step = None
-        self.sigmas = sigmas_of_model(model) if model is not None else {}
+        self.sigmas = None if model is None else balancing_of(model, self.policy)
         self._expected = Announcements()
         self._warned = False
         # Whether layers on a GPU have taken in a prompt or pages since the last check.
@@ -167,7 +177,8 @@ class OscarCache(Cache):
             raise NotImplementedError(_TWO_STATES.format(layer_idx))
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
-            layer.sigma = self.sigmas.get(layer_idx)
+            sigma = self._sigma(layer_idx)
+            layer.sigma = None if sigma is None else sigma.to(layer.device)
         step = self._step_for(layer, key_states)
         if step.from_pages is None:
             step.from_pages = self._expected.take_packed()
@@ -178,13 +189,26 @@ class OscarCache(Cache):
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = Chunk(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
             return key_states, value_states
-        if layer.settle_without_queries(key_states) and not self._warned:
-            self._warned = True
-            wanted = f"balance={self.policy.balance!r}"
-            warnings.warn(_UNBALANCED.format(wanted, layer_idx), stacklevel=_USER)
         keys, values = layer.with_past(step, key_states, value_states)
         layer.append(key_states, value_states, step)
         return keys, values
+
+    @property
+    def balancing(self) -> Mapping[int, torch.Tensor | None] | None:
+        """Sigma by layer, of the tokens that are stored or of the first that will be; None where
+        nothing is stored and the model is not known."""
+        if not self.layers:
+            return self.sigmas
+        return {layer.index: layer.sigma for layer in self.packed_layers}
+
+    def _sigma(self, layer_idx: int) -> torch.Tensor | None:
+        """The balancing of a layer that takes in its first keys."""
+        if self.sigmas is not None:
+            return self.sigmas.get(layer_idx)
+        if self.policy.packs and self.policy.balance is not None and not self._warned:
+            self._warned = True
+            warnings.warn(_UNBALANCED, stacklevel=_USER + 1)
+        return None
 
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> Step:
         """The step of this forward pass: made by the first layer, carried out by all."""

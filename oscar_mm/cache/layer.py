@@ -26,8 +26,7 @@ from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits, KVPolicy
-from oscar_mm.quant.basis import Basis, sigma_from_prompt, sigma_of_weights
-from oscar_mm.ranks import Ranks
+from oscar_mm.quant.basis import Basis
 
 _GPU_PAGES = 256
 """Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16 bit."""
@@ -127,7 +126,6 @@ class OscarLayer(CacheLayerMixin):
         # Weak, so that slots go back as soon as nobody has the cache.
         self._cache, self.index = weakref.ref(cache), index
         self.sigma: torch.Tensor | None = None
-        self.sigma_is_final = False
 
     @property
     def cache(self) -> LayerCache:
@@ -182,57 +180,6 @@ class OscarLayer(CacheLayerMixin):
     def basis(self) -> Basis:
         """Coordinates of the pages."""
         return Basis(self.head_dim, self.cache.policy.rotate, self.sigma)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def settle_basis(
-        self,
-        keys: torch.Tensor,
-        queries: torch.Tensor | None = None,
-        module: Any = None,
-        tokens: torch.Tensor | None = None,
-    ) -> None:
-        """Choose the balancing once, before the first page is packed; see ``KVPolicy.balance``.
-
-        Args:
-            keys: (batch, KV heads, tokens, head_dim) of the first chunk.
-            queries: (batch, query heads, tokens, head_dim); None where only keys are known.
-            module: the attention module, for its ``q_norm`` and ``k_norm``.
-            tokens: (batch, tokens) bool, which are not padding.
-        """
-        wanted = self.cache.policy.balance
-        if self.sigma_is_final or not self.cache.policy.packs:
-            return
-        if module is not None:
-            Ranks.of(module).check(self.cache.policy)
-        sigma = self.sigma if wanted in ("weights", "auto") else None
-        by_weights = sigma is None and wanted in ("weights", "auto")
-        if by_weights:
-            sigma = sigma_of_weights(module, self.head_dim)
-        if sigma is None and wanted in ("prompt", "auto") and queries is not None:
-            centered = self.cache.policy.centers_keys
-            sigma = sigma_from_prompt(queries, keys, tokens, centered=centered)
-        if sigma is None and wanted in ("weights", "prompt"):
-            needs = {
-                "weights": "a model with QK-norm over a head (Qwen3 and others), and attention "
-                "'oscar' or OscarCache(policy, model=model)",
-                "prompt": "attention 'oscar': other implementations do not show the queries",
-            }[wanted]
-            raise InputError(f"layer {self.index}: balance={wanted!r} needs {needs}")
-        self.sigma = None if sigma is None else sigma.to(keys.device)
-        self.sigma_is_final = True
-
-    def settle_without_queries(self, keys: torch.Tensor) -> bool:
-        """Choose the balancing where attention does not show the queries.
-
-        Returns:
-            whether the keys are stored unbalanced from now on though the policy wants balancing.
-        """
-        if self.sigma_is_final:
-            return False
-        self.settle_basis(keys)
-        policy = self.cache.policy
-        return policy.packs and policy.balance is not None and self.sigma is None
 
     @torch.no_grad()
     def append(

@@ -265,10 +265,6 @@ class Chunk:
         """
         layer, step, asked = self._layer, self._step, query.dtype
         query = query.to(key.dtype)
-        real = layer.cache.real_tokens(key.shape[2]) if step.real is not None else None
-        if not layer.sigma_is_final:
-            tokens = None if real is None else real.to(key.device)
-            layer.settle_basis(key, query, module, tokens)
         if visible is None:
             output = attend_stored(layer, query, key, value, scaling, step)
         else:

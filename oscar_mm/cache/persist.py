@@ -131,7 +131,7 @@ def cache_content(
             tensors[f"layer.{layer.index}.sigma"] = layer.sigma.cpu().contiguous().clone()
         layers.append(
             {
-                "balanced": layer.sigma_is_final,
+                "balanced": True,
                 "page_order": _page_order(layer.formats.values()),
                 "dtype": _DTYPE_NAMES[layer.dtype],
             }
@@ -159,7 +159,6 @@ class SavedCache:
         tables: its sequences.
         tensors: of all layers, by name.
         shapes: of the layers.
-        balanced: which layers have chosen their balancing.
         given: the caller's metadata.
     """
 
@@ -167,7 +166,6 @@ class SavedCache:
     tables: SavedTables
     tensors: dict[str, torch.Tensor]
     shapes: list[LayerShape]
-    balanced: list[bool]
     given: dict[str, Any]
 
     @classmethod
@@ -227,7 +225,6 @@ class SavedCache:
             tables=tables,
             tensors={name: x for name, x in tensors.items() if name.startswith("layer.")},
             shapes=shapes,
-            balanced=[about["balanced"] for about in text["layers"]],
             given=text["given"]
             | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
         )
@@ -265,7 +262,6 @@ class SavedCache:
             there = cache.store.layers.get(index)
             own = device[index] if isinstance(device, Mapping) else device
             layer.use_pools(*shape, there.device if there is not None else _exact(own))
-            layer.sigma_is_final = self.balanced[index]
             sigma = self.tensors.get(f"layer.{index}.sigma")
             layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
         fill(cache, self.tables, self._slots_of)
@@ -365,9 +361,14 @@ def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
     if not isinstance(policy, dict) or set(policy) | _ADDED.keys() != names:
         raise InputError(f"{path}: is damaged: it names no policy")
     try:
-        return KVPolicy(**_ADDED | policy)
+        return KVPolicy(**_ADDED | policy | _balance_now(policy))
     except InputError as error:
         raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
+
+
+def _balance_now(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The field that earlier files have with the balancing by a prompt; their sigma is stored."""
+    return {"balance": "weights"} if policy.get("balance") in ("auto", "prompt") else {}
 
 
 def _checked_shapes(
@@ -459,10 +460,7 @@ def _check_balancing(
     """Raise ValueError if a layer has pages without the balancing by which they were packed."""
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
-        has_sigma = f"layer.{index}.sigma" in tensors
         if has_pages and not about["balanced"]:
             raise ValueError(f"layer {index}: has pages, and has chosen no balancing")
-        # With "auto" there may be none.
-        allowed = {None: (False,), "auto": (False, True)}.get(policy.balance, (True,))
-        if about["balanced"] and has_sigma not in allowed:
+        if policy.balance is None and f"layer.{index}.sigma" in tensors:
             raise ValueError(f"layer {index}: sigma and the policy's balancing do not fit")

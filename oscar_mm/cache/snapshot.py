@@ -21,13 +21,12 @@ class PackedLayer(NamedTuple):
     Attributes:
         shape: of its keys and values.
         slots: bits -> what is in the slots of that kind, in the order of their numbers.
-        sigma, sigma_is_final: as of ``OscarLayer``.
+        sigma: balancing of the layer, as of ``Basis``.
     """
 
     shape: LayerShape
     slots: dict[Bits, torch.Tensor]
     sigma: torch.Tensor | None
-    sigma_is_final: bool
 
     @classmethod
     def of(cls, layer: OscarLayer, slots: dict[Bits, list[int]]) -> PackedLayer:
@@ -35,7 +34,7 @@ class PackedLayer(NamedTuple):
         pools = {**layer.pages, PLAIN: layer.recent}
         copied = {bits: pool.storage[slots[bits]] for bits, pool in pools.items()}
         shape = LayerShape(layer.kv_heads, layer.head_dim, layer.dtype)
-        return cls(shape, copied, layer.sigma, layer.sigma_is_final)
+        return cls(shape, copied, layer.sigma)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Snapshot:
             cache.layers.append(layer)
             if found is not None:
                 layer.use_pools(*found.shape, found.slots[PLAIN].device)
-                layer.sigma, layer.sigma_is_final = found.sigma, found.sigma_is_final
+                layer.sigma = found.sigma
         fill(cache, self.tables, lambda layer: self._slots_of(layer.index))
 
     def _slots_of(self, index: int) -> dict[Bits, torch.Tensor]:

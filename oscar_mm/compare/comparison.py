@@ -81,7 +81,7 @@ class Comparison:
             whether the prompt counts: an empty 16-bit answer says nothing.
         """
         pipe = self.pipe
-        recorder = Recorder()
+        recorder = Recorder(pipe.model)
         forward(pipe.model, prompt, recorder.cache)
         layers, ids = recorder.layers, prompt.modalities[0]
         answer = self._answer(prompt, KVPolicy.preset("bf16"))
@@ -112,7 +112,7 @@ class Comparison:
     def _answer(self, prompt: Prompt, policy: KVPolicy) -> list[int]:
         """Greedy answer through a packed cache, without its end token."""
         pipe = self.pipe
-        cache = OscarCache(policy)
+        cache = OscarCache(policy, model=pipe.model)
         ends = pipe.family.end_tokens()
         with pipe.lock:
             steps = decode(pipe.model, prompt, cache, self._sampling, end_tokens=ends)
@@ -333,7 +333,7 @@ class PassageComparison:
         ids = ids.to(computing_device(self.model.get_input_embeddings()))
         length = ids.shape[1] - max(self.judged, self.decoded) - 1
         past, forced = ids[:, :length], _forced_after(ids, length, self.judged)
-        recorder = Recorder()
+        recorder = Recorder(self.model)
         self.model(past, **as_argument(recorder.cache), use_cache=True, logits_to_keep=1)
         layers, kinds = recorder.layers, torch.zeros(length, dtype=torch.int8)
         exact = self._logits(ForcedCache(as_recorded(layers), length), forced)
@@ -391,7 +391,7 @@ class PassageComparison:
         for method in self._stepwise:
             if method.name in self._missing:
                 continue
-            row, cache = self._alone[method.name], OscarCache(method.policy)
+            row, cache = self._alone[method.name], OscarCache(method.policy, model=self.model)
             self.model(past, **as_argument(cache), use_cache=True, logits_to_keep=1)
             steps = [
                 self.model(token, **as_argument(cache), use_cache=True).logits[0].float()
@@ -410,7 +410,7 @@ class PassageComparison:
         text = self.model.generate(
             past,
             attention_mask=torch.ones_like(past),
-            **as_argument(OscarCache(policy)),
+            **as_argument(OscarCache(policy, model=self.model)),
             pad_token_id=0,
             max_new_tokens=self.generated,
             min_new_tokens=self.generated,

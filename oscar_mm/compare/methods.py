@@ -212,8 +212,6 @@ def main_methods() -> list[Method]:
         Paged("standard, norm plain", replace(_STANDARD, norm="plain")),
         Paged(CHANNEL, _CHANNEL),
         Paged("channel, balance None", _channel(balance=None)),
-        Paged("channel, balance weights", _channel(balance="weights")),
-        Paged("channel, balance prompt", _channel(balance="prompt")),
         Paged("channel, norm plain", _channel(norm="plain")),
         Paged("channel, norm refit", _channel(norm="refit")),
         Paged(f"channel, key group {_OTHER_GROUP}", _channel(key_group=_OTHER_GROUP)),

@@ -61,8 +61,6 @@ class Paged:
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
         """Why the method does not apply to this model or prompt; None if it does."""
-        if self.policy.balance == "weights" and layers[0].sigma_of_weights is None:
-            return "the model has no QK-norm"
         named = [Modality[name.upper()] for name in self.policy.bits._fields]
         wide = {kind for kind in named if not self.policy.bits_for(kind).packed}
         if wide and len(wide) < len(named) and not wide & {Modality(i) for i in ids.tolist()}:
@@ -79,32 +77,26 @@ class Paged:
         Raises:
             FloatingPointError: keys or values cannot be stored.
         """
-        # Contiguous, so that rows can be seen as heads.
-        keys, values = (
-            x.clone(memory_format=torch.contiguous_format) for x in (states.keys, states.values)
-        )
+        sides = [states.keys.clone(), states.values.clone()]
+        rows, heads, _, head_dim = states.keys.shape
+        basis = Basis(head_dim, self.policy.rotate, self._sigma(states))
         stored_bytes = stored_values = 0
         for places, filling in self._packed(ids):
-            bits, where = filling.bits, places.to(keys.device)
-            for rows, sigma in self._parts(states):
-                # Views: all rows, or all heads of all rows in one row, or a single row.
-                sides = [rows(side) for side in (keys, values)]
-                _, heads, _, head_dim = sides[0].shape
-                page_format = PageFormat.of(self.policy, bits, heads, head_dim)
-                basis = Basis(head_dim, self.policy.rotate, sigma)
-                if page_format.by_token:
-                    packed = self._stored(sides, filling, page_format, basis)
-                else:
-                    of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
-                    packed = pack(of_keys, of_values, page_format, self.policy, basis)
-                back = unpack(packed, page_format, basis, keys.dtype)
-                for side, pages in zip(sides, back, strict=True):
-                    side[:, :, where] = _as_rows(pages, len(side))[:, :, : len(where)]
-                # A page that is not full counts in part; a cache's report has all of it.
-                tokens = len(where) * len(sides[0])
-                stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
-                stored_values += 2 * tokens * heads * head_dim
-        return Restored(keys, values, stored_bytes, stored_values)
+            where = places.to(states.keys.device)
+            page_format = PageFormat.of(self.policy, filling.bits, heads, head_dim)
+            if page_format.by_token:
+                packed = self._stored(sides, filling, page_format, basis)
+            else:
+                of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
+                packed = pack(of_keys, of_values, page_format, self.policy, basis)
+            back = unpack(packed, page_format, basis, states.keys.dtype)
+            for side, pages in zip(sides, back, strict=True):
+                side[:, :, where] = _as_rows(pages, rows)[:, :, : len(where)]
+            # A page that is not full counts in part; a cache's report has all of it.
+            tokens = len(where) * rows
+            stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
+            stored_values += 2 * tokens * heads * head_dim
+        return Restored(*sides, stored_bytes, stored_values)
 
     def one_by_one(self, prompt: int) -> Paged:
         """The same method for tokens that come one by one after so many that come at once.
@@ -186,25 +178,9 @@ class Paged:
         if bool(bad):
             raise FloatingPointError(NOT_STORABLE)
 
-    def _parts(self, states: LayerStates) -> Iterator[tuple]:
-        """Rows that are packed together: a function that views keys or values, and their sigma."""
-        sigma, rows = self._sigma(states), len(states.keys)
-        if sigma is None or len(sigma) == 1 or rows == 1:
-            yield (lambda x: x), sigma
-        elif self.policy.token_scaling != "shared":
-            yield (lambda x: x.view(1, -1, *x.shape[2:])), sigma
-        else:  # one norm over all heads of a row
-            for row, own in enumerate(sigma.view(rows, -1, sigma.shape[-1])):
-                yield (lambda x, row=row: x[row : row + 1]), own
-
     def _sigma(self, states: LayerStates) -> Tensor | None:
-        """The balancing that ``OscarLayer.settle_basis`` chooses."""
-        balance = self.policy.balance
-        if balance in ("weights", "auto") and states.sigma_of_weights is not None:
-            return states.sigma_of_weights
-        if balance in ("prompt", "auto"):
-            return states.sigma_of_prompt[self.policy.centers_keys]
-        return None
+        """The balancing that ``oscar_mm.cache.cache.balancing_of`` gives the layer."""
+        return None if self.policy.balance is None else states.sigmas[self.policy.centers_keys]
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
         """Memory of a real cache with the first row."""
@@ -214,6 +190,9 @@ class Paged:
 def cached(policy: KVPolicy, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
     """A cache with the first row, filled as a model with attention "oscar" fills it."""
     cache = OscarCache(policy)
+    balanced = policy.packs and policy.balance is not None
+    found = {states.index: states.sigmas[policy.centers_keys] for states in layers if balanced}
+    cache.sigmas = {index: sigma for index, sigma in found.items() if sigma is not None}
     cache.expect(ids[None])
     cache.attend_packed(None)
     for states in layers:
@@ -240,8 +219,6 @@ def _as_rows(pages: Tensor, rows: int) -> Tensor:
 class Blocks(Paged):
     """A policy of key_axis "token" as vLLM serves with it: a step stores all tokens that it reads.
 
-    Queries and keys are balanced by the weights of QK norms, where the model has them.
-
     Attributes:
         first: tokens of the first step; None for all.
         step: tokens of each later one.
@@ -267,9 +244,6 @@ class Blocks(Paged):
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
         """None: it applies to all."""
         return
-
-    def _sigma(self, states: LayerStates) -> Tensor | None:
-        return states.sigma_of_weights
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
         count, bits = len(ids), self.policy.bits.text

@@ -7,7 +7,7 @@ prompt over them. So all methods answer the same question after the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.pending import KeyLength
-from oscar_mm.quant.basis import sigma_from_prompt, sigma_of_weights
+from oscar_mm.quant.balance import sigmas_of_model
 
 IGNORE = -100
 """Target of a token after which nothing is judged."""
@@ -37,9 +37,8 @@ class LayerStates:
         keys: (rows, KV heads, tokens, head_dim) after RoPE, 16 bit.
         values: (rows, KV heads, tokens, head_dim), 16 bit.
         first_queries: (1, query heads, tokens, head_dim), queries of the first row.
-        sigma_of_weights: (1, head_dim) balancing from QK-norm weights, None without them.
-        sigma_of_prompt: (rows * KV heads, head_dim) balancing from each row's own queries and
-            keys, by ``KVPolicy.centers_keys``.
+        sigmas: (KV heads or 1, head_dim) balancing, by ``KVPolicy.centers_keys``; None where the
+            layer is not balanced.
     """
 
     index: int
@@ -48,8 +47,7 @@ class LayerStates:
     keys: Tensor
     values: Tensor
     first_queries: Tensor
-    sigma_of_weights: Tensor | None
-    sigma_of_prompt: dict[bool, Tensor]
+    sigmas: Mapping[bool, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -165,11 +163,15 @@ class Recorder:
     """Keeps every layer's states for a prompt; ``cache`` goes through the forward pass.
 
     Args:
+        model: that computes the states, for its balancing.
         dtype: 16-bit dtype to keep keys and values in; a 16-bit model's own dtype wins.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self.layers: list[LayerStates] = []
+        self._sigmas = {
+            centered: sigmas_of_model(model, centered=centered) for centered in (True, False)
+        }
         self.cache, self._dtype = ForcedCache(look=self._keep), dtype
 
     def _keep(
@@ -182,22 +184,15 @@ class Recorder:
         scaling: float,
     ) -> None:
         dtype = keys.dtype if keys.dtype.itemsize == 2 else self._dtype
-        keys, values, head_dim = keys.to(dtype), values.to(dtype), keys.shape[-1]
-        # Rows become heads of one row: each gets its own sigma, as in its own cache.
-        alone = [states.flatten(0, 1)[None] for states in (queries.to(dtype), keys)]
-        by_prompt = {
-            centered: sigma_from_prompt(*alone, centered=centered) for centered in (True, False)
-        }
         self.layers.append(
             LayerStates(
                 index=index,
                 module=module,
                 scaling=scaling,
-                keys=keys,
-                values=values,
+                keys=keys.to(dtype),
+                values=values.to(dtype),
                 first_queries=queries[:1].to(dtype),
-                sigma_of_weights=sigma_of_weights(module, head_dim),
-                sigma_of_prompt=by_prompt,
+                sigmas={centered: found.get(index) for centered, found in self._sigmas.items()},
             )
         )
 

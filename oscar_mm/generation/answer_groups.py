@@ -222,20 +222,16 @@ class AnswerGroups:
         """Whether an answer may be a row of a batch with others."""
         return not answer.sampling.deterministic and sees_all(self.family.model)
 
-    def join(self, answer: Generation, *, alike: bool) -> None:
-        """Decode an answer, whose prompt and first token are there.
-
-        Args:
-            answer: that goes on.
-            alike: whether the caches of all answers are balanced alike.
-        """
+    def join(self, answer: Generation) -> None:
+        """Decode an answer, whose prompt and first token are there."""
         if not self.live:
             self.wait_since = Moment(self.family.device)
         if self._shared is not None and self._shared.failed:
             self.forget_batch()
         if self.joins(answer):
             if self._shared is None:
-                view = BatchView(self._store, alike=alike)
+                view = BatchView(self._store)
+                view.sigmas = answer.cache.sigmas  # The model's: an old chat has others.
                 self._shared = AnswerGroup(self._batch(answer, view), view)
             view = self._shared.view
             if view is not None and view.can_take(answer.cache):
@@ -301,7 +297,7 @@ class AnswerGroups:
             self._shared = None
         for group in failed:
             for answer in group.live:
-                self.join(answer, alike=group.view is not None and group.view.alike)
+                self.join(answer)
         return ended
 
     def let_others_in(self, cache: OscarCache) -> None:

@@ -437,14 +437,13 @@ class Engine:
         return True
 
     def _is_short(self, answer: Generation) -> bool:
-        """Whether a prompt is read in one pass with others: not where the first prompt decides on
-        the balancing, nor where later ones may have its media in common."""
+        """Whether a prompt is read in one pass with others: not where later ones may have its media
+        in common."""
         shares = self.prefixes is not None and answer.prompt.media
         return (
             answer.prompt.tokens <= self.reader.most_in_line
             and not (shares or answer.cache.linear_layers)
             and self._groups.joins(answer)
-            and (self.reader.by_weights or bool(answer.cache.layers))
         )
 
     def _reserve(self, answer: Generation) -> None:
@@ -493,7 +492,7 @@ class Engine:
                 if state == answer.reader_state:  # Nobody has changed it meanwhile.
                     self.prefixes.keep(answer.prompt, state, answer.cache)
             if not answer.ended:
-                self._groups.join(answer, alike=self.reader.by_weights)
+                self._groups.join(answer)
 
     def _read_beginnings(self, answers: list[Generation]) -> list[tuple[Generation, torch.Tensor]]:
         """Read prompts, together or, if that fails, one by one, or a chunk of a single one: those

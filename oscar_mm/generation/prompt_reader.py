@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from oscar_mm.cache.batch_view import BatchView, balanced_alike
-from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.cache import OscarCache, balancing_of
 from oscar_mm.cache.store import PageStore
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.generation.answer_groups import AnswerGroups
@@ -18,7 +18,6 @@ from oscar_mm.generation.prefill import MOST_TOKENS, read_in_chunks, read_in_lin
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modules import weights_key
 from oscar_mm.ops.pack import NOT_STORABLE
-from oscar_mm.quant.basis import sigmas_of_model
 from oscar_mm.torch_modes import eager
 
 _IN_LINE = {"cpu": 2048}
@@ -50,8 +49,6 @@ class PromptReader:
     Attributes:
         most_in_line: most tokens of short prompts that are read in one pass.
         most_at_once: most tokens of a prompt that is read in one chunk.
-        by_weights: whether all caches are balanced alike, by the model's weights or not at all;
-            otherwise the first prompt of each decides. As of the last ``refresh``.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class PromptReader:
         self.most_at_once = chunk or math.inf
         in_line = _IN_LINE.get(family.device.type, MOST_TOKENS)
         self.most_in_line = min(in_line, chunk or in_line)
-        self.by_weights = False
         self._sigmas: dict[int, torch.Tensor] = {}
         self._weights: object = None
         self._state: object = None
@@ -79,16 +75,20 @@ class PromptReader:
             self._state = state
         return self._state  # One object for all who keep it.
 
+    @property
+    def sigmas(self) -> dict[int, torch.Tensor]:
+        """Balancing by layer, see ``oscar_mm.cache.cache.balancing_of``."""
+        if self._weights is None:
+            self.refresh()
+        return self._sigmas
+
     def refresh(self) -> bool:
         """Look at the model's weights anew; whether they have changed."""
         weights = weights_key(self.family.model)
         if weights == self._weights:
             return False
-        self._weights, policy = weights, self._store.policy
-        balanced = policy.packs and policy.balance is not None
-        self._sigmas = sigmas_of_model(self.family.model) if balanced else {}
-        self.by_weights = not balanced or bool(self._sigmas)
-        model = self.family.model
+        self._weights, model = weights, self.family.model
+        self._sigmas = balancing_of(model, self._store.policy)
         fast = self.family.device.type == "cuda" and PromptLayers.takes(model)
         self._layers = PromptLayers(model, MOST_TOKENS) if fast else None
         return True
@@ -128,7 +128,7 @@ class PromptReader:
         Yields:
             None after each chunk but the last; after that the logits.
         """
-        cache.sigmas = self._sigmas
+        cache.sigmas = self.sigmas
         chunks, logits = read_in_chunks(self.family.model, prompt, cache, self._chunk), None
         while logits is None:
             turns = self._groups.steps_between_layers(cache, [prompt], cancelled)
@@ -164,8 +164,8 @@ class PromptReader:
             if len(own) == 1 and not every_token:
                 logits.append(self.read(own[0], caches[some][0], cancelled))
                 continue
-            view = BatchView(self._store, alike=True)
-            view.sigmas = self._sigmas
+            view = BatchView(self._store)
+            view.sigmas = caches[some][0].sigmas
             view.seat(caches[some])
             lengths = [prompt.tokens for prompt in own]
             turns = self._groups.steps_between_layers(view, own, cancelled)
@@ -181,15 +181,12 @@ class PromptReader:
 
     def _packs(self, prompts: Sequence[Prompt], caches: Sequence[OscarCache]) -> Iterator[slice]:
         """Runs of prompts that can be read in one pass."""
-        if self._weights is None:
-            self.refresh()
         start, tokens = 0, 0
+        for cache in caches:
+            cache.sigmas = self.sigmas
         for index, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
             tokens += prompt.tokens
-            first = caches[start]
-            alike = self.by_weights or (
-                bool(first.layers and cache.layers) and balanced_alike(first, cache)
-            )
+            alike = balanced_alike(caches[start], cache)
             if index > start and (tokens > self.most_in_line or not alike):
                 yield slice(start, index)
                 start, tokens = index, prompt.tokens

@@ -14,7 +14,8 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.inspect.quantization_errors import ALL, Errors, LayerStates, measure_errors, sampled
 from oscar_mm.modality import Modality
-from oscar_mm.quant.basis import Basis, sigma_from_prompt, sigma_of_weights
+from oscar_mm.quant.balance import sigmas_of_model
+from oscar_mm.quant.basis import Basis
 
 LONG = 3.0
 """A key is long if its norm is over this many times the median of its modality."""
@@ -105,11 +106,12 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
     sample = sampled(ids)
     layers: list[Layer] = []
     normed: list[bool] = []
+    sigmas = sigmas_of_model(model)
 
     def look(states: LayerStates) -> None:
-        normed.append(sigma_of_weights(states.module, states.keys.shape[-1]) is not None)
+        normed.append(hasattr(states.module, "k_norm"))
         try:
-            layers.append(_measured(states, ids, sample))
+            layers.append(_measured(states, sigmas.get(states.index), ids, sample))
         except InputError as error:
             raise InputError(f"layer {states.index}: {error}") from None
 
@@ -118,12 +120,10 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
     return Inspection(dict(counts), len(sample), all(normed), layers)
 
 
-def _measured(states: LayerStates, ids: torch.Tensor, sample: torch.Tensor) -> Layer:
-    # Balancing "auto", the default of the cache.
-    sigma = sigma_of_weights(states.module, states.keys.shape[-1])
-    if sigma is None:
-        sigma = sigma_from_prompt(states.queries[None], states.keys[None])
-    sigma = sigma.to(states.keys.device)
+def _measured(
+    states: LayerStates, sigma: torch.Tensor | None, ids: torch.Tensor, sample: torch.Tensor
+) -> Layer:
+    sigma = None if sigma is None else sigma.to(states.keys.device)
     return Layer(
         index=states.index,
         norms=measure_norms(states.keys, sigma, ids.to(states.keys.device)),

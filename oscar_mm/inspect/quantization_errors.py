@@ -16,7 +16,7 @@ from oscar_mm.ops.pack import pack
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.basis import Basis, sigma_from_prompt
+from oscar_mm.quant.basis import Basis
 
 SAMPLE_TOKENS = 8192
 """Most tokens of a layer that are quantized; a longer prompt gives pages at even distances."""
@@ -50,7 +50,7 @@ def roundtrip(
     policy: str | KVPolicy = DEFAULT,
     modality: str | Modality | torch.Tensor | None = None,
     *,
-    q: torch.Tensor | None = None,
+    sigma: torch.Tensor | None = None,
 ) -> Roundtrip:
     """Pack keys and values into pages and read them back, as the cache does in one layer.
 
@@ -64,21 +64,23 @@ def roundtrip(
         modality: one for all tokens ("text", Modality.IMAGE, ...), or ids of each token as a
             (tokens,) or (batch, tokens) tensor (0 text, 1 image, 2 video, 3 audio). Text by
             default.
-        q: (batch, query heads, tokens, head_dim) queries for balancing; without them keys are not
-            balanced.
+        sigma: (KV heads or 1, head_dim) query-key balancing of a layer, as
+            ``oscar_mm.quant.balance.sigmas_of_model`` has it; without it keys are not balanced.
 
     Raises:
         InputError: shapes or dtypes do not fit, or keys or values are NaN, infinite or out of
             range.
     """
     policy = KVPolicy.of(policy)
-    _check(k, v, q)
+    _check(k, v)
     batch, kv_heads, tokens, head_dim = k.shape
+    if sigma is not None and sigma.shape not in ((1, head_dim), (kv_heads, head_dim)):
+        raise InputError(
+            f"roundtrip: sigma {tuple(sigma.shape)} must be (1 or {kv_heads}, {head_dim}) for k "
+            f"{tuple(k.shape)}"
+        )
     ids = _modality_ids(modality, batch, tokens)
-    sigma = None
-    if q is not None and policy.balance is not None:
-        sigma = sigma_from_prompt(q, k, centered=policy.centers_keys)
-    basis = Basis(head_dim, policy.rotate, sigma)
+    basis = Basis(head_dim, policy.rotate, None if policy.balance is None else sigma)
     keys, values, stored_bytes, pages = k.clone(), v.clone(), 0, 0
     for row in range(batch):
         for kind in Modality:
@@ -111,9 +113,9 @@ def _as_pages(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
 
 
-def _check(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None) -> None:
-    for name, tensor in (("k", k), ("v", v), ("q", q)):
-        if not isinstance(tensor, torch.Tensor) and not (name == "q" and q is None):
+def _check(k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
             raise InputError(f"roundtrip: {name} must be a tensor, not {type(tensor).__name__}")
     if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
         raise InputError(
@@ -125,15 +127,6 @@ def _check(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if not bool(tensor.isfinite().all()):
             raise InputError(f"roundtrip: {name} holds NaN or infinity")
-    if q is not None and (
-        q.ndim != 4
-        or (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3])
-        or q.shape[1] % k.shape[1]
-    ):
-        raise InputError(
-            f"roundtrip: q {tuple(q.shape)} must be (batch, a multiple of {k.shape[1]} heads, "
-            f"tokens, head_dim) for k {tuple(k.shape)}"
-        )
 
 
 def _modality_ids(

@@ -44,14 +44,11 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
         problem = f"key_axis={found.key_axis!r}"
     elif len(set(found.bits)) > 1 or not found.packs:
         problem = "16 bits, or bits that differ by modality"
-    elif found.balance == "prompt":
-        problem = "balance='prompt'"
     else:
         return found
     raise InputError(
-        f"policy {policy} has {problem}: vLLM serves with key_axis='token', the same 2, 3 or 4 "
-        "bits for all modalities and no balancing but by weights, such as standard, quarot or "
-        "standard:bits=4/2"
+        f"policy {policy} has {problem}: vLLM serves with key_axis='token' and the same 2, 3 or 4 "
+        "bits for all modalities, such as standard, quarot or standard:bits=4/2"
     )
 
 

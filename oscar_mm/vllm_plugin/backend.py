@@ -38,7 +38,7 @@ from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.quant.basis import sigma_of_weights
+from oscar_mm.quant.balance import rotary_angles, sigma_of_layer
 from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
 from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
@@ -250,35 +250,39 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             raise _unsupported(refused)
         OscarBackend.settings = found = Settings.of(config.additional_config)
         self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
-        self._is_balanced = found.policy.balance is not None
+        self._policy = found.policy
         # Here, where vLLM's configuration is at hand, which may choose it.
         flash = partial(flash_attention, version=get_flash_attn_version(head_size=head_size))
         recipe = found.recipe(self.num_kv_heads, head_size)
         self.attention = PagedAttention(recipe, num_heads, self.scale, flash)
         self._most_past = config.model_config.max_model_len
         self.is_loaded = False
-        self._module: weakref.ref[nn.Module] | None = None
-        self._layer: weakref.ref[nn.Module] | None = None
+        # vLLM's layer of this backend, the attention module that has it, and the decoder layer.
+        self._owners: list[weakref.ref[nn.Module]] = []
         self._hook = register_module_module_registration_hook(self._registered)
 
     def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if submodule is not None and getattr(submodule, "impl", None) is self:
-            self._module, self._layer = weakref.ref(module), weakref.ref(submodule)
+            self._owners = [weakref.ref(submodule), weakref.ref(module)]
+        elif len(self._owners) == 2 and submodule is self._owners[1]():
+            self._owners.append(weakref.ref(module))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Balance by the weights of the queries' and keys' norms, where there are such; and give
-        the layer our spec, where vLLM does not ask the backend."""
+        """Balance by the weights; and give the layer our spec, where vLLM does not ask the
+        backend."""
         self._hook.remove()
         self.is_loaded = True
-        layer = None if self._layer is None else self._layer()
+        layer, attention, decoder_layer, *_ = *(owner() for owner in self._owners), None, None, None
         if layer is None:
             return
         if type(layer) is not Attention:  # It would have another mask, or other blocks.
             raise _unsupported([f"layers of {type(layer).__name__}"])
-        module = None if self._module is None else self._module()
         sigma = None
-        if self._is_balanced and module is not None:
-            sigma = sigma_of_weights(module, self.head_size)
+        if self._policy.balance is not None and attention is not None:
+            sigma = sigma_of_layer(
+                *(decoder_layer, attention, self.head_size, rotary_angles(attention)),
+                centered=self._policy.centers_keys,
+            )
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, device)
         # While vLLM sleeps, it keeps buffers of layers only.

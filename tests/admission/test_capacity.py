@@ -38,7 +38,7 @@ POLICIES = [
 def test_bytes_are_those_that_a_cache_holds(policy, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     # So many of them come one by one that the window holds text only, as after an answer.
-    cache = synthetic_cache(policy, (1, 2, tokens, 64), 4, generator, answer=min(tokens // 2, 220))
+    cache = synthetic_cache(policy, (1, 2, tokens, 64), generator, answer=min(tokens // 2, 220))
     report = cache.memory()
     shape = ModelShape(layers=1, kv_heads=2, head_dim=64, parameters=0)
     held = report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]

@@ -31,7 +31,7 @@ def test_recorded_passes_repeat_and_join(pipe: OscarVLPipeline) -> None:
     assert [call.tokens for call in calls][:3] == [answers[0].prompt_tokens, 1, 1]
     assert [call.tokens for call in prompts] == [answer.prompt_tokens for answer in answers]
     assert sum(call.tokens for call in calls) == sum(tokens.values())
-    for cache in (OscarCache("bf16"), DynamicCache()):
+    for cache in (OscarCache("bf16", model=pipe.model), DynamicCache()):
         seconds, again = replay(pipe.model, calls, cache)
         assert len(seconds) == len(calls) == len(again)
         assert difference(again[0], prompts[0]) < 1e-5

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import fidelity
 from oscar_mm import KVPolicy, roundtrip
-from tests.quant.synthetic import relative_error
+from tests.quant.synthetic import relative_error, sigma_of
 
 
 def test_fidelity_rows_are_those_of_roundtrip() -> None:
@@ -13,7 +13,7 @@ def test_fidelity_rows_are_those_of_roundtrip() -> None:
     policies = {"channel": KVPolicy.preset("channel"), "bf16": KVPolicy.preset("bf16")}
     compact, plain = fidelity.measure([3], policies, {"one": scenario}, tokens=1024)
     queries, keys, values, ids = scenario.inputs(3, 1024)
-    back = roundtrip(keys, values, "channel", ids, q=queries)
+    back = roundtrip(keys, values, "channel", ids, sigma=sigma_of(queries, keys))
     assert compact["bits_per_value"] == back.bits_per_value
     assert compact["key_error"] == relative_error(back.k, keys)
     assert compact["value_error"] == relative_error(back.v, values)

@@ -17,7 +17,7 @@ from oscar_mm.policy import Bits
 def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.Generator) -> None:
     [row] = memory.measure([1024], [preset])
     shape = (1, memory.KV_HEADS, 1024, memory.HEAD_DIM)
-    cache = synthetic_cache(preset, shape, memory.QUERY_HEADS, generator, memory.ANSWER)
+    cache = synthetic_cache(preset, shape, generator, memory.ANSWER)
     cache.shrink()
     report = cache.memory().to_dict()
     assert row == {"preset": preset, "context": 1024, "page_bits": row["page_bits"]} | report

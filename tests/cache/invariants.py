@@ -14,6 +14,7 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend, mask
 from oscar_mm.cache.store import PageStore
 from oscar_mm.modality import PADDING
+from oscar_mm.quant.balance import sigma_from_rms
 
 STREAM = {"key_axis": "token", "token_scaling": None, "center": True}
 POLICIES = {
@@ -21,7 +22,7 @@ POLICIES = {
 } | {
     "four": KVPolicy.preset("channel", bits=4),
     "mixed": KVPolicy.preset("channel", bits={"text": 4, "image": 2, "audio": 16}),
-    "no_window": KVPolicy.preset("channel", window=0, sinks=0, balance="prompt"),
+    "no_window": KVPolicy.preset("channel", window=0, sinks=0),
     "stream": KVPolicy(bits=(3, 2), **STREAM),
     "stream_mixed": KVPolicy(bits={"text": (4, 2), "image": 2, "audio": 16}, **STREAM),
     "stream_no_window": KVPolicy(window=0, sinks=0, **STREAM),
@@ -76,6 +77,16 @@ def announce(
     return found
 
 
+def balance(cache: OscarCache, keys: torch.Tensor) -> None:
+    """Give an empty cache without a model random balancing, if its policy balances."""
+    if cache.layers or cache.policy.balance is None:
+        return
+    generator = torch.Generator().manual_seed(11)
+    rms = torch.rand(2, keys.shape[1], keys.shape[3], generator=generator) + 0.2
+    rms[0, :, :2] *= 5  # As ``chunk`` makes keys.
+    cache.sigmas = {index: sigma_from_rms(*rms) for index in range(8)}
+
+
 def attend_oscar(
     cache: OscarCache,
     new: Chunk,
@@ -91,6 +102,7 @@ def attend_oscar(
     """
     queries, keys, values = new
     visible = None
+    balance(cache, keys)
     if layer == 0:
         padding = None if ids is None or not (ids == PADDING).any() else ids != PADDING
         if ids is not None:

@@ -52,7 +52,7 @@ def test_a_model_goes_on_as_if_forgotten_tokens_were_masked(
     model.set_attn_implementation(implementation)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 300, (1, 420), generator=generator)
-    cache, plain = OscarCache("bf16"), DynamicCache()
+    cache, plain = OscarCache("bf16", model=model), DynamicCache()
     mask = torch.ones_like(ids)
     with torch.no_grad():
         for one in (cache, plain):

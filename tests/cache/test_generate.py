@@ -116,8 +116,8 @@ def test_assisted_decoding(models, policy: str, implementation: str) -> None:
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     model.set_attn_implementation(implementation)
     options = {"max_new_tokens": 40, "min_new_tokens": 40}
-    expected = generate(model, OscarCache(policy), INPUTS["single"], **options)
-    cache = OscarCache(policy)
+    expected = generate(model, OscarCache(policy, model=model), INPUTS["single"], **options)
+    cache = OscarCache(policy, model=model)
     found = generate(model, cache, INPUTS["single"], assistant_model=assistant, **options)
     assert found.shape == expected.shape
     if policy == "bf16":
@@ -136,7 +136,7 @@ def test_packed_attention_is_unpacked_attention(models, name: str, policy: str) 
     ids, new = prompt(420), prompt(9, seed=1)
     exact = logits(model, DynamicCache(config=model.config), ids)
     model.set_attn_implementation("oscar")
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=model)
     torch.testing.assert_close(logits(model, cache, ids), exact, rtol=1e-4, atol=1e-4)
     twin = copy.deepcopy(cache)
     for part in (new[:, :1], new[:, 1:8], new[:, 8:]):
@@ -153,10 +153,12 @@ def test_packed_batch_is_its_rows(models, policy: str) -> None:
     model.set_attn_implementation("oscar")
     policy = KVPolicy.preset(policy, balance=None)
     inputs = padded(400, 400, 250, 30)
-    batch = generate(model, OscarCache(policy), inputs)
+    batch = generate(model, OscarCache(policy, model=model), inputs)
     for row, length in enumerate((400, 250, 30)):
         alone = {"input_ids": inputs["input_ids"][row : row + 1, 400 - length :]}
-        assert torch.equal(generate(model, OscarCache(policy), alone)[0, length:], batch[row, 400:])
+        assert torch.equal(
+            generate(model, OscarCache(policy, model=model), alone)[0, length:], batch[row, 400:]
+        )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -164,7 +166,7 @@ def test_packed_batch_is_its_rows(models, policy: str) -> None:
 def test_second_turn(models, name: str, implementation: str) -> None:
     model = models[name]
     model.set_attn_implementation(implementation)
-    cache = OscarCache("bf16")
+    cache = OscarCache("bf16", model=model)
     first = generate(model, cache, INPUTS["single"])
     past = cache.get_seq_length()
     whole = torch.cat([first, prompt(70, seed=2)], dim=1)
@@ -184,7 +186,7 @@ def test_second_turn_of_a_batch(models) -> None:
     tail_mask[1, :7] = 0
     mask = torch.cat([inputs["attention_mask"], tail_mask], dim=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    caches = (OscarCache("bf16"), DynamicCache())
+    caches = (OscarCache("bf16", model=model), DynamicCache())
     whole = torch.cat([inputs["input_ids"], tail], dim=1)
     logits(
         model,
@@ -205,7 +207,7 @@ def logarithms(size: float, policy: str | KVPolicy) -> torch.Tensor:
     """Log-probabilities of 40 tokens after a prompt of 1000, three times, by a biased model."""
     model, found = biased(size), []
     for seed in range(3):
-        cache = OscarCache(policy)
+        cache = OscarCache(policy, model=model)
         logits(model, cache, prompt(1000, seed=seed))
         found.append(logits(model, cache, prompt(40, seed=seed + 50)).log_softmax(-1))
     return torch.stack(found)
@@ -283,9 +285,9 @@ def test_language_model_of_qwen3_vl() -> None:
 
     expected = states(DynamicCache(), "sdpa")
     for implementation in IMPLEMENTATIONS:
-        found = states(OscarCache("bf16"), implementation)
+        found = states(OscarCache("bf16", model=model), implementation)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    cache = OscarCache("channel")
+    cache = OscarCache("channel", model=model)
     packed = states(cache, "oscar")
     torch.testing.assert_close(packed[:, :250], expected[:, :250], rtol=1e-4, atol=1e-4)
     assert cache.layers[0].sigma.shape == (1, 32)  # from the QK-norm weights
@@ -303,7 +305,7 @@ def test_exception_in_the_middle_layer(models, implementation: str, where: str) 
         raise KeyboardInterrupt
 
     for past in (0, 150):
-        cache = OscarCache("channel")
+        cache = OscarCache("channel", model=model)
         if past:
             logits(model, cache, prompt(past))
         hook = module.register_forward_hook(broken)
@@ -315,4 +317,4 @@ def test_exception_in_the_middle_layer(models, implementation: str, where: str) 
                 logits(model, cache, prompt(tokens))
         cache.reset()
         found = logits(model, cache, prompt(20))
-        assert torch.equal(found, logits(model, OscarCache("channel"), prompt(20)))
+        assert torch.equal(found, logits(model, OscarCache("channel", model=model), prompt(20)))

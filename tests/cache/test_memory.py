@@ -193,7 +193,7 @@ def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         intermediate_size=32,
     )
     model.set_attn_implementation("oscar")
-    cache, peaks = OscarCache("channel"), []
+    cache, peaks = OscarCache("channel", model=model), []
     append = OscarLayer.append
 
     def measured(

@@ -105,7 +105,7 @@ def test_16_bit_greedy(name: str, implementation: str) -> None:
         model.set_attn_implementation("sdpa")
         expected = generate(model, DynamicCache(config=model.config), **inputs)
         model.set_attn_implementation(implementation)
-        cache = OscarCache("bf16")
+        cache = OscarCache("bf16", model=model)
         if "attention_mask" in inputs:
             cache.expect(attention_mask=mask)
         assert torch.equal(generate(model, cache, **inputs), expected)
@@ -119,7 +119,7 @@ def test_packed_attention_is_that_over_the_unpacked_copy(name: str) -> None:
     model.set_attn_implementation("sdpa")
     exact = states(model, DynamicCache(config=model.config), ids)
     model.set_attn_implementation("oscar")
-    cache = OscarCache("channel")
+    cache = OscarCache("channel", model=model)
     assert_near(states(model, cache, ids), exact)
     twin = cache.fork()
     for part in (new[:, :1], new[:, 1:]):
@@ -178,7 +178,7 @@ def test_tokens_of_an_image_see_each_other(build: Any) -> None:
     found = {}
     for implementation in ("sdpa", "oscar"):
         model.set_attn_implementation(implementation)
-        cache = DynamicCache() if implementation == "sdpa" else OscarCache("bf16")
+        cache = DynamicCache() if implementation == "sdpa" else OscarCache("bf16", model=model)
         found[implementation] = torch.cat(
             [
                 states(
@@ -205,7 +205,7 @@ def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
     """Zeros over the past count for that pass, in a chunk, a step and a padded batch."""
     model = build_decoder(name, sliding_window=60) if name == "mistral" else build_decoder(name)
     ids = prompt(170, batch=2)
-    caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16")}
+    caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16", model=model)}
     mask = torch.ones_like(ids)
     mask[1, :13] = 0
     for start, stop, hidden in (
@@ -240,7 +240,7 @@ def test_masks_and_states_on_a_gpu(name: str) -> None:
     if name not in HYBRIDS:  # States cannot hide what they have seen.
         hiding[0, 30:80] = 0
     found = {}
-    caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16")}
+    caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16", model=model)}
     for implementation, cache in caches.items():
         model.set_attn_implementation(implementation)
         parts = []
@@ -260,7 +260,7 @@ def test_a_mask_of_new_tokens() -> None:
     positions = (mask.cumsum(1) - 1).clamp(min=0) + 20
     found = []
     for given in (mask, torch.cat([torch.ones(2, 20, dtype=torch.long), mask], dim=1)):
-        cache = OscarCache("bf16")
+        cache = OscarCache("bf16", model=model)
         states(model, cache, prompt(20, batch=2))
         found.append(states(model, cache, new, attention_mask=given, position_ids=positions))
     assert torch.equal(*found)
@@ -275,7 +275,10 @@ def test_a_mask_of_four_dimensions() -> None:
     visible = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
     visible[..., 10:, 3:8] = False
     found = {}
-    for implementation, cache in (("sdpa", DynamicCache()), ("oscar", OscarCache("bf16"))):
+    for implementation, cache in (
+        ("sdpa", DynamicCache()),
+        ("oscar", OscarCache("bf16", model=model)),
+    ):
         model.set_attn_implementation(implementation)
         parts = [states(model, cache, ids[:, :20], attention_mask=visible[..., :20, :20])]
         parts.append(states(model, cache, ids[:, 20:40]))
@@ -287,7 +290,10 @@ def test_a_mask_of_four_dimensions() -> None:
 def test_a_bidirectional_decoder() -> None:
     model = build_decoder("llama", is_causal=False)
     found = {}
-    for implementation, cache in (("sdpa", DynamicCache()), ("oscar", OscarCache("bf16"))):
+    for implementation, cache in (
+        ("sdpa", DynamicCache()),
+        ("oscar", OscarCache("bf16", model=model)),
+    ):
         model.set_attn_implementation(implementation)
         ids = prompt(40)
         found[implementation] = [states(model, cache, part) for part in ids.split([30, 10], 1)]
@@ -302,9 +308,11 @@ def test_output_attentions_are_refused() -> None:
         given = {"input_ids": prompt(5)} if ask is generate else {"ids": prompt(5)}
         options = {"return_dict_in_generate": True} if ask is generate else {}
         with pytest.raises(NotImplementedError, match=r"output_attentions.*eager"):
-            ask(model, OscarCache(), **given, output_attentions=True, **options)
+            ask(model, OscarCache(model=model), **given, output_attentions=True, **options)
     model.set_attn_implementation("eager")
-    weights = model(prompt(5), **as_argument(OscarCache()), output_attentions=True).attentions
+    weights = model(
+        prompt(5), **as_argument(OscarCache(model=model)), output_attentions=True
+    ).attentions
     assert [x.shape for x in weights] == [(1, 4, 5, 5)] * 3
 
 
@@ -330,7 +338,7 @@ def test_encoder_decoders(implementation: str) -> None:
         model.set_attn_implementation("sdpa")
         expected = generate(model, None, input_ids=ids)
         model.set_attn_implementation(implementation)
-        cache = EncoderDecoderCache(OscarCache("bf16"), DynamicCache())
+        cache = EncoderDecoderCache(OscarCache("bf16", model=model), DynamicCache())
         # Older transformers leave the decoder of T5 at its own attention.
         if model is t5 and t5.decoder.config._attn_implementation == "oscar":
             with pytest.raises(NotImplementedError, match=r"position_bias.*eager"):
@@ -338,8 +346,8 @@ def test_encoder_decoders(implementation: str) -> None:
             continue
         assert torch.equal(generate(model, cache, input_ids=ids), expected)
         with pytest.raises(RuntimeError, match=r"EncoderDecoderCache\(OscarCache"):
-            generate(model, OscarCache("bf16"), input_ids=ids)
-        cache = EncoderDecoderCache(DynamicCache(), OscarCache("bf16"))
+            generate(model, OscarCache("bf16", model=model), input_ids=ids)
+        cache = EncoderDecoderCache(DynamicCache(), OscarCache("bf16", model=model))
         with pytest.raises(NotImplementedError, match=r"OscarLayer\.keys.*DynamicCache"):
             generate(model, cache, input_ids=ids)
 
@@ -349,7 +357,7 @@ def test_states_of_linear_attention(name: str) -> None:
     """Held as transformers holds them, counted byte by byte, gone after reset."""
     model = decoder(name)
     model.set_attn_implementation("oscar")
-    cache, plain = OscarCache("bf16"), DynamicCache(config=model.config)
+    cache, plain = OscarCache("bf16", model=model), DynamicCache(config=model.config)
     assert not cache.has_previous_state() and not cache.is_initialized and cache.batch_size == -1
     for one in (cache, plain):
         states(model, one, prompt(50, batch=2))
@@ -388,14 +396,14 @@ def test_rows_and_forks_of_a_hybrid() -> None:
     options = {"input_ids": ids, "num_beams": 3}
     expected = generate(model, DynamicCache(config=model.config), **options)
     model.set_attn_implementation("oscar")
-    assert torch.equal(generate(model, OscarCache("bf16"), **options), expected)
+    assert torch.equal(generate(model, OscarCache("bf16", model=model), **options), expected)
 
-    alone = [OscarCache("bf16") for _ in ids]
+    alone = [OscarCache("bf16", model=model) for _ in ids]
     for row, one in zip(ids, alone, strict=True):
         states(model, one, row[None])
     new = prompt(3, seed=1)
     after = [states(model, one.fork(), new) for one in alone]
-    cache = OscarCache("bf16")
+    cache = OscarCache("bf16", model=model)
     states(model, cache, ids)
     cache.batch_repeat_interleave(2)
     twin = cache.fork()
@@ -403,12 +411,12 @@ def test_rows_and_forks_of_a_hybrid() -> None:
     assert_near(states(model, cache, new.expand(3, -1)), torch.cat([after[1], after[0], after[1]]))
     twin.batch_select_indices(torch.tensor([True, False, False, True]))
     assert_near(states(model, twin, new.expand(2, -1)), torch.cat(after))
-    assert not BatchView(cache.store, alike=True).can_take(cache)
+    assert not BatchView(cache.store).can_take(cache)
 
 
 def test_what_a_hybrid_cannot(tmp_path) -> None:
     model = decoder("jamba")
-    cache = OscarCache("bf16")
+    cache = OscarCache("bf16", model=model)
     states(model, cache, prompt(5))
     with pytest.raises(NotImplementedError, match=r"a\.safetensors.*linear attention"):
         save_cache(cache, tmp_path / "a.safetensors", fingerprint="")

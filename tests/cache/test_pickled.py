@@ -49,7 +49,7 @@ def model() -> PreTrainedModel:
 @pytest.mark.parametrize("policy", ["standard", "channel", "bf16"])
 def test_it_goes_on(model, policy: str, way: str) -> None:
     inputs = padded(300, 300, 121, 3)
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=model)
     ids = generate(model, cache, inputs)
     cache.forget(10, 30)
     twin = WAYS[way](cache)
@@ -67,7 +67,7 @@ def test_it_goes_on(model, policy: str, way: str) -> None:
 
 def test_of_a_store_that_others_use_it_is_its_own_part(model) -> None:
     store = PageStore("standard")
-    kept, other = (OscarCache("standard", store=store) for _ in range(2))
+    kept, other = (OscarCache("standard", store=store, model=model) for _ in range(2))
     logits(model, other, prompt(700, seed=1))
     logits(model, kept, prompt(200))
     fork = kept.fork()
@@ -81,7 +81,7 @@ def test_of_a_store_that_others_use_it_is_its_own_part(model) -> None:
 
 
 def test_empty_closed_and_announced(model) -> None:
-    cache = pickle.loads(pickle.dumps(OscarCache("channel")))
+    cache = pickle.loads(pickle.dumps(OscarCache("channel", model=model)))
     cache.expect(torch.tensor([[-1, 0, 1, 1, 0]]))
     twin = pickle.loads(pickle.dumps(cache))
     for one in (cache, twin):
@@ -97,7 +97,7 @@ def test_a_hybrid() -> None:
         "qwen3_next", **LINEAR | {"num_experts": 0, "mlp_only_layers": [*range(4)]}
     )
     model.set_attn_implementation("oscar")
-    cache = OscarCache("standard")
+    cache = OscarCache("standard", model=model)
     logits(model, cache, prompt(60))
     twin = pickle.loads(pickle.dumps(cache))
     assert torch.equal(logits(model, twin, prompt(1)), logits(model, cache, prompt(1)))
@@ -106,8 +106,8 @@ def test_a_hybrid() -> None:
 def test_what_is_not_pickled(model) -> None:
     store = PageStore("bf16")
     with pytest.raises(InputError, match="pickle the caches that are its rows"):
-        pickle.dumps(BatchView(store, alike=True))
-    cache = OscarCache("bf16")
+        pickle.dumps(BatchView(store))
+    cache = OscarCache("bf16", model=model)
     logits(model, cache, prompt(5))
 
     def stop(*_: Any) -> None:

@@ -91,7 +91,7 @@ def test_a_fork_costs_tables_only_and_inherits_the_balancing(policy: str) -> Non
     for twin in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
         assert used(cache.store) == before and twin.store is cache.store
         assert twin.layers[0].sigma is cache.layers[0].sigma is not None
-        assert twin.layers[0].sigma_is_final and twin.layers[0].cache is twin
+        assert twin.layers[0].cache is twin
         for found, expected in zip(twin.unpacked(0), cache.unpacked(0), strict=True):
             assert torch.equal(found, expected)
 
@@ -316,7 +316,10 @@ def test_pools_are_looked_at_when_there_are_other_slots_or_layers(
 
 @pytest.mark.parametrize("policy", ["stream", "channel", "bf16"])
 def test_a_cache_shrinks_after_an_answer_and_goes_on(policy: str) -> None:
-    plain, shrunk = OscarCache(POLICIES[policy]), OscarCache(POLICIES[policy])
+    plain, shrunk = (
+        OscarCache(POLICIES[policy]),
+        OscarCache(POLICIES[policy]),
+    )
     for turn in range(3):
         for seed, tokens in enumerate((50, *[1] * 40), 100 * turn):
             new = chunk(seed, tokens)

@@ -51,7 +51,7 @@ def test_autocast(models, name: str, dtype, inputs: str, implementation: str) ->
         model.set_attn_implementation("sdpa" if implementation == "oscar" else implementation)
         expected = two_turns(model, DynamicCache(config=model.config), SHORT[inputs])
         model.set_attn_implementation(implementation)
-        cache = OscarCache("bf16")
+        cache = OscarCache("bf16", model=model)
         found = two_turns(model, cache, SHORT[inputs])
     assert torch.equal(found[0], expected[0])
     size = expected[1].abs().max()
@@ -111,7 +111,9 @@ def test_compiled_forward(fresh_dynamo) -> None:
     expected = generate(model, DynamicCache(config=model.config), SHORT["padded"], **options)
     model.set_attn_implementation("oscar")
     model.forward = torch.compile(model.forward, backend="eager")
-    assert torch.equal(generate(model, OscarCache("bf16"), SHORT["padded"], **options), expected)
+    assert torch.equal(
+        generate(model, OscarCache("bf16", model=model), SHORT["padded"], **options), expected
+    )
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
@@ -119,7 +121,7 @@ def test_compiled_module(fresh_dynamo) -> None:
     """(Its ``generate`` is that of the module, which is not compiled.)"""
     model = build_decoder("llama", num_hidden_layers=1)
     expected = logits(model, DynamicCache(config=model.config), prompt(30))
-    compiled, cache = torch.compile(model, backend="eager"), OscarCache("bf16")
+    compiled, cache = torch.compile(model, backend="eager"), OscarCache("bf16", model=model)
     found = [logits(compiled, cache, part) for part in prompt(30).split([20, 10], dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
@@ -129,4 +131,4 @@ def test_one_graph_cannot_hold_a_cache(fresh_dynamo) -> None:
     model = build_decoder("llama", num_hidden_layers=1)
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"OscarCache.*fullgraph=False"):
-        forward(prompt(5), **as_argument(OscarCache("bf16")))
+        forward(prompt(5), **as_argument(OscarCache("bf16", model=model)))

@@ -71,7 +71,13 @@ def test_numbers_go_on_and_the_cache_is_a_fresh_prefill(pipe: Pipeline) -> None:
     )
     whole = pipe.family.prompt(messages, media)
     assert held[: whole.tokens] == whole.inputs["input_ids"][0].tolist()
-    steps = decode(pipe.model, whole, OscarCache("bf16"), Sampling(**SIX), end_tokens=frozenset())
+    steps = decode(
+        pipe.model,
+        whole,
+        OscarCache("bf16", model=pipe.model),
+        Sampling(**SIX),
+        end_tokens=frozenset(),
+    )
     assert answer.token_ids == [token for [token] in steps]
 
 

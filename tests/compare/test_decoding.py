@@ -1,7 +1,5 @@
 """Decoding token by token in one pass: what the packed cache and an engine's blocks really give."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -43,7 +41,7 @@ def gemma() -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Balanced by its prompts, by QK norms, and by these in a sliding window."""
+    """Balanced by projections, by QK norms, and by these in a sliding window."""
     made = (
         gemma() if request.param == "gemma" else build_decoder(request.param, num_hidden_layers=2)
     )
@@ -53,7 +51,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @torch.no_grad()
 def recorded(model: PreTrainedModel) -> list[LayerStates]:
-    recorder = Recorder()
+    recorder = Recorder(model)
     model(IDS[:, :PROMPT], **as_argument(recorder.cache))
     return recorder.layers
 
@@ -73,17 +71,12 @@ def divergence(expected: Tensor, found: Tensor) -> float:
 @torch.no_grad()
 def test_it_is_what_the_cache_gives_step_by_step(model: PreTrainedModel, policy: str) -> None:
     """Up to rounding, which now and then takes another code."""
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=model)
     model(IDS[:, :PROMPT], **as_argument(cache))
     steps = [model(x, **as_argument(cache)).logits[0] for x in IDS[:, PROMPT:].split(1, dim=1)]
     real, exact = torch.cat(steps), model(IDS).logits[0, PROMPT:]
     chosen = KVPolicy.preset(policy)
-    # Recorded keys are rounded to bfloat16, and so would be the sigma of the prompt.
-    layers = [
-        replace(states, sigma_of_prompt={chosen.centers_keys: layer.sigma})
-        for states, layer in zip(recorded(model), cache.layers, strict=True)
-    ]
-    found = in_one_pass(model, DecodedCache(Paged("x", chosen), layers, KINDS))
+    found = in_one_pass(model, DecodedCache(Paged("x", chosen), recorded(model), KINDS))
     loss = divergence(exact, real)
     assert divergence(real, found) < max(3e-3 * loss, 3e-5)
     if chosen.packs:
@@ -127,8 +120,7 @@ def test_blocks_are_those_of_an_engine_that_decodes(first: int | None, step: int
         keys=keys[:, :, :PROMPT],
         values=values[:, :, :PROMPT],
         first_queries=queries,
-        sigma_of_weights=layer.attention.sigma,
-        sigma_of_prompt={},
+        sigmas=dict.fromkeys((True, False), layer.attention.sigma),
     )
     method = Blocks("x", KVPolicy.preset("standard"), first=first, step=step)
     cache, new = DecodedCache(method, [states], KINDS), slice(PROMPT, ALL)

@@ -10,7 +10,7 @@ from oscar_mm.compare.methods import ablation_methods, block_methods, main_metho
 from oscar_mm.compare.paged import Blocks, Paged, cached
 from oscar_mm.compare.teacher_forcing import LayerStates, Recorder
 from oscar_mm.modality import Modality
-from tests.compare.states import HEAD_DIM, IDS, KV_HEADS, Normed, states
+from tests.compare.states import HEAD_DIM, IDS, KV_HEADS, states
 from tests.vllm_plugin.requests import Layer
 
 METHODS = [one for one in (*main_methods(), *ablation_methods()) if isinstance(one, Paged)]
@@ -19,7 +19,6 @@ STREAM = KVPolicy(bits=(3, 2), center=True, **BY_TOKEN)
 STREAMS = {
     "3/2 with center": STREAM,
     "3/2 without": replace(STREAM, center=False),
-    "3/2 balanced by the prompt": replace(STREAM, balance="prompt"),
     "plain fit": replace(STREAM, fit="minmax", norm="plain", value_scale="plain"),
     "no balance, no rotation": replace(STREAM, balance=None, rotate=False),
     "by modality": replace(STREAM, bits={"text": 16, "image": (4, 2)}),
@@ -34,26 +33,16 @@ STREAMS = {
 PURE = [one for one in METHODS if not one.mixed and not one.missing(states(1, normed=True), IDS)]
 
 
-def first_row(one: LayerStates) -> LayerStates:
-    """The same layer, recorded of the first row alone."""
-    recorder = Recorder()
-    queries = one.first_queries
-    recorder.cache.look(one.index, one.module, queries, one.keys[:1], one.values[:1], one.scaling)
-    return recorder.layers[0]
-
-
 @pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
 @pytest.mark.parametrize("method", PURE, ids=lambda method: method.name)
 def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None:
     layers = states(3, normed=normed)
-    if method.missing(layers, IDS):
-        assert method.policy.balance == "weights" and not normed
-        return
     back = method.restored(layers[0], IDS)
     real = cached(method.policy, layers, IDS).unpacked(0)
     assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
-    # Rows do not know of each other: balancing by the prompt is each row's own.
-    alone = method.restored(first_row(layers[0]), IDS)
+    # Rows do not know of each other.
+    first = replace(layers[0], keys=layers[0].keys[:1], values=layers[0].values[:1])
+    alone = method.restored(first, IDS)
     assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
 
 
@@ -66,7 +55,8 @@ def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: b
     cache = cached(method.policy, layers, IDS)
     real = cache.unpacked(0)
     assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
-    alone = method.restored(first_row(layers[0]), IDS)
+    first = replace(layers[0], keys=layers[0].keys[:1], values=layers[0].values[:1])
+    alone = method.restored(first, IDS)
     assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
     # What is packed is lossy, the rest exact; the same tokens as in the cache.
     exact = (back.keys == layers[0].keys) & (back.values == layers[0].values)
@@ -149,7 +139,7 @@ BYTES_OF_A_HEAD = {
 @pytest.mark.parametrize("name", BYTES_OF_A_HEAD)
 def test_bits_are_those_counted_by_hand(name: str) -> None:
     method = next(one for one in METHODS if one.name == name)
-    recorder = Recorder()
+    recorder = Recorder(torch.nn.Module())
     keys = torch.randn(2, 2, 330, 128)
     queries = torch.randn(2, 4, 330, 128)
     recorder.cache.look(0, torch.nn.Module(), queries, keys, keys, 1.0)
@@ -185,13 +175,10 @@ def test_memory_is_the_report_of_a_cache_of_one_row() -> None:
 def test_methods_say_what_they_cannot_do() -> None:
     by_name = {method.name: method for method in METHODS}
     layers = states(1)
-    assert "QK-norm" in by_name["channel, balance weights"].missing(layers, IDS)
-    assert by_name["channel, balance weights"].missing(states(1, normed=True), IDS) is None
     assert "no such tokens" in by_name["channel, audio in 16 bit"].missing(layers, IDS)
     assert by_name["channel, image in 16 bit"].missing(layers, IDS) is None
     assert by_name["16 bit"].missing(layers, IDS) is None
     assert len(by_name) == len(METHODS)
-    assert isinstance(states(1, normed=True)[0].module, Normed)
 
 
 @pytest.mark.parametrize("policy", ["standard", "standard:center=false"])
@@ -211,8 +198,7 @@ def test_restored_is_what_an_engine_stores(first: int | None, step: int, policy:
         keys=keys,
         values=values,
         first_queries=queries,
-        sigma_of_weights=layer.attention.sigma,
-        sigma_of_prompt={},
+        sigmas=dict.fromkeys((True, False), layer.attention.sigma),
     )
     method = Blocks("x", KVPolicy.preset(policy), first=first, step=step)
     back = method.restored(recorded, torch.zeros(tokens, dtype=torch.int8))

@@ -38,7 +38,7 @@ def test_forced_answers_are_those_of_one_forward_pass(pocket: Pocket) -> None:
     whole = decoder(input_ids=ids, position_ids=positions(pocket, 0, 60, 2), use_cache=False)
     logits = pocket.generator.lm_head(whole.last_hidden_state)
 
-    recorder = Recorder(torch.float32)
+    recorder = Recorder(pocket.generator, torch.float32)
     decoder(
         input_ids=ids[:, :length],
         position_ids=positions(pocket, 0, length, 2),
@@ -62,7 +62,7 @@ def test_forced_answers_are_those_of_one_forward_pass(pocket: Pocket) -> None:
 
 @torch.no_grad()
 def test_recorded_states(pocket: Pocket) -> None:
-    ids, recorder = torch.randint(10, 90, (3, 20)), Recorder()
+    ids, recorder = torch.randint(10, 90, (3, 20)), Recorder(pocket.generator)
     pocket.generator.get_decoder()(
         input_ids=ids,
         position_ids=positions(pocket, 0, 20, 3),
@@ -73,8 +73,8 @@ def test_recorded_states(pocket: Pocket) -> None:
     for layer in recorder.layers:
         assert layer.keys.shape == layer.values.shape == (3, 2, 20, 128)
         assert layer.keys.dtype == layer.first_queries.dtype == torch.bfloat16
-        assert (layer.sigma_of_weights is None) == (pocket.name == "pocket-llava")
-        assert all(sigma.shape == (6, 128) for sigma in layer.sigma_of_prompt.values())
+        rows = 2 if pocket.name == "pocket-llava" else 1  # The others have norms over a head.
+        assert all(sigma.shape == (rows, 128) for sigma in layer.sigmas.values())
 
 
 def test_a_sliding_window_hides_the_past() -> None:

@@ -71,7 +71,7 @@ def compare(
     oscar: Reference, play: Callable[[OscarCache], list], record: Repeat | None = None
 ) -> None:
     """Play on eager steps and on steps ahead, then another turn."""
-    caches = eager, ahead = OscarCache(POLICY), OscarCache(POLICY)
+    caches = eager, ahead = [OscarCache(POLICY, model=oscar.model) for _ in range(2)]
     for cache in caches:
         slots = cache.store.allocators[PLAIN]
         slots.release(slots.allocate(900))
@@ -97,7 +97,9 @@ def assert_alike(cache: OscarCache, expected: OscarCache) -> None:
 @pytest.fixture(scope="module")
 def free(oscar) -> list[list[int]]:
     """Tokens of each row where nothing ends it."""
-    return [list(row) for row in zip(*answer(oscar, OscarCache(POLICY)), strict=True)]
+    return [
+        list(row) for row in zip(*answer(oscar, OscarCache(POLICY, model=oscar.model)), strict=True)
+    ]
 
 
 def test_rows_end_one_after_the_other(oscar, free, guesses) -> None:
@@ -247,7 +249,7 @@ def test_a_step_is_launched_before_the_host_waits_for_its_tokens(oscar, monkeypa
 
     listed = NextTokens.listed
     monkeypatch.setattr(NextTokens, "listed", lambda one: (log.append("wait"), listed(one))[1])
-    cache = OscarCache("bf16")
+    cache = OscarCache("bf16", model=oscar.model)
     cache.store.record = Logged()
     steps = answer(oscar, cache, [REQUESTS["text"]], 24)
     for _ in steps:

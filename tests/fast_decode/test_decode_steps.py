@@ -50,7 +50,7 @@ def answer(
     monkeypatch.setattr(
         decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=record)
     )
-    cache = OscarCache(policy) if cache is None else cache
+    cache = OscarCache(policy, model=oscar.model) if cache is None else cache
     sampling = Sampling(max_new_tokens=tokens)
     answer = decode(oscar.model, oscar.prompt(requests), cache, sampling, end_tokens=ends)
     return [list(row) for row in zip(*answer, strict=True)], cache
@@ -142,7 +142,7 @@ def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, afte
 
     how = {"policy": "channel", "tokens": 20}
     eager, _ = answer(oscar, monkeypatch, None, **how)
-    cache = OscarCache("channel")
+    cache = OscarCache("channel", model=oscar.model)
     found, _ = answer(oscar, monkeypatch, fail, cache=cache, **how)
     assert found == eager
     [message] = [one.message for one in caplog.records if one.levelname == "WARNING"]
@@ -268,7 +268,7 @@ def test_a_capture_is_dropped_exactly_when_the_version_changes(oscar, monkeypatc
     monkeypatch.setattr(
         decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
     )
-    cache, sampling = OscarCache(POLICIES[policy]), Sampling(max_new_tokens=90)
+    cache, sampling = OscarCache(POLICIES[policy], model=oscar.model), Sampling(max_new_tokens=90)
     prompt = oscar.prompt(BATCH[:1])
     for count, _ in enumerate(decode(oscar.model, prompt, cache, sampling, end_tokens=frozenset())):
         found.append((repeat.captures, cache.version))

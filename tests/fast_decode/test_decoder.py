@@ -43,7 +43,7 @@ def axes(model: nn.Module) -> tuple[int, ...]:
 
 def filled(model: nn.Module, policy: str) -> OscarCache:
     """A cache of random tokens, rows of unequal length."""
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(20, 60, (ROWS, PAST), generator=generator)
     modalities = torch.full((ROWS, PAST), int(Modality.TEXT))
@@ -176,7 +176,7 @@ def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]
     assert not supports(changed)
     if kind is FP8Linear:
         return  # Its kernels need a GPU.
-    caches = [OscarCache("bf16") for _ in range(2)]
+    caches = [OscarCache("bf16", model=model) for _ in range(2)]
     ids = torch.randint(20, 60, (1, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(12).expand(*axes(changed), 1, -1)
     for cache in caches:
@@ -197,7 +197,9 @@ def test_who_has_looked_at_hidden_states_changes_nothing() -> None:
     hidden = model(input_ids=ids, **asked).hidden_states
     assert any(module._forward_hooks for module in model.modules())
     assert supports(model)
-    again = model(input_ids=ids, **as_argument(OscarCache("bf16")), **asked).hidden_states
+    again = model(
+        input_ids=ids, **as_argument(OscarCache("bf16", model=model)), **asked
+    ).hidden_states
     assert len(again) == len(hidden) and torch.allclose(again[-1], hidden[-1], atol=1e-5)
 
 
@@ -236,7 +238,10 @@ def test_a_changed_model_is_left_to_its_modules(model) -> None:
 
 def test_our_own_hooks_and_layers_change_no_key(model) -> None:
     before = weights_key(model)
-    with PromptLayers(model, 64).reading(OscarCache("bf16")), in_pieces(model, MOST_TOKENS + 1):
+    with (
+        PromptLayers(model, 64).reading(OscarCache("bf16", model=model)),
+        in_pieces(model, MOST_TOKENS + 1),
+    ):
         assert any("forward" in vars(layer) for layer in model.get_decoder().layers)
         assert weights_key(model) == before
     moved = copy.deepcopy(model)

@@ -57,7 +57,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5
 def test_logits_and_cache_are_those_of_the_modules(pipe, chunk, most: int) -> None:
     """At once and in chunks, with an MLP that sees all tokens and few."""
     prompt, layers = prompt_of(pipe), PromptLayers(pipe.model, most)
-    caches = [OscarCache("bf16") for _ in range(2)]
+    caches = [OscarCache("bf16", model=pipe.model) for _ in range(2)]
     expected = read_prompt(pipe.model, prompt, caches[0], chunk)
     with layers.reading(caches[1]):
         found = read_prompt(pipe.model, prompt, caches[1], chunk)
@@ -70,7 +70,7 @@ def read_by(
     layers: PromptLayers, pipe: Pipeline, prompt: Prompt, policy: str = "bf16"
 ) -> torch.Tensor:
     """Logits after a prompt that layers read into a cache of its own."""
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=pipe.model)
     with layers.reading(cache):
         return read_prompt(pipe.model, prompt, cache)
 
@@ -80,7 +80,7 @@ def test_short_prompts_in_line(pipe) -> None:
     found = []
     for fast in (False, True):
         caches = [pipe.new_cache() for _ in prompts]
-        view = BatchView(caches[0].store, alike=True)
+        view = BatchView(caches[0].store)
         view.seat(caches)
         how = PromptLayers(pipe.model, 1 << 13).reading(view) if fast else nullcontext()
         lengths = [prompt.tokens for prompt in prompts]
@@ -115,7 +115,7 @@ def test_recorded_passes(pipe) -> None:
     for text in ("7 W", "What is the code in it?", "4", "Which, now?", "7 W"):
         prompt = pipe.read_request(text, {})
         assert prompt.tokens <= 96
-        caches = [OscarCache("bf16") for _ in range(2)]
+        caches = [OscarCache("bf16", model=pipe.model) for _ in range(2)]
         expected = read_prompt(pipe.model, prompt, caches[0])
         with layers.reading(caches[1]):
             assert_same(read_prompt(pipe.model, prompt, caches[1]), expected)
@@ -141,7 +141,7 @@ def test_recorded_passes_with_pictures_and_a_past(pipe) -> None:
     layers = PromptLayers(pipe.model, 1 << 13, Recorder())
     prompt, more = prompt_of(pipe), pipe.read_request("And picture 1?", {})
     for _ in range(4):
-        caches = [OscarCache("bf16") for _ in range(2)]
+        caches = [OscarCache("bf16", model=pipe.model) for _ in range(2)]
         for part in (prompt, more):
             expected = read_prompt(pipe.model, part, caches[0])
             with layers.reading(caches[1]):
@@ -169,7 +169,7 @@ def test_without_memory_for_recorded_passes_prompts_are_read_all_the_same(
 
     monkeypatch.setattr("oscar_mm.fast_decode.prompt_layers._States.empty", empty)
     layers, prompt = PromptLayers(pipe.model, 1 << 13, Recorder()), pipe.read_request("7 W", {})
-    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
     for _ in range(3):
         assert_same(read_by(layers, pipe, prompt), expected)
     assert len([x for x in caplog.records if "nothing is left" in x.message]) == 1
@@ -181,7 +181,7 @@ def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> No
 
     layers = PromptLayers(pipe.model, 1 << 13, record)
     prompt = pipe.read_request("7 W", {})
-    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
     for _ in range(5):
         assert_same(read_by(layers, pipe, prompt), expected)
     assert len([x for x in caplog.records if "no graphs here" in x.message]) == 1
@@ -210,7 +210,7 @@ def test_nothing_is_recorded_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(prompt_layers, part.__name__, counted(part))
     layers = PromptLayers(pipe.model, 1 << 13, record := Strict())
     prompt = pipe.read_request("7 W", {})
-    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
     with monkeypatch.context() as broken:
         broken.setattr(FastLayer, "attend", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -224,7 +224,10 @@ def test_rows_with_padding(pipe) -> None:
     ids = torch.randint(20, 60, (3, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
-    caches, layers = [OscarCache("bf16") for _ in range(2)], PromptLayers(pipe.model, 64)
+    caches, layers = (
+        [OscarCache("bf16", model=pipe.model) for _ in range(2)],
+        PromptLayers(pipe.model, 64),
+    )
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
     with torch.inference_mode():
         expected = pipe.model(**given, **as_argument(caches[0])).logits
@@ -236,13 +239,17 @@ def test_rows_with_padding(pipe) -> None:
 def test_others_run_as_written(pipe) -> None:
     """Those with other caches; and all of them afterwards, also where reading fails."""
     prompt, layers = prompt_of(pipe), PromptLayers(pipe.model, 64)
-    expected = read_prompt(pipe.model, prompt, OscarCache("bf16"))
-    with pytest.raises(KeyboardInterrupt), layers.reading(OscarCache("bf16")):
-        assert torch.equal(read_prompt(pipe.model, prompt, OscarCache("bf16")), expected)
+    expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
+    with pytest.raises(KeyboardInterrupt), layers.reading(OscarCache("bf16", model=pipe.model)):
+        assert torch.equal(
+            read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model)), expected
+        )
         assert supports(pipe.model) and not PromptLayers.takes(pipe.model)
         raise KeyboardInterrupt
     assert PromptLayers.takes(pipe.model)
-    assert torch.equal(read_prompt(pipe.model, prompt, OscarCache("bf16")), expected)
+    assert torch.equal(
+        read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model)), expected
+    )
 
 
 def test_what_is_not_taken() -> None:
@@ -271,7 +278,9 @@ def test_on_a_gpu(name: str) -> None:
     reader.refresh()
     for picture in range(1, 9):
         prompt = prompt_of(pipe, f"What is the code in picture {picture}?")
-        exact = read_prompt(exact_model, prompt.to(torch.device("cpu")), OscarCache("bf16"))
+        exact = read_prompt(
+            exact_model, prompt.to(torch.device("cpu")), OscarCache("bf16", model=pipe.model)
+        )
         for fast in (False, True):
             cache = pipe.new_cache()
             with pipe.lock:

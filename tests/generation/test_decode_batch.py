@@ -34,7 +34,7 @@ def plain(reference: Reference) -> dict[int | None, tuple[list[list[int]], dict[
 
 def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=24, **how):
     """Token lists of each row, and the cache."""
-    cache = OscarCache(policy)
+    cache = OscarCache(policy, model=oscar.model)
     steps = list(
         decode(
             oscar.model,

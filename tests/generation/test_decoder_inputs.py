@@ -114,7 +114,7 @@ def test_packed_chunks_have_the_same_borders(pipes: dict[str, Pipeline]) -> None
     assert prompt.tokens > 300
     logits = []
     for media in (prompt.media, ()):
-        cache = OscarCache("channel")
+        cache = OscarCache("channel", model=pipe.model)
         cache.expect(prompt.modalities)
         one = Prompt(**{**vars(prompt), "media": media})
         assert (len(list(segments(one, 50))) > 5) == bool(media)
@@ -126,7 +126,7 @@ def test_packed_chunks_have_the_same_borders(pipes: dict[str, Pipeline]) -> None
 def test_another_conversation_reads_on(pipes: dict[str, Pipeline]) -> None:
     """While one is embedded the model may decode for another thread's cache."""
     pipe = pipes["qwen"]
-    prompt, other, found = prompt_of(pipe), OscarCache("bf16"), []
+    prompt, other, found = prompt_of(pipe), OscarCache("bf16", model=pipe.model), []
     with torch.inference_mode():
         decoder = pipe.model.get_decoder()
 
@@ -136,7 +136,7 @@ def test_another_conversation_reads_on(pipes: dict[str, Pipeline]) -> None:
                 found.append(pipe.model(ids, **as_argument(other), use_cache=True).logits)
 
         hook = decoder.register_forward_pre_hook(meanwhile, with_kwargs=True)
-        parts = list(embedded_parts(pipe.model, prompt, OscarCache("bf16"), 1000))
+        parts = list(embedded_parts(pipe.model, prompt, OscarCache("bf16", model=pipe.model), 1000))
         hook.remove()
     assert len(parts) == 1 and other.get_seq_length() == 3
     assert found[0].shape[1] == 3

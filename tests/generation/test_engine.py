@@ -12,7 +12,8 @@ import torch
 from oscar_mm import OscarVLPipeline
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
-from oscar_mm.generation import answer_groups, decode_batch
+from oscar_mm.generation import decode_batch
+from oscar_mm.generation.prompt_reader import PromptReader
 from tests.fast_decode.test_decode_steps import Repeat
 from tests.generation.engine import (
     BAD,
@@ -177,27 +178,43 @@ def test_a_tokenizers_error_is_that_answers(plain, monkeypatch) -> None:
     assert found == [expected[0], *expected[2:]]
 
 
-def test_answers_with_balancing_of_their_own(folders, monkeypatch) -> None:
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_cache_with_balancing_of_its_own(folders, monkeypatch, old: int) -> None:
+    """Chats of earlier versions have it. They decode beside the batch of all others."""
     pipe = loaded(folders["llava"], "channel")
-    requests = [
-        {"prompt": SHORT[0] * 30, "images": noise(300, 200)},
-        {"prompt": SHORT[1] * 80},
-    ]
-    expected = [together(pipe, [made(pipe, **one)])[0] for one in requests]
-    # Both begin before the first step.
-    monkeypatch.setattr(answer_groups.Pace, "seconds", lambda _: 1e9)
-    answers = [made(pipe, **one) for one in requests]
-    right, balanced = decode_steps.DecodeSteps.__call__, []
+    pipe.model.generation_config.eos_token_id = NEVER
+    together(pipe, [made(pipe, SHORT[0])])  # The batch has the balancing of the model.
+    usual = pipe.engine.reader.sigmas
+    others = {index: sigma.flip(-1) for index, sigma in usual.items()}
+    shown = usual
+    monkeypatch.setattr(PromptReader, "sigmas", property(lambda _: shown))
+    requests = [{"prompt": words * 60, "max_new_tokens": 40} for words in SHORT[:3]]
+
+    def begun(index: int) -> Any:
+        nonlocal shown
+        shown = others if index == old else usual
+        answer = made(pipe, **requests[index])
+        pipe.engine.submit(answer)
+        steps = iter(range(3))
+        pipe.engine.run_until(lambda: next(steps, None) is None)
+        return answer
+
+    expected = []
+    for index in range(3):
+        answer = begun(index)
+        run(pipe, [answer])
+        expected.append(answer.complete().token_ids)
+    seen, right = set(), decode_steps.DecodeSteps.__call__
 
     def call(steps: Any, *args: Any) -> torch.Tensor:
-        of_rows = steps.cache.layers[0].sigma
-        for row, answer in enumerate(x for x in answers if not x.ended):
-            balanced.append((row, torch.equal(answer.cache.layers[0].sigma, of_rows[row])))
+        seen.add((steps.cache.batch_size, bool(torch.equal(steps.cache.layers[0].sigma, usual[0]))))
         return right(steps, *args)
 
     monkeypatch.setattr(decode_steps.DecodeSteps, "__call__", call)
-    assert together(pipe, answers) == expected
-    assert {row for row, _ in balanced} == {0, 1} and all(alike for _, alike in balanced)
+    answers = [begun(index) for index in range(3)]
+    run(pipe, answers)
+    assert [answer.complete().token_ids for answer in answers] == expected
+    assert (2, True) in seen and (1, False) in seen and (2, False) not in seen
 
 
 def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> None:

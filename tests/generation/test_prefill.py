@@ -121,7 +121,7 @@ def pipe() -> OscarVLPipeline:
 def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int:
     """Most bytes alive while a prompt is read, keys and values included, pixels not."""
     with LiveBytes() as live:
-        read_prompt(pipe.model, prompt, OscarCache("channel"), chunk)
+        read_prompt(pipe.model, prompt, OscarCache("channel", model=pipe.model), chunk)
     return live.peak
 
 

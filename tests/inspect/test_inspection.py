@@ -22,7 +22,7 @@ from oscar_mm.inspect.inspection import (
 )
 from oscar_mm.inspect.quantization_errors import PAIRS, LayerStates
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.quant.basis import sigma_from_rms
+from oscar_mm.quant.balance import sigma_from_rms
 from tests.inspect.synthetic import states
 from tests.prompts import clip, noise, tone
 
@@ -79,7 +79,7 @@ def test_errors_are_those_of_the_cache(family, request) -> None:
     for preset, (variant, _) in PAIRS.items():
         if variant.token_scaling != KVPolicy.preset(preset).token_scaling:
             continue  # kivi has none of its own
-        cache = OscarCache(KVPolicy.preset(preset, window=0, sinks=0))
+        cache = OscarCache(KVPolicy.preset(preset, window=0, sinks=0), model=pipe.model)
         cache.expect(prompt.modalities)
         forward(pipe, prompt, cache)
         for layer in inspection.layers:

@@ -5,7 +5,7 @@ import torch
 
 from oscar_mm import InputError, KVPolicy, roundtrip
 from oscar_mm.modality import Modality
-from tests.quant.synthetic import attention, multimodal, relative_error
+from tests.quant.synthetic import attention, multimodal, relative_error, sigma_of
 
 PRESETS = ("channel", "oscar", "kivi", "quarot")
 
@@ -162,11 +162,12 @@ def test_attention_over_many_tokens_gains_by_unbiased_values(seed: int) -> None:
     assert plain < unbiased, "each value alone is better fitted by least squares"
 
 
-def test_balancing_needs_queries() -> None:
+def test_balancing_is_given() -> None:
     queries, k, v, ids = multimodal(0, kv_heads=2, tokens=256)
-    with_queries, without = roundtrip(k, v, "channel", ids, q=queries), roundtrip(k, v, "channel")
-    assert not torch.equal(with_queries.k, without.k)
-    assert torch.equal(roundtrip(k, v, "oscar", q=queries).k, roundtrip(k, v, "oscar").k)
+    sigma = sigma_of(queries, k)
+    balanced, without = roundtrip(k, v, "channel", ids, sigma=sigma), roundtrip(k, v, "channel")
+    assert not torch.equal(balanced.k, without.k)
+    assert torch.equal(roundtrip(k, v, "oscar", sigma=sigma).k, roundtrip(k, v, "oscar").k)
 
 
 GOOD = (1, 2, 128, 64)
@@ -200,8 +201,8 @@ def test_bad_tensors(k: torch.Tensor, v: torch.Tensor, message: str) -> None:
         ({"modality": torch.zeros(127)}, r"\(127,\)"),
         ({"modality": torch.full((128,), 4)}, "ids must be"),
         ({"modality": torch.full((128,), -1)}, "ids must be"),
-        ({"q": torch.zeros(1, 3, 128, 64)}, "multiple of 2 heads"),
-        ({"q": torch.zeros(1, 2, 127, 64)}, "q "),
+        ({"sigma": torch.ones(3, 64)}, r"sigma \(3, 64\) must be \(1 or 2, 64\)"),
+        ({"sigma": torch.ones(64)}, "sigma "),
         ({"policy": "int2"}, "unknown policy"),
     ],
 )

@@ -164,7 +164,9 @@ def refused(pipe: OscarVLPipeline) -> list[str]:
     for ask in (
         lambda: pipe.with_policy("oscar"),
         lambda: pipe.model.generate(
-            torch.tensor([[1, 2, 3]]), **as_argument(OscarCache("oscar")), max_new_tokens=2
+            torch.tensor([[1, 2, 3]]),
+            **as_argument(OscarCache("oscar", model=pipe.model)),
+            max_new_tokens=2,
         ),
     ):
         try:

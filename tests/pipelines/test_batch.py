@@ -86,7 +86,7 @@ def prepared(pipe: Pipeline, request: Request) -> Prompt:
 
 
 def logits(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
-    cache = OscarCache("bf16")
+    cache = OscarCache("bf16", model=pipe.model)
     cache.expect(prompt.modalities)
     with torch.inference_mode():
         arguments = {**prompt.inputs, "position_ids": prompt.positions}

@@ -117,7 +117,7 @@ def by_the_model(pipe: Pipeline, ids: torch.Tensor, inputs: dict[str, torch.Tens
 )
 def test_kept_cache_is_a_fresh_prefill(name: str, kinds: list[str], request) -> None:
     pipe = request.getfixturevalue(name)
-    family, cache = pipe.family, OscarCache("bf16")
+    family, cache = pipe.family, OscarCache("bf16", model=pipe.model)
     prompts, answers = [], []
     # An answer cut short, an empty one, one of a single token, ...
     for kind, count in zip(kinds, (4, 0, 1, 3), strict=False):

@@ -3,6 +3,7 @@
 import torch
 
 from oscar_mm.modality import Modality
+from oscar_mm.quant.balance import sigma_from_rms
 
 
 def multimodal(
@@ -55,3 +56,9 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """|found - expected| / |expected|."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def sigma_of(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """(KV heads, head_dim) balancing of these queries and keys."""
+    grouped = queries[0].unflatten(0, (keys.shape[1], -1)).square().mean((1, 2)).sqrt()
+    return sigma_from_rms(keys[0].std(1, correction=0), grouped)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_mm import roundtrip
-from tests.quant.synthetic import attention, multimodal, relative_error
+from tests.quant.synthetic import attention, multimodal, relative_error, sigma_of
 
 SEEDS = range(4)
 
@@ -42,7 +42,7 @@ def errors(seed: int) -> dict[str, float]:
     asked = queries[:, :, ::16]
     exact = attention(asked, keys, values)
     ours = {
-        name: roundtrip(keys, values, name, ids, q=queries)
+        name: roundtrip(keys, values, name, ids, sigma=sigma_of(queries, keys))
         for name in ("oscar", "channel", "kivi", "quarot")
     }
     found = {name: relative_error(attention(asked, r.k, r.v), exact) for name, r in ours.items()}

@@ -206,7 +206,6 @@ def test_what_has_no_slot_is_not_stored() -> None:
     [
         ({"policy": "channel"}, "key_axis='token'"),
         ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
-        ({"policy": "standard:balance=prompt"}, "no balancing but by weights"),
         ({"policy": "standart"}, "did you mean"),
         ({"polcy": "standard"}, "no option polcy"),
         ("standard", "must be a mapping"),

@@ -19,7 +19,7 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 from oscar_mm.errors import InputError  # noqa: E402
-from oscar_mm.quant.basis import sigma_from_norms  # noqa: E402
+from oscar_mm.quant.balance import sigma_from_norms  # noqa: E402
 from oscar_mm.vllm_plugin import backend as plugin  # noqa: E402
 from oscar_mm.vllm_plugin import register  # noqa: E402
 from tests.vllm_plugin.vllm_engine import (  # noqa: E402
