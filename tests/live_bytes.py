@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in _tensors((output,)):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._sizes:
+            if key in self._sizes or tensor.is_meta:  # That takes no memory.
                 continue
             if given is None:
                 given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
 
 from oscar_mm import InputError
 from oscar_mm.generation.decode_batch import DecodeRow
@@ -22,6 +24,7 @@ from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.sampling import Choices, TokenSampler
 from oscar_mm.pipelines.pipeline import Pipeline
+from tests.adapters import OwnAdapters
 from tests.cache.numbers import check_slots
 from tests.chat.plain import ARGUMENTS, KINDS, Plain, Said, Script
 from tests.chat.questions import MEDIA, READS, described, options, question
@@ -46,14 +49,16 @@ STEPS = {
     "close": 1,
     "begin": 1,
     "trim": 1,
+    "offload": 1,
+    "adapt": 1,
 }
-OF_NOBODY = ("other_request", "batch", "begin", "trim")
+OF_NOBODY = ("other_request", "batch", "begin", "trim", "offload", "adapt")
 """Steps that are not of one chat."""
 TOLERANCE = 1e-5
 """Of logits, as a share of the largest of them."""
 SMALL = 1 << 16
 """Bytes of what is no key or value: token ids, positions, one flag for each layer."""
-MARKS = 1 << 13
+MARKS = 1 << 14
 """Bytes that models, processors and engines keep of the last requests."""
 
 
@@ -80,6 +85,7 @@ class Walk:
         self.logits = weakref.WeakKeyDictionary[DecodeRow, list[np.ndarray]]()
         self.submitted: Generation | None = None
         self.names = (f"chat_{number}" for number in range(1000))
+        self.offloaded, self.adapters = False, list[OwnAdapters]()
 
     def run(self, steps: int) -> None:
         """Take so many steps, close everything, and look whether anything is left."""
@@ -93,6 +99,8 @@ class Walk:
         except BaseException as error:
             error.add_note("\n".join(["The walk:", *self.story]))
             raise
+        finally:
+            self.restore()
 
     def step(self) -> None:
         """One step, on one chat."""
@@ -299,6 +307,7 @@ class Walk:
         self.note(f"pipe.batch({list(map(described, asked))}), broken: {broken}")
         with self.live:
             results = self.pipe.batch(requests, batch_size=3)
+            self.submitted = None
         for place, (said, result) in enumerate(zip(asked, results, strict=True)):
             if result.error is not None:
                 assert place == broken or "kv_budget" in str(result.error), result.error
@@ -338,6 +347,43 @@ class Walk:
         with self.live, self.pipe.lock:
             self.pipe.store.trim()
         assert self.pipe.store.memory().free_bytes == 0
+
+    def offload(self) -> None:
+        """Weights go elsewhere, from where each forward pass brings them, or come back."""
+        self.offloaded = not self.offloaded
+        self.note(f"offloaded: {self.offloaded}")
+        if self.offloaded:
+            cpu_offload(self.pipe.model, torch.device("cpu"))
+        else:
+            remove_hook_from_module(self.pipe.model, recurse=True)
+
+    def adapt(self) -> None:
+        """Both models get adapters, or lose them; chats end, and prefixes stay."""
+        with self.live:
+            for talk in self.talks:
+                talk.chat.close()
+            self.talks.clear()
+        if self.adapters:
+            self.note("without adapters")
+            self.take_off()
+        else:
+            self.adapters += [OwnAdapters(one.model) for one in (self.pipe, self.plain)]
+            names = self.pick.choice([["a"], ["b"], ["a", "b"]])
+            self.note(f"adapters {names}")
+            for one in self.adapters:
+                one.use(*names)
+        self.begin()
+
+    def take_off(self) -> None:
+        """Take the adapters off."""
+        for one in self.adapters:
+            one.take_off()
+        self.adapters.clear()
+
+    def restore(self) -> None:
+        """The models as they were."""
+        self.take_off()
+        remove_hook_from_module(self.pipe.model, recurse=True)
 
     def end(self) -> None:
         """Close everything: nothing is left."""
