@@ -61,7 +61,7 @@ class OwnAdapters:
         for layer in self.layers:
             del layer.lora_A[name], layer.lora_B[name]
 
-    def take_off(self) -> None:
+    def take_out(self) -> None:
         """Leave the model as it was."""
         for path, layer in zip(self.paths, self.layers, strict=True):
             self.model.set_submodule(path, layer.base_layer)

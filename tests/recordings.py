@@ -1,5 +1,6 @@
 """Sound and video files of any format, written with PyAV."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -102,15 +103,22 @@ def write_movie(
     recording: tuple[np.ndarray, int] | None,
     *,
     rate: int = 8,
+    times: Sequence[float] | None = None,
     late: float = 0.0,
 ) -> Path:
-    """(T, H, W, 3) frames at ``rate`` a second, with sound that begins ``late``, or silent."""
+    """(T, H, W, 3) frames at ``rate`` a second or at ``times`` in seconds, with sound that begins
+    ``late``, or silent."""
     with av.open(str(path), "w") as container:
         video = container.add_stream("mpeg4", rate=rate)
         video.height, video.width, video.pix_fmt = *frames.shape[1:3], "yuv420p"
         sound = recording and _Sound(container, "aac", 48_000, "mono")
-        for frame in frames:
-            container.mux(video.encode(av.VideoFrame.from_ndarray(frame)))
+        if times:
+            video.codec_context.time_base = Fraction(1, 1000)
+        for index, frame in enumerate(frames):
+            picture = av.VideoFrame.from_ndarray(frame)
+            if times:
+                picture.pts, picture.time_base = round(1000 * times[index]), Fraction(1, 1000)
+            container.mux(video.encode(picture))
         container.mux(video.encode())
         if sound:
             sound.write(recording, late)

@@ -14,6 +14,7 @@ import pytest
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.chat.plain import Plain
+from tests.chat.questions import media_of
 from tests.chat.walk import Walk
 
 FAMILIES = {
@@ -38,6 +39,12 @@ def walks(quick: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
+def media(tmp_path_factory) -> dict[str, list[Any]]:
+    """What all walks show."""
+    return media_of(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
 def models(request) -> dict[str, tuple[Plain, Pipeline]]:
     """Of each family plain transformers, and a pipeline whose answers end at some words."""
     found = {}
@@ -50,7 +57,7 @@ def models(request) -> dict[str, tuple[Plain, Pipeline]]:
     return found
 
 
-def walk(models, family: str, policy: str, seed: int, steps: int, folder: Path) -> None:
+def walk(models, media, family: str, policy: str, seed: int, steps: int, folder: Path) -> None:
     plain, loaded = models[family]
     spill = folder / "spilled"
     spill.mkdir(parents=True, exist_ok=True)
@@ -62,16 +69,16 @@ def walk(models, family: str, policy: str, seed: int, steps: int, folder: Path) 
         spill=spill,
         **WAYS[seed % len(WAYS)],
     )
-    Walk(pipe, plain, policy == "bf16", seed, folder).run(steps)
+    Walk(pipe, plain, media, policy == "bf16", seed, folder).run(steps)
 
 
 @pytest.mark.parametrize(("seed", "steps"), walks(quick=4))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_conversation_is_one_prefill(family, seed, steps, models, tmp_path) -> None:
-    walk(models, family, "bf16", seed, steps, tmp_path)
+def test_any_conversation_is_one_prefill(family, seed, steps, models, media, tmp_path) -> None:
+    walk(models, media, family, "bf16", seed, steps, tmp_path)
 
 
 @pytest.mark.parametrize(("seed", "steps"), walks(quick=1))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_conversation_over_packed_pages(family, seed, steps, models, tmp_path) -> None:
-    walk(models, family, PACKED[seed // len(WAYS) % len(PACKED)], seed, steps, tmp_path)
+def test_any_conversation_over_packed_pages(family, seed, steps, models, media, tmp_path) -> None:
+    walk(models, media, family, PACKED[seed // len(WAYS) % len(PACKED)], seed, steps, tmp_path)

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_module
+from torch import nn
 
 from oscar_mm import InputError
 from oscar_mm.generation.decode_batch import DecodeRow
@@ -27,11 +28,12 @@ from oscar_mm.pipelines.pipeline import Pipeline
 from tests.adapters import OwnAdapters
 from tests.cache.numbers import check_slots
 from tests.chat.plain import ARGUMENTS, KINDS, Plain, Said, Script
-from tests.chat.questions import MEDIA, READS, described, options, question
+from tests.chat.questions import READS, described, options, question
 from tests.chat.reports import bytes_of_slots, cache_of, check_report, check_store
 from tests.chat.talk import Reader, Talk
 from tests.live_bytes import LiveBytes
 
+CPU = torch.device("cpu")
 MOST_CHATS, MOST_TURNS = 4, 5
 STEPS = {
     "ask": 5,
@@ -68,6 +70,7 @@ class Walk:
     Args:
         pipe: used by nobody else meanwhile.
         plain: the same checkpoint in plain transformers.
+        media: that questions show, of ``media_of``.
         exact: whether logits must be those of ``plain``; packed pages change them.
         seed: of the steps.
         folder: for saved chats.
@@ -76,8 +79,17 @@ class Walk:
         story: the steps so far.
     """
 
-    def __init__(self, pipe: Pipeline, plain: Plain, exact: bool, seed: int, folder: Path) -> None:
-        self.pipe, self.plain, self.exact, self.folder = pipe, plain, exact, folder
+    def __init__(
+        self,
+        pipe: Pipeline,
+        plain: Plain,
+        media: dict[str, list[Any]],
+        exact: bool,
+        seed: int,
+        folder: Path,
+    ) -> None:
+        self.pipe, self.plain, self.media = pipe, plain, media
+        self.exact, self.folder = exact, folder
         self.pick = random.Random(seed)
         self.story: list[str] = []
         self.live = LiveBytes()
@@ -85,7 +97,9 @@ class Walk:
         self.logits = weakref.WeakKeyDictionary[DecodeRow, list[np.ndarray]]()
         self.submitted: Generation | None = None
         self.names = (f"chat_{number}" for number in range(1000))
-        self.offloaded, self.adapters = False, list[OwnAdapters]()
+        self.offloaded = False
+        self.adapters: OwnAdapters | None = None
+        self.acting: tuple[str, ...] = ()
 
     def run(self, steps: int) -> None:
         """Take so many steps, close everything, and look whether anything is left."""
@@ -124,7 +138,7 @@ class Walk:
         said, sampling = self.asked()
         self.note(f"{talk.name}.ask({described(said)}, {sampling})")
         with self.budget_allows() as done, self.heard() as logits:
-            answer = talk.chat.ask(said.prompt, **said.media, **sampling)
+            answer = talk.chat.ask(said.prompt, **said.arguments, **sampling)
         if done:
             self.complete(talk, said, answer.token_ids, logits)
             budget = self.pipe.budget
@@ -151,7 +165,7 @@ class Walk:
         said, sampling = self.asked()
         self.note(f"{talk.name}.stream({described(said)}, {sampling})")
         with self.live, self.budget_allows():
-            talk.reader = Reader(talk.chat.stream(said.prompt, **said.media, **sampling), said)
+            talk.reader = Reader(talk.chat.stream(said.prompt, **said.arguments, **sampling), said)
         if talk.reader is not None:
             self.read_on(talk)
 
@@ -180,6 +194,14 @@ class Walk:
         talk.reader = None
         if reader is not None and so_far is not None and so_far.text:
             self.complete(talk, reader.said, so_far.token_ids, self.logits[reader.generation])
+
+    def leave_all(self) -> None:
+        """End all streams."""
+        for talk in self.talks:
+            reader = talk.reader
+            self.leave(talk)
+            if reader is not None:
+                reader.stream.close()
 
     def forget(self, talk: Talk) -> None:
         """Take out one medium."""
@@ -253,7 +275,7 @@ class Walk:
             ("save", (self.folder / "no such folder" / "chat",), {}),
         ]
         for kind in (kind for kind in KINDS if kind not in READS[self.plain.family]):
-            calls.append(("ask", ("What?",), {ARGUMENTS[kind]: MEDIA[kind][:1]}))
+            calls.append(("ask", ("What?",), {ARGUMENTS[kind]: self.media[kind][:1]}))
         if not talk.script.turns:
             calls.append(("undo", (), {}))
         name, args, unusual = self.pick.choice(calls)
@@ -263,11 +285,7 @@ class Walk:
 
     def fail(self, talk: Talk) -> None:
         """An error within a forward pass: some layers have stored their tokens, others not."""
-        for other in self.talks:  # Who decodes in the same pass fails with it.
-            reader = other.reader
-            self.leave(other)
-            if reader is not None:
-                reader.stream.close()
+        self.leave_all()  # Answers that decode in the same pass fail with it.
         (said, sampling), number = self.asked(), self.pick.randint(1, 3)
         self.note(f"{talk.name}: pass {number} fails of {described(said)}, {sampling}")
         passes = iter(range(1, 1000))
@@ -279,7 +297,7 @@ class Walk:
         hook = self.pipe.model.get_decoder().layers[1].register_forward_pre_hook(fail)
         try:
             with suppress(MemoryError), self.budget_allows() as done, self.heard() as logits:
-                answer = talk.chat.ask(said.prompt, **said.media, **sampling)
+                answer = talk.chat.ask(said.prompt, **said.arguments, **sampling)
         finally:
             hook.remove()
         if done:
@@ -290,15 +308,15 @@ class Walk:
         said, sampling = self.asked()
         self.note(f"pipe({described(said)}, {sampling})")
         with self.budget_allows() as done, self.heard() as logits:
-            answer = self.pipe(prompt=said.prompt, **{"images": None} | said.media, **sampling)
+            answer = self.pipe(prompt=said.prompt, **{"images": None} | said.arguments, **sampling)
         if done:
             self.complete(Talk("", None, Script()), said, answer.token_ids, logits)
 
     def batch(self) -> None:
         """Several questions at once, of which some cannot be answered."""
-        asked = [question(self.pick, self.plain.family) for _ in range(self.pick.randint(1, 4))]
+        asked = [self.asked()[0] for _ in range(self.pick.randint(1, 4))]
         requests = [
-            {"prompt": said.prompt, "max_new_tokens": self.pick.randint(1, 4), **said.media}
+            {"prompt": said.prompt, "max_new_tokens": self.pick.randint(1, 4), **said.arguments}
             for said in asked
         ]
         broken = self.pick.randrange(2 * len(requests))
@@ -350,46 +368,43 @@ class Walk:
 
     def offload(self) -> None:
         """Weights go elsewhere, from where each forward pass brings them, or come back."""
+        model, where = self.pipe.model, self.pick.choice(["memory", "disk"])
         self.offloaded = not self.offloaded
-        self.note(f"offloaded: {self.offloaded}")
-        if self.offloaded:
-            cpu_offload(self.pipe.model, torch.device("cpu"))
+        self.note(f"weights go to {where}" if self.offloaded else "weights come back")
+        if not self.offloaded:
+            bring_back(model)
+        elif where == "memory":
+            cpu_offload(model, CPU)
         else:
-            remove_hook_from_module(self.pipe.model, recurse=True)
+            disk_offload(model, self.folder / f"weights_{len(self.story)}", CPU)
 
     def adapt(self) -> None:
-        """Both models get adapters, or lose them; chats end, and prefixes stay."""
-        with self.live:
-            for talk in self.talks:
-                talk.chat.close()
-            self.talks.clear()
-        if self.adapters:
+        """Adapters are put in, others act from here on, or none, or they are taken out."""
+        self.leave_all()
+        if self.adapters is not None and self.pick.random() < 0.3:
             self.note("without adapters")
-            self.take_off()
-        else:
-            self.adapters += [OwnAdapters(one.model) for one in (self.pipe, self.plain)]
-            names = self.pick.choice([["a"], ["b"], ["a", "b"]])
-            self.note(f"adapters {names}")
-            for one in self.adapters:
-                one.use(*names)
-        self.begin()
+            return self.take_out()
+        self.adapters = self.adapters or OwnAdapters(self.pipe.model)
+        others = [names for names in ((), ("a",), ("b",), ("a", "b")) if names != self.acting]
+        self.acting = self.pick.choice(others)
+        self.note(f"adapters {self.acting}")
+        self.adapters.use(*self.acting)
 
-    def take_off(self) -> None:
-        """Take the adapters off."""
-        for one in self.adapters:
-            one.take_off()
-        self.adapters.clear()
+    def take_out(self) -> None:
+        """Take the adapters out."""
+        if self.adapters is not None:
+            self.adapters.take_out()
+        self.adapters, self.acting = None, ()
 
     def restore(self) -> None:
-        """The models as they were."""
-        self.take_off()
-        remove_hook_from_module(self.pipe.model, recurse=True)
+        """The model is as it was."""
+        self.take_out()
+        bring_back(self.pipe.model)
 
     def end(self) -> None:
         """Close everything: nothing is left."""
-        for talk in self.talks:
-            talk.chat.close()
-        self.talks.clear()
+        while self.talks:  # No name is left for a talk, whose reader has the last prompt.
+            self.talks.pop().chat.close()
         if self.pipe.prefixes is not None:
             self.pipe.prefixes.clear()
         gc.collect()
@@ -403,7 +418,8 @@ class Walk:
 
     def asked(self) -> tuple[Said, dict[str, Any]]:
         """The next question, and how to answer it."""
-        return question(self.pick, self.plain.family), options(self.pick)
+        said = question(self.pick, self.plain.family, self.media)
+        return replace(said, adapters=self.acting), options(self.pick)
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -484,7 +500,7 @@ class Walk:
         found = []
         for talk in (one, other):
             with self.budget_allows(), self.live, talk.chat.fork() as twin, self.heard() as logits:
-                twin.ask(said.prompt, **said.media, **sampling, deterministic=True)
+                twin.ask(said.prompt, **said.arguments, **sampling, deterministic=True)
             if logits:
                 found.append(np.stack(logits))
         assert len(found) < 2 or np.array_equal(*found)
@@ -527,6 +543,14 @@ class Walk:
             assert memory.tokens == talk.layout.stored(script)
         assert sum(segment.tokens for segment in segments) == sum(memory.tokens.values())
         check_report(memory, cache, self.pipe.store)
+
+
+def bring_back(model: nn.Module) -> None:
+    """Weights are in the model again, which runs as it did before they were offloaded."""
+    for module in remove_hook_from_module(model, recurse=True).modules():
+        own = vars(module).get("forward")
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.forward  # Its class's own, which accelerate leaves behind.
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
