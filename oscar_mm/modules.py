@@ -99,7 +99,7 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
         key.append(id(module))
         if not _is_known_class(type(module)):
             key.append(_settings(own))
-        if (forward := own.get("forward")) is not None and not _is_of(forward, _OURS):
+        if (forward := _own_forward(module)) is not None and not _is_of(forward, _OURS):
             key.append(id(forward))
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             key += [id(hook) for hook in hooks.values() if not _is_of(hook, _HARMLESS)]
@@ -188,13 +188,20 @@ def _is_plain(module: nn.Module) -> bool:
 def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
     """No forward but the class's, ours, or the class's with what accelerate or transformers puts
     around."""
-    forward = vars(module).get("forward")
+    forward = _own_forward(module)
     if forward is None or _is_of(forward, _OURS):
         return all(type(weight) is nn.Parameter for weight in weights)
     if _is_of(forward, "transformers.distributed.tensor_parallel"):
         return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)
     hooks = _hooks(module) if hasattr(module, "_old_forward") else ()
     return bool(hooks) and all(_is_accelerates(hook) and not hook.offload for hook in hooks)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """What runs in place of the forward of a module's class, or None; accelerate leaves the class's
+    own in the module when it takes its hooks off."""
+    forward = vars(module).get("forward")
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:

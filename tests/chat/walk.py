@@ -17,7 +17,6 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_module
-from torch import nn
 
 from oscar_mm import InputError
 from oscar_mm.generation.decode_batch import DecodeRow
@@ -372,7 +371,7 @@ class Walk:
         self.offloaded = not self.offloaded
         self.note(f"weights go to {where}" if self.offloaded else "weights come back")
         if not self.offloaded:
-            bring_back(model)
+            remove_hook_from_module(model, recurse=True)
         elif where == "memory":
             cpu_offload(model, CPU)
         else:
@@ -399,7 +398,7 @@ class Walk:
     def restore(self) -> None:
         """The model is as it was."""
         self.take_out()
-        bring_back(self.pipe.model)
+        remove_hook_from_module(self.pipe.model, recurse=True)
 
     def end(self) -> None:
         """Close everything: nothing is left."""
@@ -543,14 +542,6 @@ class Walk:
             assert memory.tokens == talk.layout.stored(script)
         assert sum(segment.tokens for segment in segments) == sum(memory.tokens.values())
         check_report(memory, cache, self.pipe.store)
-
-
-def bring_back(model: nn.Module) -> None:
-    """Weights are in the model again, which runs as it did before they were offloaded."""
-    for module in remove_hook_from_module(model, recurse=True).modules():
-        own = vars(module).get("forward")
-        if getattr(own, "__func__", None) is type(module).forward:
-            del module.forward  # Its class's own, which accelerate leaves behind.
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:

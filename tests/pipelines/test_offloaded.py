@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
@@ -61,6 +62,18 @@ def test_a_model_that_was_offloaded(name: str, policy: str, request, tmp_path: P
         assert pipe.prefixes.hits == 0
         pipe(prompt="What is it?", images=[PICTURE], max_new_tokens=1)
         assert pipe.prefixes.hits == 1
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk", "decoder"])
+def test_weights_that_came_back(how: str, qwen3_vl_folder, tmp_path: Path) -> None:
+    pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu")
+    assert supports(pipe.model)
+    expected = talk(pipe, tmp_path / "chat")
+    offloaded(pipe.model, how, tmp_path / how)
+    assert not supports(pipe.model)
+    remove_hook_from_module(pipe.model, recurse=True)
+    assert supports(pipe.model)
+    assert talk(pipe, tmp_path / "chat") == expected
 
 
 @pytest.mark.parametrize(
