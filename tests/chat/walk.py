@@ -423,7 +423,8 @@ class Walk:
     @contextmanager
     def hearing(self) -> Iterator[None]:
         """Inside, notes by which logits the tokens of each answer are chosen."""
-        latest: dict[TokenSampler, np.ndarray] = {}
+        # Weak: a sampler has the ids of its prompt, which are to go when its answer ends.
+        latest = weakref.WeakKeyDictionary[TokenSampler, np.ndarray]()
         choose, take, submit = Choices.__call__, DecodeRow.take, Engine.submit
         init = Choices.__init__
 
