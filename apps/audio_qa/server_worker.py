@@ -32,7 +32,7 @@ from oscar_mm.apps.serve.vllm_server import check_installed, vllm_arguments, vll
 from oscar_mm.apps.server_process import OwnedServer, bind, url
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
-from oscar_mm.media.image import opened_image
+from oscar_mm.media.headers import opened_image
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.source import describe, read_bytes

@@ -31,7 +31,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.image import opened_image
+from oscar_mm.media.headers import opened_image
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 

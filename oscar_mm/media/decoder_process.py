@@ -94,7 +94,8 @@ def main(width: int, height: int, most: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
     from PIL import AvifImagePlugin
 
-    from oscar_mm.media.image import opened_image, scaled
+    from oscar_mm.media.headers import opened_image
+    from oscar_mm.media.image import scaled
 
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     with opened_image(io.BytesIO(sys.stdin.buffer.read())) as image:

@@ -6,29 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, JpegImagePlugin
+from PIL import ExifTags, Image
 
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.decoder_process import decoded_elsewhere
+from oscar_mm.media.headers import header_bytes, opened_image
 from oscar_mm.media.limits import LARGE_PIXELS, MediaCount, MediaLimits
 from oscar_mm.media.source import describe, local_source, none_if_unreadable, read_bytes
-
-# Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
-# read further files, and no camera, browser or scanner writes their formats.
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 
 Fit = Callable[[int, int], tuple[int, int]]
 """Function from the width and height of an upright picture to the size that a model uses."""
 
-_SMALL = 1 << 22
-"""Pixels up to which a picture stays as it is, for the model's own processor to scale it down."""
-
-_JPEG = b"\xff\xd8\xff"
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -82,7 +75,7 @@ def load_image(
         label: name of the picture in error messages; by default the path or address.
         fit: computes the size that the model uses. A larger picture is scaled down to it at once,
             a JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
-            others. Pictures of up to 4 megapixels keep their size.
+            others. Pictures of up to ``limits.small_image_pixels`` keep their size.
         count: counts the picture's pixels, by its header; large pictures of a count take turns.
 
     Returns:
@@ -131,21 +124,6 @@ def load_image(
             return _decode(opened, limits, name, fit, used, scale)
 
 
-def opened_image(source: Path | BinaryIO) -> Image.Image:
-    """A picture whose header alone is read; errors of the parsers are not caught."""
-    with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
-        file.seek(0)
-        is_jpeg = file.read(3) == _JPEG
-        file.seek(0)
-    if is_jpeg:
-        # Image.open would refuse a JPEG that is too large to be decoded in full.
-        return JpegImagePlugin.JpegImageFile(source)
-    Image.init()
-    image: Any = Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
-    # What is in an icon may be larger than the header of the icon says.
-    return image.ico.getimage(image.size) if image.format == "ICO" else image
-
-
 def _drafted(
     image: Image.Image, fit: Fit | None, limits: MediaLimits, label: str
 ) -> tuple[int, int] | None:
@@ -163,7 +141,7 @@ def _drafted(
     limits.check_photo(*image.size, label)
     turned = -1 if _orientation(image) >= _LYING else 1
     width, height = image.size[::turned]
-    used = _fitting(width, height, fit)
+    used = _fitting(width, height, fit, limits)
     across, down = used[::turned]
     if (across, down) != image.size:
         image.draft(None, (across, down))
@@ -181,9 +159,9 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _fitting(width: int, height: int, fit: Fit | None) -> tuple[int, int]:
+def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> tuple[int, int]:
     """The size to which an upright picture is scaled down; its own if it is not."""
-    if fit is None or width * height <= _SMALL:
+    if fit is None or width * height <= limits.small_image_pixels:
         return width, height
     used = fit(width, height)
     return used if used[0] <= width and used[1] <= height else (width, height)
@@ -225,7 +203,7 @@ def image_outline(
         size = PictureSize(*source.shape[1::-1]) if is_array else _upright(source)
         _count(size, count, "")
         limits.check_frame(*size, "")
-        return _outline("" if is_array else source.format, size, _fitting(*size, fit))
+        return _outline("" if is_array else source.format, size, _fitting(*size, fit, limits))
     file = local_source(source)
     encoded = file.stat().st_size if isinstance(file, Path) else file.seek(0, io.SEEK_END)
     with opened_image(file) as image:
@@ -233,15 +211,16 @@ def image_outline(
         _count(upright, count, "")
         used = _drafted(image, fit, limits, "")
         limits.check_frame(*image.size, "")
-        return _outline(image.format, image.size, used or _fitting(*upright, fit), encoded)
+        # The encoded bytes are there twice where a format is decoded elsewhere.
+        header = 2 * encoded + header_bytes(image)
+        return _outline(image.format, image.size, used or _fitting(*upright, fit, limits), header)
 
 
 def _outline(
-    kind: str | None, decoded: tuple[int, int], used: tuple[int, int], encoded: int = 0
+    kind: str | None, decoded: tuple[int, int], used: tuple[int, int], header: int = 0
 ) -> ImageOutline:
     pixels = decoded[0] * decoded[1]
-    # The encoded bytes are there twice where a format is decoded elsewhere.
-    taken = 2 * encoded + _PIXEL_BYTES.get(kind or "", _OTHER_PIXEL_BYTES) * pixels
+    taken = header + _PIXEL_BYTES.get(kind or "", _OTHER_PIXEL_BYTES) * pixels
     return ImageOutline(PictureSize(*used), taken, pixels > LARGE_PIXELS)
 
 
@@ -277,7 +256,7 @@ def _decode(
         orientation = _orientation(image)
         turned = -1 if orientation >= _LYING else 1
         width, height = image.size[::turned]
-        across, down = (used or _fitting(width, height, fit))[::turned]
+        across, down = (used or _fitting(width, height, fit, limits))[::turned]
         # Scaled down before it is turned, and before it is put on white: copies are small then.
         picture = scale(image, (across, down))
         picture.info = {}  # It would be turned again where it is read again.

@@ -26,6 +26,9 @@ class MediaLimits:
         max_image_pixels: width x height of an image, or of a video frame, as it is decoded.
         max_photo_pixels: width x height of a JPEG that is scaled down while it is decoded, for a
             model that uses fewer pixels.
+        small_image_pixels: width x height up to which an image keeps its size, for the model's own
+            processor to scale it down. Larger ones are scaled down as they are decoded, and so are
+            all of a request that takes more than ``max_decoding_bytes``.
         max_request_pixels: pixels of a request, summed over its images and the kept frames of its
             videos.
         max_request_media: number of images, videos and recordings in a request.
@@ -49,6 +52,7 @@ class MediaLimits:
 
     max_image_pixels: int = 50_000_000
     max_photo_pixels: int = 210_000_000
+    small_image_pixels: int = 1 << 22
     max_request_pixels: int = 1_000_000_000
     max_request_media: int = 1024
     max_image_side_ratio: float = 200.0

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -173,9 +173,11 @@ class Outline(Media):
     Attributes:
         decoding_bytes: memory that all media of the request take while they are decoded and a
             prompt is made of them, those too whose sizes are not known.
+        limits: bounds within which they are to be decoded.
     """
 
     decoding_bytes: int = 0
+    limits: MediaLimits = field(default_factory=MediaLimits)
 
 
 @dataclass
@@ -274,14 +276,14 @@ class MediaReader:
             fits(outline)
         most = self.limits.max_decoding_bytes
         with decoding_memory.taken(outline.decoding_bytes, most, count.check_wanted):
-            media = self._decoded(sources, sound, count)
+            media = self._decoded(sources, sound, count, outline.limits)
             if fits and len(media) > len(outline):
                 fits(media)
             yield media
 
-    def _decoded(self, sources: _Sources, sound: bool, count: MediaCount) -> Media:
-        limits = self.limits
-
+    def _decoded(
+        self, sources: _Sources, sound: bool, count: MediaCount, limits: MediaLimits
+    ) -> Media:
         def picture(named: tuple[str, Any]) -> Image.Image:
             place, source = named
             with count.turn(large=_file_bytes(source) > LARGE_BYTES):
@@ -330,9 +332,10 @@ class MediaReader:
 
     def _outline(self, sources: _Sources, sound: bool, count: MediaCount | None = None) -> Outline:
         limits, (pictures, clips, recordings) = self.limits, sources
-        images = [
-            image_outline(source, limits=limits, fit=self.fit, count=count) for source in pictures
-        ]
+        images = self._image_outlines(pictures, limits, count)
+        if _picture_bytes(images) > limits.max_decoding_bytes:
+            limits = replace(limits, small_image_pixels=1)
+            images = self._image_outlines(pictures, limits)
         kinds: dict[str, list[Any]] = {
             "images": [None if image is None else image.size for image in images],
             "videos": [
@@ -350,11 +353,17 @@ class MediaReader:
         labels = [_label(source, place) for place, source in compress(places, told)]
         known = {kind: [x for x in sizes if x is not None] for kind, sizes in kinds.items()}
         taken = [
-            _picture_bytes([image for image in images if image is not None]),
+            _picture_bytes(images),
             *map(self._clip_bytes, clips, kinds["videos"]),
             *map(self._sound_bytes, kinds["audio"]),
         ]
-        return Outline(**known, labels=labels, decoding_bytes=sum(taken))
+        return Outline(**known, labels=labels, decoding_bytes=sum(taken), limits=limits)
+
+    def _image_outlines(
+        self, sources: list[Any], limits: MediaLimits, count: MediaCount | None = None
+    ) -> list[ImageOutline | None]:
+        how: dict[str, Any] = {"limits": limits, "fit": self.fit, "count": count}
+        return [image_outline(source, **how) for source in sources]
 
     def _clip_bytes(self, source: Any, outline: Video | None) -> int:
         """Memory that a video takes; as much as the limits allow where its header does not say."""
@@ -387,8 +396,9 @@ class MediaReader:
         return fetched
 
 
-def _picture_bytes(images: Sequence[ImageOutline]) -> int:
+def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
     """Memory that pictures take: those that are decoded at a time, and all results."""
+    images = [image for image in outlines if image is not None]
     results = sum(image.size.width * image.size.height for image in images)
     small = sorted(image.decoding_bytes for image in images if not image.large)
     large = max((image.decoding_bytes for image in images if image.large), default=0)

@@ -174,6 +174,20 @@ def test_every_kind_of_media_takes_memory(kind: str, monkeypatch, tmp_path) -> N
     assert unknown == seen[0] if kind == "images" else unknown > seen[0]
 
 
+def test_many_small_pictures_are_scaled_down_as_they_are_decoded() -> None:
+    """Where they would take too much; else the model's own processor does it."""
+    pictures = [encoded(300, 200, kind) for kind in ("PNG", "WEBP", "JPEG")] * 4
+
+    def fit(width: int, height: int) -> tuple[int, int]:
+        return width // 3, height // 3
+
+    for most, size in ((2**30, (300, 200)), (3_000_000, (100, 66))):
+        reader = MediaReader(MediaLimits(max_decoding_bytes=most), fit=fit)
+        outline, media = reader.outline(pictures), reader.read(pictures)
+        assert {one.size for one in media.images} == {size} == set(outline.images)
+        assert outline.decoding_bytes < most
+
+
 def test_memory_is_given_back_where_decoding_fails() -> None:
     reader = MediaReader(MediaLimits())
     for source in (encoded(900, 700)[:400], encoded(900, 700, "WEBP")[:60]):

@@ -1,0 +1,132 @@
+"""Opens encoded pictures: their headers are read, within bounds, and no pixel is decoded."""
+
+import io
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import BmpImagePlugin, IcoImagePlugin, Image, JpegImagePlugin
+
+# Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
+# read further files, and no camera, browser or scanner writes their formats.
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
+
+_JPEG, _PNG, _ICON = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\0\0\1\0"
+_TIFF = {b"II": "<", b"MM": ">"}
+"""First bytes of a TIFF, and its byte order."""
+_TURNING_TEXTS = b"Raw profile type exif", b"XML:com.adobe.xmp"
+"""Keywords of those texts in a PNG that may say how the picture lies."""
+_ARRAYS = {258, 273, 320, 324, 338, 339}
+"""Tags of a TIFF that Pillow reads in full: bits, strips, colours, tiles, extra and kinds of
+samples."""
+_MOST_VALUES = 1 << 18
+"""Values of such a tag: 50 megapixels have 195,000 tiles of 16 x 16."""
+_STRIP_BYTES = 400
+"""Bytes that Pillow takes for each strip or tile, of however many pixels."""
+_ICON_SIDE = 256
+"""Most pixels along a side of an icon that is no PNG."""
+
+_one_at_a_time = threading.Lock()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_one_at_a_time.acquire,
+        after_in_parent=_one_at_a_time.release,
+        after_in_child=_one_at_a_time.release,
+    )
+
+
+def opened_image(source: Path | BinaryIO) -> Image.Image:
+    """A picture whose header alone is read; errors of the parsers are not caught.
+
+    Headers are read one at a time, as some take a hundred megabytes until they are.
+    """
+    with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
+        file.seek(0)
+        first = file.read(8)
+        if first == _PNG and (texts := [*_texts(file)]):
+            return opened_image(_without(file, texts))
+        if first[:4] == _ICON:
+            return _opened_icon(file)
+        if first[:2] in _TIFF:
+            _check_arrays(file, _TIFF[first[:2]], large=first[2:3] == b"+")
+        file.seek(0)
+    with _one_at_a_time:
+        if first.startswith(_JPEG):
+            # Image.open would refuse a JPEG that is too large to be decoded in full.
+            return JpegImagePlugin.JpegImageFile(source)
+        Image.init()
+        return Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+
+
+def header_bytes(image: Image.Image) -> int:
+    """Memory that the header of an opened picture takes."""
+    return _STRIP_BYTES * len(getattr(image, "tile", ()))
+
+
+def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Begins and ends of the compressed texts of a PNG that say nothing about its pixels.
+
+    Pillow unpacks each, up to a mebibyte from a kilobyte, and keeps 64 of them.
+    """
+    at = len(_PNG)
+    while len(head := _at(file, at, 40)) >= 8:
+        length, kind = struct.unpack_from(">I4s", head)
+        end = at + 12 + length
+        if kind in (b"zTXt", b"iTXt") and head[8:].partition(b"\0")[0] not in _TURNING_TEXTS:
+            yield at, end
+        at = end
+
+
+def _without(file: BinaryIO, parts: list[tuple[int, int]]) -> BinaryIO:
+    """A copy of a file without these parts of it."""
+    begins = [0, *(end for _, end in parts)]
+    ends = [*(begin for begin, _ in parts), file.seek(0, io.SEEK_END)]
+    return io.BytesIO(
+        b"".join(
+            _at(file, begin, max(0, end - begin)) for begin, end in zip(begins, ends, strict=True)
+        )
+    )
+
+
+def _opened_icon(file: BinaryIO) -> Image.Image:
+    """The largest picture of an icon, which may be larger than the icon says; Pillow alone would
+    decode it to open the icon."""
+    file.seek(0)
+    icon: Any = IcoImagePlugin.IcoFile(file)
+    start = icon.entry[0].offset
+    if _at(file, start, len(_PNG)) == _PNG:
+        return opened_image(io.BytesIO(_at(file, start, -1)))
+    file.seek(start)
+    if max(BmpImagePlugin.DibImageFile(file).size) > 2 * _ICON_SIDE:
+        raise ValueError("a bitmap that is too large for an icon")
+    return icon.frame(0)
+
+
+def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
+    """Refuse a TIFF whose first directory has more values of a tag than a picture needs.
+
+    Raises:
+        ValueError: it has.
+    """
+    start, entries, entry = ("Q", "Q", "HHQQ") if large else ("I", "H", "HHII")
+    [at] = _unpacked(file, 8 if large else 4, order + start)
+    [count] = _unpacked(file, at, order + entries)
+    size = struct.calcsize(order + entry)
+    data = _at(file, at + struct.calcsize(order + entries), size * min(count, 1 << 16))
+    for tag, _, values, _ in struct.iter_unpack(order + entry, data[: len(data) // size * size]):
+        if tag in _ARRAYS and values > _MOST_VALUES:
+            raise ValueError(f"{values:,} values of tag {tag}")
+
+
+def _unpacked(file: BinaryIO, start: int, form: str) -> tuple[Any, ...]:
+    return struct.unpack(form, _at(file, start, struct.calcsize(form)))
+
+
+def _at(file: BinaryIO, start: int, count: int) -> bytes:
+    file.seek(start)
+    return file.read(count)
