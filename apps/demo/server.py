@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oscar_mm.apps.connections import ConnectionBounds
 from oscar_mm.apps.demo.examples import FOLDER
-from oscar_mm.apps.demo.sessions import Sessions
-from oscar_mm.apps.demo.visitor_input import LIMITS, MAX_CHAT_BYTES, SessionSettings
-from oscar_mm.apps.server_process import bind, freeze_loaded, sigterm_as_ctrl_c
+from oscar_mm.apps.demo.sessions import MAX_VISITS, Sessions
+from oscar_mm.apps.demo.visitor_input import LIMITS, SessionSettings
+from oscar_mm.apps.server_process import bind, freeze_loaded, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -25,10 +27,11 @@ from oscar_mm.policy import KVPolicy
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
-_STYLE = Path(__file__).with_name("style.css")
-_FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
 _CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S = 600, 6 * 3600
+_CONNECTIONS = 2 * MAX_VISITS + 128
+"""Most connections: a page has two that stay, and others while it loads."""
+_HEAD_S = 10.0
+"""Seconds in which the head of a request must come."""
 GRACE_S = 10.0
 """Seconds in which answers end when the page is closed."""
 _KEEP_GRACE_S = 120.0
@@ -54,9 +57,7 @@ def serve(
         InputError: there is no such model, or the port or the host cannot be used.
     """
     with sigterm_as_ctrl_c():
-        # gradio binds its own socket when the model is loaded; a port in use is an error now.
-        for sock in bind(host, port):
-            sock.close()
+        sockets = bind(host, port)
         pipe = pipeline_for(model)(
             model,
             policy=policy,
@@ -71,7 +72,7 @@ def serve(
         try:
             _warm_up(pipe)
             freeze_loaded()
-            with serve_page(pipe, settings, port=port, host=host, keep=keep) as running:
+            with serve_page(pipe, settings, sockets, host, keep) as running:
                 print(f"oscar-mm: {running.address} (Ctrl-C ends it)", file=sys.stderr)
                 wait_for_ctrl_c()
         finally:
@@ -115,19 +116,20 @@ class RunningPage:
 def serve_page(
     pipe: Any,
     settings: SessionSettings,
-    *,
-    port: int,
+    sockets: Sequence[socket.socket],
     host: str = "127.0.0.1",
     keep: Path | None = None,
+    head_s: float = _HEAD_S,
 ) -> Iterator[RunningPage]:
     """Serve the page inside; then end all sessions, running answers within ``GRACE_S``.
 
     Args:
         pipe: answers.
         settings: settings of conversations for which the visitor has chosen none.
-        port: port of the page.
-        host: address to listen on.
+        sockets: where to listen, as of ``bind``; closed in the end.
+        host: the address on which they are.
         keep: folder from which conversations go on when the page is served again.
+        head_s: seconds in which the head of a request must come.
 
     Raises:
         InputError: the port is taken, or the folder cannot be made.
@@ -138,56 +140,23 @@ def serve_page(
         # gradio reads this when it builds a page: uploads go there, and go with the server.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-        from gradio.themes import Base
-        from starlette.middleware import Middleware
-
         from oscar_mm.apps.demo.handlers import Handlers
-        from oscar_mm.apps.demo.page import Isolation, build, icon_style
-        from oscar_mm.apps.guard import Guard, OneLength
+        from oscar_mm.apps.demo.page import build
+        from oscar_mm.apps.demo.page_server import PageServer
 
         sessions = Sessions(pipe, settings, (folder, FOLDER), keep)
         page = build(Handlers(sessions, folder / "made"))
         page.delete_cache = (_CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S)
-        try:
-            page.launch(
-                server_name=host,
-                server_port=port,
-                share=False,
-                quiet=True,
-                inbrowser=False,
-                prevent_thread_lock=True,
-                show_error=False,
-                footer_links=[],
-                run_history=False,
-                enable_monitoring=False,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
-                max_file_size=MAX_CHAT_BYTES,
-                allowed_paths=[str(FOLDER)] if FOLDER.is_dir() else [],
-                app_kwargs={
-                    "middleware": [
-                        Middleware(OneLength),
-                        Middleware(Guard, host=host, uploads=("/upload",)),
-                        Middleware(Isolation, folder=folder),
-                    ],
-                    "docs_url": None,
-                    "redoc_url": None,
-                    "openapi_url": None,
-                },
-                theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
-                head=f"<style>{_STYLE.read_text()}\n{icon_style()}</style>",
-            )
-        except OSError:
-            # gradio's own message names options that this program lacks.
-            raise InputError(f"--host {host} --port {port}: cannot be used: give another") from None
-        try:
-            yield RunningPage(str(page.local_url), sessions, page)
-        finally:
-            closing = threading.Thread(target=sessions.close, daemon=True)
-            closing.start()
-            page.close(verbose=False)
-            closing.join(GRACE_S if keep is None else _KEEP_GRACE_S)
+        listen(sockets)
+        bounds = ConnectionBounds(_CONNECTIONS, head_s)
+        with PageServer(page, sockets, host, folder, bounds):
+            try:
+                yield RunningPage(f"{url(host, sockets[0].getsockname()[1])}/", sessions, page)
+            finally:
+                closing = threading.Thread(target=sessions.close, daemon=True)
+                closing.start()
+                page.close(verbose=False)
+                closing.join(GRACE_S if keep is None else _KEEP_GRACE_S)
 
 
 def wait_for_ctrl_c() -> None:

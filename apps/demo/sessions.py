@@ -40,7 +40,8 @@ MAX_UNVISITED_S = 6 * 3600.0
 """How long a conversation that nobody visits stays."""
 MAX_UNVISITED_BYTES = 2**30
 """Most bytes of keys and values of all conversations that nobody visits."""
-_MAX_VISITS = 4 * MAX_SESSIONS
+MAX_VISITS = 4 * MAX_SESSIONS
+"""Most browsers that visit."""
 MAX_FILES = 64
 """Most conversations of a folder."""
 MAX_BYTES = 4 * 2**30
@@ -282,7 +283,7 @@ def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
     """Add a visit as the latest one; the oldest of too many goes."""
     visits.pop(key, None)
     visits[key] = session_id
-    if len(visits) > _MAX_VISITS:
+    if len(visits) > MAX_VISITS:
         del visits[next(iter(visits))]
 
 

@@ -27,9 +27,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from oscar_mm.apps.connections import Connection, ConnectionBounds
 from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.apps.serve.access_log import AccessLog, note_answer, note_refusal
-from oscar_mm.apps.serve.connections import Connection, ConnectionBounds
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import Request, read_request

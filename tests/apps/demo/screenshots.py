@@ -18,9 +18,9 @@ from oscar_mm.apps.demo.command import DEFAULT_MODEL
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.server import serve_page
 from oscar_mm.apps.demo.visitor_input import LIMITS, SessionSettings
+from oscar_mm.apps.server_process import bind
 from oscar_mm.policy import KVPolicy
 from tests.apps.demo.browser import Browser
-from tests.apps.demo.test_server import free_port
 
 TARGET = FOLDER / "screenshots"
 # File, window in pixels, height of the picture, dark, example, tab.
@@ -103,7 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pipe = OscarOmniPipeline(DEFAULT_MODEL, dtype="bfloat16", limits=LIMITS, kv_budget="1GB")
     settings = SessionSettings(KVPolicy.preset("compact"), "compact")
-    with serve_page(pipe, settings, port=free_port()) as served:
+    with serve_page(pipe, settings, bind("127.0.0.1", 0)) as served:
         take(served.address, target)
         if target != TARGET:
             take_states(served.address, target)

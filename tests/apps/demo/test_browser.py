@@ -13,8 +13,8 @@ import torch
 
 from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.server_process import bind
 from tests.apps.demo.conftest import COMPACT
-from tests.apps.demo.test_server import free_port
 
 pytest.importorskip("selenium")
 pytest.importorskip("selenium_axe_python")
@@ -42,7 +42,7 @@ TOKENS = 160
 
 @pytest.fixture(scope="module")
 def served(pipe) -> Iterator[RunningPage]:
-    with serve_page(pipe, COMPACT, port=free_port()) as made:
+    with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as made:
         yield made
 
 

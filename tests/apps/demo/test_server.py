@@ -11,25 +11,22 @@ from typing import Any
 import httpx
 import pytest
 
+from oscar_mm.apps.demo import server as server_module
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo import visitor_input as bounds
 from oscar_mm.apps.demo.page import stored_bytes
 from oscar_mm.apps.demo.server import RunningPage, serve_page
+from oscar_mm.apps.server_process import bind
 from oscar_mm.errors import InputError
+from tests.apps.connections import HEAD, connected, is_closed, opened, seconds_until_closed
 from tests.apps.demo.conftest import COMPACT
 
 WHERE = ["H100", "Qwen3-VL-8B", "32K tokens"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def served(pipe) -> Iterator[RunningPage]:
-    with serve_page(pipe, COMPACT, port=free_port()) as made:
+    with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as made:
         yield made
 
 
@@ -37,6 +34,12 @@ def served(pipe) -> Iterator[RunningPage]:
 def client(served: RunningPage) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.address, timeout=60) as made:
         yield made
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def call(
@@ -247,7 +250,7 @@ def test_a_conversation_goes_on_after_a_restart(pipe, uploads, tmp_path) -> None
     ids, histories = [""], []
     for _ in range(2):
         with (
-            serve_page(pipe, COMPACT, port=free_port(), keep=tmp_path / "kept") as page,
+            serve_page(pipe, COMPACT, bind("127.0.0.1", 0), keep=tmp_path / "kept") as page,
             httpx.Client(base_url=page.address, timeout=60) as visitor,
         ):
             data = [ids[-1], *WHERE]
@@ -260,6 +263,40 @@ def test_a_conversation_goes_on_after_a_restart(pipe, uploads, tmp_path) -> None
     assert "What?" not in histories[0] and "What?" in histories[1] and "<img" in histories[1]
 
 
+BEATS = b"GET /gradio_api/heartbeat/s1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+"""What a page that is open has asked for."""
+
+
+def test_who_does_not_say_what_he_wants(pipe) -> None:
+    """Connections without a whole head are closed; a page that is open stays open."""
+    with serve_page(pipe, COMPACT, bind("127.0.0.1", 0), head_s=0.5) as page:
+        address = page.address.rstrip("/")
+        with connected(address) as visitor:
+            visitor.sendall(BEATS)
+            assert b"200 OK" in visitor.recv(4096)
+            for sent, trickle in ((b"", b""), (HEAD, b""), (HEAD, b"X: " + b"a" * 500)):
+                with connected(address) as connection:
+                    connection.sendall(sent)
+                    assert 0.4 < seconds_until_closed(connection, trickle) < 3
+            assert not is_closed(visitor)
+
+
+def test_connections_are_bounded(pipe, monkeypatch) -> None:
+    """The longest to wait give way to others, and a page that is open does not."""
+    monkeypatch.setattr(server_module, "_CONNECTIONS", 10)
+    with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as page:
+        address = page.address.rstrip("/")
+        with connected(address) as visitor:
+            visitor.sendall(BEATS)
+            assert b"200 OK" in visitor.recv(4096)
+            with opened(address, 40, HEAD) as connections:
+                assert httpx.get(page.address, timeout=60).status_code == 200
+                closed = [is_closed(one) for one in connections]
+            assert 40 - 10 <= sum(closed) < 40
+            assert closed == sorted(closed, reverse=True), "the first ones"
+            assert not is_closed(visitor)
+
+
 def until(done: Callable[[], object], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not done():
@@ -269,6 +306,5 @@ def until(done: Callable[[], object], seconds: float = 30) -> None:
 
 def test_a_port_that_is_taken(served, pipe) -> None:
     port = int(served.address.rstrip("/").rpartition(":")[2])
-    refused = pytest.raises(InputError, match=f"--port {port}: cannot be used: give")
-    with refused, serve_page(pipe, COMPACT, port=port):
-        pass
+    with pytest.raises(InputError, match=f"--port {port}: cannot be used "):
+        bind("127.0.0.1", port)

@@ -2,55 +2,21 @@
 
 import http.client
 import json
-import select
-import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
+from tests.apps.connections import HEAD, connected, is_closed, opened, seconds_until_closed
 from tests.apps.serve.conftest import served, user
 from tests.apps.serve.test_server import ask, client_of
 
-HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 POST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 )
-
-
-def connected(address: str) -> socket.socket:
-    host, port = address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
-
-
-def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed it; what it has sent before is skipped."""
-    try:
-        while select.select([connection], [], [], 0)[0]:
-            if not connection.recv(4096):
-                return True
-    except ConnectionError:
-        return True
-    return False
-
-
-def seconds_until_closed(connection: socket.socket, trickle: bytes = b"") -> float:
-    """How long the server leaves it open, though one more byte comes ever again."""
-    start, sent = time.monotonic(), 0
-    while not is_closed(connection):
-        assert time.monotonic() - start < 10
-        if sent < len(trickle):
-            try:
-                connection.sendall(trickle[sent : sent + 1])
-            except ConnectionError:
-                break
-            sent += 1
-        time.sleep(0.05)
-    return time.monotonic() - start
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +62,6 @@ def test_who_asks_in_time_may_ask_again(hasty) -> None:
     assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
     assert time.monotonic() - start > 0.4
     connection.close()
-
-
-@contextmanager
-def opened(address: str, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
-    with ExitStack() as stack:
-        connections = [stack.enter_context(connected(address)) for _ in range(count)]
-        for connection in connections:
-            try:
-                connection.sendall(sent)
-            except ConnectionError:
-                continue
-        yield connections
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, POST + b"Content-Length: 90\r\n\r\n{"])

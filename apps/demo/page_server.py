@@ -1,0 +1,119 @@
+"""PageServer: serves gradio's page over bounded connections, which gradio's own server has not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import uvicorn
+from fastapi import FastAPI
+from gradio.themes import Base
+from starlette.middleware import Middleware
+from starlette.routing import Mount
+
+from oscar_mm.apps.connections import Connection, ConnectionBounds
+from oscar_mm.apps.demo.examples import FOLDER
+from oscar_mm.apps.demo.page import Isolation, icon_style
+from oscar_mm.apps.demo.visitor_input import MAX_CHAT_BYTES
+from oscar_mm.apps.guard import Guard, OneLength
+from oscar_mm.errors import InputError
+
+_STYLE = Path(__file__).with_name("style.css")
+_FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
+_OFF: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+_CLOSING_S = 5
+"""Seconds in which answers to visitors end when the page is closed."""
+
+
+class PageServer(uvicorn.Server):
+    """Serves a page in a thread of its own, inside a ``with`` block.
+
+    Args:
+        page: gradio's blocks; closing them closes this server.
+        sockets: where to listen; closed in the end.
+        host: the address on which they are.
+        folder: folder of the uploads.
+        bounds: of the connections.
+    """
+
+    def __init__(
+        self,
+        page: Any,
+        sockets: Sequence[socket.socket],
+        host: str,
+        folder: Path,
+        bounds: ConnectionBounds,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                _mounted(page, host, folder),
+                http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_CLOSING_S,
+            )
+        )
+        self._page = page
+        self._thread = threading.Thread(target=self.run, args=[[*sockets]], daemon=True)
+
+    def __enter__(self) -> PageServer:
+        """Serve from here on.
+
+        Raises:
+            InputError: the page cannot be served.
+        """
+        self._thread.start()
+        while not self.started:
+            if not self._thread.is_alive():
+                raise InputError("the page cannot be served; the log says why")
+            time.sleep(0.001)
+        self._page.is_running, self._page.server = True, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all streams and the server."""
+        self._page.close(verbose=False)
+
+    def close(self) -> None:
+        """End the server."""
+        self.should_exit = True
+        self._thread.join(_CLOSING_S)
+
+
+def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
+    """An application that serves a page and nothing else."""
+    app = gr.mount_gradio_app(
+        FastAPI(**_OFF),
+        page,
+        path="/",
+        footer_links=[],
+        run_history=False,
+        app_kwargs={
+            "middleware": [
+                Middleware(OneLength),
+                Middleware(Guard, host=host, uploads=("/upload",)),
+                Middleware(Isolation, folder=folder),
+            ],
+            **_OFF,
+        },
+        allowed_paths=[str(FOLDER)] if FOLDER.is_dir() else [],
+        show_error=False,
+        max_file_size=MAX_CHAT_BYTES,
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=False,
+        mcp_server=False,
+        theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
+        head=f"<style>{_STYLE.read_text()}\n{icon_style()}</style>",
+    )
+    # The page ends the streams of its own application when it is closed.
+    [page.app] = [route.app for route in app.routes if isinstance(route, Mount)]
+    return app
