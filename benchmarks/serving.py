@@ -280,7 +280,7 @@ def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
         port = free.getsockname()[1]
     entry = ("-c", _ENDLESS) if endless else ("-m", "oscar_mm.cli", "serve")
     line = [sys.executable, *entry, "--port", str(port), *options]
-    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(line, env={"OMP_NUM_THREADS": "1"} | os.environ)
     try:
         while True:
             with suppress(OSError):
