@@ -1,16 +1,14 @@
 // block_tables: what a scheduler of requests knows of a batch -> the tables of decode and of store.
 //
 // Thread block 0 shares the line of items out to the thread blocks of decode; then come a thread
-// block for each row that decodes, which lists its pages, and a warp for each job and for each page
-// that may begin. (oscar_mm/ops/block_tables.py says what all of them are, and does the same on a
-// CPU.)
+// block for each row that decodes, which lists its pages and its tokens in 16-bit precision, a warp
+// for each job and for each page that may begin, and a thread for each new token's place in its
+// ring. (oscar_mm/ops/block_tables.py says what all of them are, and does the same on a CPU.)
 
-#include "common/types.cuh"
+#include "block_tables/rows.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int MOST_ROWS = 4096;
-constexpr int PAGE_TOKENS = 128;
 constexpr int TILE = 16;
 constexpr int HEAD = 4;            // numbers of a job, or a beginning, before its sources
 constexpr int CENTER_TOKENS = 32;
@@ -25,23 +23,50 @@ struct Params {
   const int* lengths;        // (rows): tokens of each row, new ones included
   const int* starts;         // (rows + 1): of the new tokens of each row
   const int64_t* slots;      // (tokens): page * 128 + place of each new token; below 0: is not stored
+  const int2* tails;         // (rows): ring of each row, or -1; the row's first token in it
   int2* items;               // (rows, item_stride)
   int2* counts;              // (rows)
   int* assignments;          // (workers, FIELDS)
   int* jobs;                 // (job_count, HEAD + TILE)
   int* begins;               // (begin_count, HEAD + CENTER_TOKENS)
+  int* recents;              // (rows, recent_stride): places of tokens in 16-bit precision
+  int* writes;               // (write_count, 3)
   int64_t block_stride, item_stride;
   int rows, decodes, row_tiles;  // row_tiles: jobs of a row where all rows have the same; else 0
-  int job_count, begin_count;
+  int job_count, begin_count, write_count;
   int heads, column_tiles, workers;
-  int staged;                // whether store finds token i in the i-th slot of 16 bit
+  int sinks, window, size;   // of a ring: places of first tokens, tokens that are read, other places
+  int recent_stride;
+  int staged;                // whether store finds new tokens in their rings
 };
-
-__device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 // Tokens of a row before its new ones.
 __device__ __forceinline__ int past_of(const Params& params, int row) {
   return max(params.lengths[row] - (params.starts[row + 1] - params.starts[row]), 0);
+}
+
+// What a row that decodes reads in 16-bit precision: its tokens [0, sinks) and [first, past).
+struct Exact {
+  int sinks, first, past;
+
+  __device__ __forceinline__ Exact(const Params& params, int row) : past(past_of(params, row)) {
+    const int2 tail = params.tails[row];
+    sinks = tail.x >= 0 && tail.y == 0 ? min(params.sinks, past) : 0;
+    first = tail.x >= 0 ? max(max(tail.y, past - params.window), sinks) : past;
+  }
+
+  __device__ __forceinline__ int count() const { return sinks + past - first; }
+  __device__ __forceinline__ int tiles() const { return ceil_div(count(), TILE); }
+  __device__ __forceinline__ int pages() const {
+    return first > sinks ? ceil_div(first, PAGE_TOKENS) : 0;
+  }
+  __device__ __forceinline__ int items() const { return 1 + tiles() + pages(); }
+};
+
+// Where a ring has a row's token.
+__device__ __forceinline__ int place_of(const Params& params, int ring, int position) {
+  const int within = position < params.sinks ? position : params.sinks + position % params.size;
+  return ring * (params.sinks + params.size) + within;
 }
 
 // The largest of `count` rows whose number, of numbers that do not descend, is at most `wanted`.
@@ -63,30 +88,11 @@ __device__ __forceinline__ int sum_of(int x) {
   return x;
 }
 
-// before[row] becomes the sum of amount(row) over the rows before; before[decodes] the sum of all.
-// One warp.
-template <class Amount>
-__device__ __forceinline__ void sums_before(int* before, int rows, int lane, const Amount& amount) {
-  int sum = 0;
-  for (int first = 0; first < rows; first += 32) {
-    const int row = first + lane;
-    const int own = row < rows ? amount(row) : 0;
-    int upto = own;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, step);
-      if (lane >= step) upto += other;
-    }
-    if (row < rows) before[row] = sum + upto - own;
-    sum += __shfl_sync(~0u, upto, 31);
-  }
-  if (lane == 0) before[rows] = sum;
-}
-
-// As `assign` of oscar_mm/ops/decode_tables.py, of rows without tokens in 16 bit.
+// As `assign` of oscar_mm/ops/decode_tables.py.
 __device__ __forceinline__ void assign(const Params& params, int* before) {
   const int rows = params.decodes, per_row = params.heads * params.column_tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto items_of = [&](int row) { return 1 + ceil_div(past_of(params, row), PAGE_TOKENS); };
+  const auto items_of = [&](int row) { return Exact(params, row).items(); };
   const bool few = rows * per_row <= params.workers;
   const auto length_of = [&](int row) { return items_of(row) + (few ? 0 : SEGMENT_ITEMS); };
   if (warp == 0) sums_before(before, rows, lane, length_of);
@@ -138,9 +144,9 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
         first = max(begin, start);
         last = static_cast<int>(static_cast<int64_t>(total) * (worker + 1) / used);
       }
-      const int segment = row * per_row + within;
+      const int segment = row * per_row + within, tiles = Exact(params, row).tiles();
       const int found[] = {first, last, total, min(params.workers, total), row, head, tile, segment,
-                           start, 0, items - 1, few ? first_of(row) + within * size : 0,
+                           start, tiles, items - 1 - tiles, few ? first_of(row) + within * size : 0,
                            few ? size : 0};
       for (int i = 0; i < 13; ++i) fields[i] = found[i];
     }
@@ -149,12 +155,19 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
 }
 
 __device__ __forceinline__ void list_pages(const Params& params, int row) {
-  const int past = past_of(params, row), pages = ceil_div(past, PAGE_TOKENS);
-  for (int page = threadIdx.x; page < pages; page += THREADS)
+  const Exact exact(params, row);
+  const int pages = exact.pages(), count = exact.count(), ring = params.tails[row].x;
+  for (int page = threadIdx.x; page < pages; page += THREADS) {
+    const int stop = min(exact.first - page * PAGE_TOKENS, PAGE_TOKENS);
     params.items[row * params.item_stride + page] = {
         params.blocks[row * params.block_stride + page],
-        min(past - page * PAGE_TOKENS, PAGE_TOKENS)};
-  if (threadIdx.x == 0) params.counts[row] = {0, pages};
+        stop | (page == 0 ? exact.sinks << 8 : 0)};
+  }
+  for (int i = threadIdx.x; i < count; i += THREADS) {
+    const int position = i < exact.sinks ? i : exact.first + i - exact.sinks;
+    params.recents[row * params.recent_stride + i] = place_of(params, ring, position);
+  }
+  if (threadIdx.x == 0) params.counts[row] = {count, pages};
 }
 
 // Where the lines of a row begin, of rows of any number of tokens: as many as a row may need, told
@@ -167,9 +180,17 @@ __device__ __forceinline__ int first_begin(const Params& params, int row) {
   return params.row_tiles ? row : row + params.starts[row] / PAGE_TOKENS;
 }
 
-// Where store finds a token of the batch.
-__device__ __forceinline__ int source_of(const Params& params, int token) {
-  return params.staged ? ~token : token;
+// The place in its ring of a row's new token; -1 if it gets none.
+__device__ __forceinline__ int new_place(const Params& params, int row, int token) {
+  const int ring = params.tails[row].x, left = params.starts[row + 1] - token;
+  const int position = params.lengths[row] - left;
+  if (ring < 0 || (position >= params.sinks && left > params.size)) return -1;
+  return place_of(params, ring, position);
+}
+
+// Where store finds a row's new token.
+__device__ __forceinline__ int source_of(const Params& params, int row, int token) {
+  return params.staged ? ~new_place(params, row, token) : token;
 }
 
 __device__ __forceinline__ void write_job(const Params& params, int line, int lane) {
@@ -186,7 +207,7 @@ __device__ __forceinline__ void write_job(const Params& params, int line, int la
   const int page = stored ? static_cast<int>(one / PAGE_TOKENS) : -1;
   const int tile = stored ? static_cast<int>(one % PAGE_TOKENS) / TILE : 0;
   if (lane < HEAD) job[lane] = lane == 0 ? page : lane == 1 ? tile : 0;
-  if (lane < TILE) job[HEAD + lane] = slot >= 0 ? source_of(params, token) : NOTHING;
+  if (lane < TILE) job[HEAD + lane] = slot >= 0 ? source_of(params, row, token) : NOTHING;
 }
 
 __device__ __forceinline__ void write_begin(const Params& params, int line, int lane) {
@@ -208,7 +229,17 @@ __device__ __forceinline__ void write_begin(const Params& params, int line, int 
   if (lane == 2) begin[2] = count;
   if (lane == 3)
     begin[3] = begins && copies ? params.blocks[row * params.block_stride + number - 1] : 0;
-  begin[HEAD + lane] = lane < count ? source_of(params, source + lane) : NOTHING;
+  begin[HEAD + lane] = lane < count ? source_of(params, row, source + lane) : NOTHING;
+}
+
+__device__ __forceinline__ void write_place(const Params& params, int token) {
+  int* write = params.writes + static_cast<int64_t>(token) * 3;
+  int place = -1;
+  if (token < params.starts[params.rows] && params.slots[token] >= 0) {
+    const int row = row_at(params.rows, token, [&](int other) { return params.starts[other]; });
+    place = new_place(params, row, token);
+  }
+  write[0] = 0, write[1] = token, write[2] = place;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -223,9 +254,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     list_pages(params, row);
     return;
   }
-  const int line = (row - params.decodes) * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (line < params.job_count)
+  const int first = (row - params.decodes) * WARPS, lines = params.job_count + params.begin_count;
+  const int line = first + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (line < params.job_count) {
     write_job(params, line, lane);
-  else if (line - params.job_count < params.begin_count)
+  } else if (line < lines) {
     write_begin(params, line - params.job_count, lane);
+  } else if (const int token = (line - lines) * 32 + lane; token < params.write_count) {
+    write_place(params, token);
+  }
 }

@@ -19,13 +19,14 @@ from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.modality import Modality
 from oscar_mm.ops.library import recipe_arguments
 from oscar_mm.ops.pack import NOT_STORABLE, pack
+from oscar_mm.ops.rings import RingShape
 from oscar_mm.ops.store import store
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe
-from oscar_mm.vllm_plugin.step import StepTables
+from oscar_mm.vllm_plugin.step import Rings, StepTables
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,8 @@ class Blocks(Paged):
         blocks = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
         slots = torch.arange(rows * pages * PAGE_TOKENS, device=device).view(rows, -1)
         packed = blocks.new_zeros(rows * pages, page_format.page_bytes, dtype=torch.uint8)
-        step_tables = StepTables(rows, rows * tokens, pages, heads, 1, pages, device)
+        rings = Rings(rows, RingShape(0, 0, 1), 0, device)
+        step_tables = StepTables(rows, rows * tokens, pages, heads, 1, pages, device, rings)
         for start, stop in self._steps(tokens):
             ends, starts = np.full(rows, stop), np.arange(rows + 1) * (stop - start)
             lengths, firsts = (torch.from_numpy(x).to(device, torch.int32) for x in (ends, starts))

@@ -1,8 +1,9 @@
 """block_tables: what a scheduler of requests knows of a batch -> the tables of decode and store.
 
 For engines whose scheduler gives each request a row of a block table, such as vLLM's: a block is a
-stream page, and all tokens are packed at once. The tables are made on the device, as nobody on the
-host knows how long the requests are.
+stream page, and all tokens are packed at once. Rings have some of them as they came, too
+(``oscar_mm.ops.rings``). The tables are made on the device, as nobody on the host knows how long
+the requests are.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 
 from oscar_mm.kernels.launch import addresses, current_stream, ints, pointers
 from oscar_mm.kernels.self_check import OperationKernel
-from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, assign
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, START, assign
+from oscar_mm.ops.rings import RingShape
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
 
-MOST_ROWS = 4096
-"""Requests of a batch."""
 _WARPS = 8
+_WRITTEN = 7
 
 
 class BlockTables(NamedTuple):
-    """Arguments of ``block_tables``, all int32 but the slots; the last five are written to.
+    """Arguments of ``block_tables``, all int32 but the slots; the last seven are written to.
 
     Attributes:
         blocks: (rows, most pages): the pages of each request, those of its new tokens too.
@@ -38,10 +39,12 @@ class BlockTables(NamedTuple):
         row_tiles: ``row_tiles`` of the tokens of a request, where all decode; else 0.
         kv_heads: of a layer.
         columns: new tokens of a request that decodes times query heads of a KV head.
-        staged: whether ``store`` will find token i of the batch in slot i of 16 bit; else in the
-            i-th of the new tokens.
+        staged: whether ``store`` will find new tokens in their rings; else in the new tokens. No
+            request has more of them than its ring has places.
+        shape: of the rings.
+        tails: (rows, 2), as of ``oscar_mm.ops.rings``.
         items: (decodes or more, most pages, 2), as of ``oscar_mm.ops.decode``: a request's pages
-            without its new tokens.
+            without its new tokens, and without those that are read from its ring.
         counts: (decodes or more, 2), as of ``oscar_mm.ops.decode``.
         assignments: (thread blocks, 16), as of ``oscar_mm.ops.decode``.
         jobs: (``job_count``, 20), as of ``oscar_mm.ops.store``, of new tokens in one row. Jobs
@@ -49,6 +52,9 @@ class BlockTables(NamedTuple):
         begins: (``begin_count``, 36), as of ``oscar_mm.ops.store``. A page's center is the mean of
             its first 32 tokens if they are all new; else of the last 32 of the request's new
             tokens; with fewer of them, of keys that the page before stores.
+        recents: (decodes or more, ``shape.most_read`` or more), as of ``oscar_mm.ops.decode``: the
+            first tokens of a request, if its ring has had them all, and its most recent ones.
+        writes: (tokens, 3), as of ``oscar_mm.ops.append``: places of the new tokens in the rings.
     """
 
     blocks: torch.Tensor
@@ -60,11 +66,15 @@ class BlockTables(NamedTuple):
     kv_heads: int
     columns: int
     staged: bool
+    shape: RingShape
+    tails: torch.Tensor
     items: torch.Tensor
     counts: torch.Tensor
     assignments: torch.Tensor
     jobs: torch.Tensor
     begins: torch.Tensor
+    recents: torch.Tensor
+    writes: torch.Tensor
 
     @property
     def rows(self) -> int:
@@ -95,11 +105,12 @@ class Params(ctypes.Structure):
     """``Params`` of csrc/block_tables/block_tables.cu, field for field."""
 
     _fields_ = (
-        *pointers("blocks", "lengths", "starts", "slots"),
-        *pointers("items", "counts", "assignments", "jobs", "begins"),
+        *pointers("blocks", "lengths", "starts", "slots", "tails"),
+        *pointers("items", "counts", "assignments", "jobs", "begins", "recents", "writes"),
         *((name, ctypes.c_int64) for name in ("block_stride", "item_stride")),
-        *ints("rows", "decodes", "row_tiles", "job_count", "begin_count"),
-        *ints("heads", "column_tiles", "workers", "staged"),
+        *ints("rows", "decodes", "row_tiles", "job_count", "begin_count", "write_count"),
+        *ints("heads", "column_tiles", "workers"),
+        *ints("sinks", "window", "size", "recent_stride", "staged"),
     )
 
 
@@ -113,13 +124,16 @@ class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0
     def __call__(self, given: BlockTables) -> None:
         """Launch."""
         params = Params(
-            *addresses(given.blocks, given.lengths, given.starts, given.slots),
-            *addresses(*given[-5:]),
+            *addresses(given.blocks, given.lengths, given.starts, given.slots, given.tails),
+            *addresses(*given[-_WRITTEN:]),
             *(given.blocks.stride(0), given.items.stride(0) // 2),
-            *(given.rows, given.decodes, given.row_tiles, len(given.jobs), len(given.begins)),
-            *(given.kv_heads, -(-given.columns // COLUMNS), len(given.assignments), given.staged),
+            *(given.rows, given.decodes, given.row_tiles),
+            *(len(given.jobs), len(given.begins), len(given.writes)),
+            *(given.kv_heads, -(-given.columns // COLUMNS), len(given.assignments)),
+            *(given.shape.sinks, given.shape.window, given.shape.size),
+            *(given.recents.stride(0), given.staged),
         )
-        lines = len(given.jobs) + len(given.begins)
+        lines = len(given.jobs) + len(given.begins) + -(-len(given.writes) // 32)
         grid = (1 + given.decodes + -(-lines // _WARPS), 1, 1)
         stream = current_stream(given.blocks.device)
         self._kernel.launch(grid, (32 * _WARPS, 1, 1), 0, params, stream)
@@ -136,7 +150,7 @@ class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0
             block_tables_by_numpy(expected)
             differing += [
                 float((one != other).float().mean())
-                for one, other in zip(found[-5:], expected[-5:], strict=True)
+                for one, other in zip(found[-_WRITTEN:], expected[-_WRITTEN:], strict=True)
             ]
         return max(differing)
 
@@ -169,16 +183,25 @@ def checked_tables(
     ]
     slots[tokens // 2] = -1
     lengths = torch.tensor(past) + torch.tensor(new)
+    shape = RingShape(4, 32, max(new[:decodes], default=1))
+    # Of three rows a ring has all tokens, some and none; where not all decode one has no ring.
+    firsts = [[0, min(20, x), x][row % 3] for row, x in enumerate(past)]
+    without = -1 if of_row else 1
+    tails = torch.tensor(
+        [[-1 if row == without else rows - row, x] for row, x in enumerate(firsts)]
+    )
     shapes = (
         *((max(decodes, 1), width, 2), (max(decodes, 1), 2), (workers, FIELDS)),
         (job_count(rows, tokens, of_row), HEAD + TILE),
         (begin_count(rows, tokens, of_row), HEAD + CENTER_TOKENS),
+        *((max(decodes, 1), shape.most_read), (tokens, 3)),
     )
     kv_heads, columns = 2, 4 * max(new[:decodes], default=1)
     written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
     known = [x.to(device, torch.int32) for x in (blocks, lengths, starts)]
     how = (torch.tensor(slots, device=device), decodes, of_row, kv_heads, columns, bool(of_row))
-    return BlockTables(*known, *how, *written)  # pyright: ignore[reportCallIssue]
+    of_rings = shape, tails.to(device, torch.int32)
+    return BlockTables(*known, *how, *of_rings, *written)  # pyright: ignore[reportCallIssue]
 
 
 def block_tables(given: BlockTables) -> None:
@@ -190,33 +213,46 @@ def block_tables(given: BlockTables) -> None:
 def block_tables_by_numpy(given: BlockTables) -> None:
     """``block_tables`` on the host; waits for the device."""
     blocks, lengths, starts, slots = (x.cpu().numpy() for x in given[:4])
-    items, counts, assignments, jobs, begins = (x.cpu().numpy().copy() for x in given[-5:])
+    written = [x.cpu().numpy().copy() for x in given[-_WRITTEN:]]
+    items, counts, assignments, jobs, begins, recents, writes = written
+    tails, shape = given.tails.cpu().numpy(), given.shape
     past = np.maximum(lengths - np.diff(starts), 0)
-    pages = -(-past // PAGE_TOKENS)
     for row in range(given.decodes):
-        count, places = pages[row], np.arange(pages[row]) * PAGE_TOKENS
+        ring, start = tails[row].tolist()
+        sinks = min(shape.sinks, past[row]) if ring >= 0 and start == 0 else 0
+        first = max(start, past[row] - shape.window, sinks) if ring >= 0 else past[row]
+        exact = [*range(sinks), *range(first, past[row])]
+        places = np.arange(0, first if first > sinks else 0, PAGE_TOKENS)
+        count = len(places)
         items[row, :count, 0] = blocks[row, :count]
-        items[row, :count, 1] = np.minimum(past[row] - places, PAGE_TOKENS)
-        counts[row] = 0, count
+        items[row, :count, 1] = np.minimum(first - places, PAGE_TOKENS)
+        items[row, : min(count, 1), 1] += START * sinks
+        recents[row, : len(exact)] = [ring * shape.entries + shape.place(x) for x in exact]
+        counts[row] = len(exact), count
     if given.decodes:
-        in_items = tuple((0, int(count)) for count in pages[: given.decodes])
+        in_items = tuple((-(-exact // TILE), count) for exact, count in counts.tolist())
         shared = (given.kv_heads, given.columns, len(assignments))
-        assignments[:] = assign(in_items, *shared)
+        assignments[:] = assign(in_items[: given.decodes], *shared)
     else:
         assignments[:] = 0
     jobs[:], begins[:] = 0, 0
     jobs[:, 0] = begins[:, 0] = -1
     jobs[:, HEAD:], begins[:, HEAD:] = NOTHING, NOTHING
-    of_row = given.row_tiles
+    writes[:] = 0, 0, -1
+    writes[:, 1] = np.arange(len(writes))
+    of_row, places = given.row_tiles, writes[:, 2]
     for row in range(given.rows):
         at = (row, starts[row], of_row)
         own = (past[row], starts[row], starts[row + 1], slots)
         _write_jobs(jobs[job_count(*at) :], *own)
         _write_begins(begins[begin_count(*at) :], *own, blocks[row])
+        _write_places(places, *own[:3], int(tails[row, 0]), shape)
     if given.staged:
         for table in (jobs[:, HEAD:], begins[:, HEAD:]):
-            np.copyto(table, ~table, where=table != NOTHING)
-    for target, table in zip(given[-5:], (items, counts, assignments, jobs, begins), strict=True):
+            is_token = table != NOTHING
+            table[is_token] = ~places[table[is_token]]
+    places[slots[: len(places)] < 0] = -1
+    for target, table in zip(given[-_WRITTEN:], written, strict=True):
         target.copy_(torch.from_numpy(table))
 
 
@@ -227,6 +263,15 @@ def _write_jobs(jobs: np.ndarray, past: int, start: int, stop: int, slots: np.nd
             job = jobs[place // TILE - past // TILE]
             job[:2] = slots[token] // PAGE_TOKENS, slots[token] % PAGE_TOKENS // TILE
             job[HEAD + place % TILE] = token
+
+
+def _write_places(
+    places: np.ndarray, past: int, start: int, stop: int, ring: int, shape: RingShape
+) -> None:
+    for token in range(start, stop if ring >= 0 else start):
+        position = past + token - start
+        if position < shape.sinks or stop - token <= shape.size:
+            places[token] = ring * shape.entries + shape.place(position)
 
 
 def _write_begins(

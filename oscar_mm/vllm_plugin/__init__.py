@@ -2,7 +2,8 @@
 
 `vllm serve MODEL --attention-backend CUSTOM` takes this attention. Every token is packed as soon as
 it is read, into stream pages that are vLLM's blocks: 128 tokens each, complete in themselves, so
-that blocks are shared, swapped and computed anew as vLLM likes.
+that blocks are shared, swapped and computed anew as vLLM likes. The tokens of a policy's window and
+its sinks are stored in 16-bit precision too, in a ring for each request that may run, and read so.
 
 ``Settings`` says how tokens are packed, as the user of vLLM does in `--additional-config`. It
 imports torch only where pages are made: the command line checks policies too.
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 KEY = "oscar_mm"
 """Name under which `--additional-config` has the plugin's options."""
+MOST_WINDOW, MOST_SINKS = 128, 64
+"""Most tokens of each kind that are stored in 16-bit precision."""
 
 
 def additional_config(policy: str) -> dict[str, Any]:
@@ -37,9 +40,15 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     """A policy that vLLM can serve with.
 
     Raises:
-        InputError: there is no such policy, or its tokens cannot be packed one by one alike.
+        InputError: there is no such policy, its tokens cannot be packed one by one alike, or too
+            many of them are to be kept in 16-bit precision.
     """
     found = KVPolicy.of(policy)
+    for name, most in (("window", MOST_WINDOW), ("sinks", MOST_SINKS)):
+        if (tokens := getattr(found, name)) > most:
+            raise InputError(
+                f"policy {policy} has {name}={tokens}: vLLM serves with {name} of 0 to {most}"
+            )
     if not found.by_token:
         problem = f"key_axis={found.key_axis!r}"
     elif len(set(found.bits)) > 1 or not found.packs:
@@ -57,8 +66,9 @@ class Settings:
     """How the tokens of a model are packed.
 
     Attributes:
-        policy: of key_axis "token", with the same bits for all modalities. Its window and its sinks
-            play no part: no token stays in 16 bit, as a block must be complete in itself.
+        policy: of key_axis "token", with the same bits for all modalities. All tokens are packed,
+            as a block must be complete in itself; those of its window and its sinks are stored in
+            16-bit precision as well.
     """
 
     policy: KVPolicy

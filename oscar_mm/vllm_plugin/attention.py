@@ -1,4 +1,4 @@
-"""PagedAttention: attention of a layer whose tokens are all in stream pages.
+"""PagedAttention: attention of a layer whose tokens are all in stream pages, some in rings too.
 
 Knows nothing of vLLM, which calls it with the requests of a step.
 """
@@ -17,6 +17,7 @@ from oscar_mm.ops.block_tables import BlockTablesKernel
 from oscar_mm.ops.decode import DecodeKernel, decode, decode_kernel
 from oscar_mm.ops.decode_tables import DecodeArguments
 from oscar_mm.ops.library import numbers_of, recipe_arguments
+from oscar_mm.ops.rings import RingsKernel
 from oscar_mm.ops.store import Specialization as StoreSpecialization
 from oscar_mm.ops.store import StoreKernel, store, store_layers
 from oscar_mm.ops.unpack import Specialization as UnpackSpecialization
@@ -33,8 +34,8 @@ values, the output, the factor of the scores, the reading. Keys and values are n
 heads, head_dim), or of all tokens where requests have a past: (pages, 128, KV heads, head_dim)."""
 
 
-class StagedLayer(NamedTuple):
-    """New tokens of a layer in 16 bit, and where they are stored: as of ``store_layers``."""
+class StoredLayer(NamedTuple):
+    """The rings of a layer and where tokens in them are stored: as of ``store_layers``."""
 
     recent: torch.Tensor
     pages: torch.Tensor
@@ -45,8 +46,8 @@ class StagedLayer(NamedTuple):
 class PagedAttention:
     """Stores new tokens of a layer in pages, and attends to them and to pages.
 
-    Requests that decode attend to packed pages. Prompts attend to their own tokens as they came; to
-    tokens from before as they were stored.
+    Requests that decode attend to packed pages, and to what their rings have, as it came. Prompts
+    attend to their own tokens as they came; to tokens from before as pages have them.
 
     Args:
         recipe: how pages are made.
@@ -57,6 +58,8 @@ class PagedAttention:
     Attributes:
         group: query heads of a KV head.
         sigma: (KV heads or 1, head_dim) float32 balancing; None for none.
+        rings: (places, 2, KV heads, head_dim): tokens in the dtype of the model; none until room is
+            made for them.
     """
 
     def __init__(self, recipe: Recipe, heads: int, scale: float, flash: Flash) -> None:
@@ -65,7 +68,14 @@ class PagedAttention:
         self._formats = numbers_of(self._page_format)
         self.group = heads // self._page_format.kv_heads
         self.sigma: torch.Tensor | None = None
+        self.rings = torch.empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)
         self._not_finite = torch.zeros(1, dtype=torch.int32)
+
+    def make_rings(self, places: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Have memory for so many tokens in rings; what is there already stays."""
+        own = self.rings
+        if len(own) < places or (own.device, own.dtype) != (device, dtype):
+            self.rings = own.new_empty(places, *own.shape[1:], device=device, dtype=dtype)
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
         """Say how queries and keys are balanced; again where weights were loaded anew.
@@ -103,7 +113,7 @@ class PagedAttention:
             StoreKernel.of(StoreSpecialization(self._recipe, dtype), device),
             AppendKernel.of(AppendSpecialization(dtype, UNITS[0]), device),
             UnpackKernel.of(unpacked, device),
-            BlockTablesKernel.of(None, device),
+            *(RingsKernel.of(None, device), BlockTablesKernel.of(None, device)),
         ]
         if None in kernels:
             raise InputError(
@@ -129,8 +139,8 @@ class PagedAttention:
             step: the requests; tokens beyond theirs are padding.
             output: (tokens, query heads, head_dim), to write to.
         """
-        staging = step.staging
-        if staging is None:
+        is_staged = step.tables.staged
+        if not is_staged:
             self._store(key, value, pages, step)
         if step.decodes:
             part = slice(step.decode_tokens)
@@ -138,26 +148,27 @@ class PagedAttention:
         for reading in step.readings:
             part = reading.tokens
             self._read(query[part], key[part], value[part], pages, reading, output[part])
-        recent = self._no_recent(key)
-        if staging is not None:
-            recent = staging.slots[len(step.passed.layers)]
+        if step.has_rings:
+            # After decode, which takes new tokens as they came, and reads none of their places.
+            is_beside = bool(step.decodes) and not step.readings
             keys, values = (states.transpose(0, 1)[None] for states in (key, value))
-            # Decode takes new tokens as they came, and reads none of these slots.
-            append(keys, values, recent, staging.writes, self._not_finite, True)
-        layers = step.passed.through(StagedLayer(recent, pages, self._not_finite, self.sigma))
-        if staging is not None and layers:
+            append(keys, values, self.rings, step.tables.writes, self._not_finite, is_beside)
+        layer = StoredLayer(self.rings, pages, self._not_finite, self.sigma)
+        layers = step.passed.through(layer)
+        if is_staged and layers:
             self._store_layers(layers, step)
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step
     ) -> None:
+        own = self.rings.shape[1:]
         store(
-            *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], self._no_recent(key)),
+            *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], key.new_empty(0, *own)),
             *(step.tables.jobs, self._begins(step), pages, self._not_finite, self.sigma),
             *recipe_arguments(self._recipe),
         )
 
-    def _store_layers(self, layers: list[StagedLayer], step: Step) -> None:
+    def _store_layers(self, layers: list[StoredLayer], step: Step) -> None:
         recent, pages, not_finite, sigma = (list(x) for x in zip(*layers, strict=True))
         tables = step.tables.jobs, self._begins(step)
         arguments = recipe_arguments(self._recipe)
@@ -181,8 +192,8 @@ class PagedAttention:
         )
         tables = step.tables
         arguments = DecodeArguments(
-            *(queries, keys, values, [pages], self._no_recent(key), self.sigma),
-            *(tables.items, step.recents, tables.counts, tables.assignments),
+            *(queries, keys, values, [pages], self.rings, self.sigma),
+            *(tables.items, tables.recents, tables.counts, tables.assignments),
             *(self._scale, self._formats, self._recipe.rotate),
         )
         kernel = self._decode_kernel(query.dtype, step.query_tokens, query.device)
@@ -218,9 +229,6 @@ class PagedAttention:
         formats, head_dim = (self._page_format,), self._page_format.head_dim
         columns = self.group * tokens
         return decode_kernel(formats, head_dim, self._recipe.rotate, dtype, columns, device)
-
-    def _no_recent(self, key: torch.Tensor) -> torch.Tensor:
-        return key.new_empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)
 
 
 def _with_new(side: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,9 @@
 """What vLLM calls: the backend, its metadata builder, and the attention of a layer.
 
+A request's most recent tokens and its first ones are kept in 16-bit precision too, in a ring of its
+own (``oscar_mm.ops.rings``). Rings are found by the blocks of a step's requests, on the device: so
+they need nothing of vLLM's runners, which know requests by other numbers each, and move their rows.
+
 For vLLM 0.25 to 0.33. What they do not have in common is the size of a block: newer ones ask the
 backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).
 """
@@ -36,17 +40,18 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS
+from oscar_mm.ops.rings import RingShape
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import rotary_angles, sigma_of_layer
 from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
-from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
+from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
 _LEAST_CAPABILITY = (8, 0)
-_MOST_STAGED = 512
-"""Tokens of a step that all layers have in 16 bit until the last one stores them; they take memory
-that vLLM does not count, 75 MB with 36 layers of 8 KV heads."""
+_WITHOUT_DRAFT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that run no layers between two steps of the model."""
 _BALANCING = "oscar_mm_balancing"
 """Name of a layer's buffer."""
 
@@ -149,8 +154,8 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
                 f"speculative decoding with {self._most_tokens} tokens a step: must be at most "
                 f"{MAX_QUERY_TOKENS} with this attention"
             )
-        layers = vllm_config.compilation_config.static_forward_context
-        self._impls: list[OscarImpl] = [layers[name].impl for name in layer_names]
+        named = vllm_config.compilation_config.static_forward_context
+        self._impls: list[OscarImpl] = [named[name].impl for name in layer_names]
         if not all(impl.is_loaded for impl in self._impls):
             raise _unsupported(["--model-impl transformers, nor other layers outside of modules"])
         config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -158,17 +163,15 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         self._longest = config.max_model_len
         pages = -(-self._longest // PAGE_TOKENS) + 1
         rows = max(scheduler.max_num_seqs, *sizes)
-        takes = _takes_layer_by_layer(vllm_config)
-        staged = 0 if takes else min(rows * self._most_tokens, _MOST_STAGED)
-        heads, head_dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
+        layers = 0 if _takes_layer_by_layer(vllm_config) else len(layer_names)
+        rings = self._impls[0].rings(vllm_config, device)
         self._tables = StepTables(
             *(rows, max(scheduler.max_num_batched_tokens, *sizes)),
-            *(pages, heads, self._impls[0].attention.group, pages, device),
-            torch.empty(
-                *(len(layer_names), staged, 2, heads, head_dim), dtype=config.dtype, device=device
-            ),
+            *(pages, kv_cache_spec.num_kv_heads, self._impls[0].attention.group, pages, device),
+            *(rings, layers),
         )
         for impl in self._impls:
+            impl.make_rings(device, config.dtype)
             impl.attention.prepare(device, config.dtype, self._most_tokens)
 
     def build(
@@ -256,6 +259,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         recipe = found.recipe(self.num_kv_heads, head_size)
         self.attention = PagedAttention(recipe, num_heads, self.scale, flash)
         self._most_past = config.model_config.max_model_len
+        self._ring_shape = _ring_shape(config, found.policy)
+        self._ring_count = config.scheduler_config.max_num_seqs
+        self._rings: Rings | None = None
         self.is_loaded = False
         # vLLM's layer of this backend, the attention module that has it, and the decoder layer.
         self._owners: list[weakref.ref[nn.Module]] = []
@@ -271,7 +277,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Balance by the weights; and give the layer our spec, where vLLM does not ask the
         backend."""
         self._hook.remove()
-        self.is_loaded = True
+        is_first, self.is_loaded = not self.is_loaded, True
         layer, attention, decoder_layer, *_ = *(owner() for owner in self._owners), None, None, None
         if layer is None:
             return
@@ -285,10 +291,28 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             )
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, device)
+        if is_first:  # Now, so that vLLM counts their memory as that of weights.
+            self.make_rings(device, act_dtype)
         # While vLLM sleeps, it keeps buffers of layers only.
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
         if not hasattr(AttentionBackend, "customize_spec"):
             layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
+
+    def make_rings(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Have memory for the tokens in the rings of all requests that may run at a time."""
+        places = self._ring_count * self._ring_shape.entries
+        self.attention.make_rings(places, device, dtype)
+
+    def rings(self, config: VllmConfig, device: torch.device) -> Rings:
+        """The rings of the requests, which all builders of the layer's metadata share."""
+        cache = config.cache_config
+        blocks = (cache.num_gpu_blocks or 0) * max(cache.block_size // PAGE_TOKENS, 1)
+        if self._rings is None or self._rings.blocks != blocks:
+            self._rings = Rings(
+                *(self._ring_count, self._ring_shape, blocks, device),
+                keeps=config.kv_transfer_config is None,
+            )
+        return self._rings
 
     def _spec(self, vllm_config: VllmConfig) -> Any:
         from vllm.v1.kv_cache_interface import TQFullAttentionSpec  # our pages are opaque bytes too
@@ -342,6 +366,22 @@ def _takes_layer_by_layer(config: VllmConfig) -> bool:
     graphs = config.compilation_config.cudagraph_mode
     decodes = None if graphs is None else graphs.decode_mode()
     return config.kv_transfer_config is not None and decodes != CUDAGraphMode.FULL
+
+
+def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
+    """Of the rings of a model's requests.
+
+    Layers of a draft model share the tables of the model's steps, but not its tokens: with them no
+    token of an earlier step is read from a ring.
+    """
+    speculation = config.speculative_config
+    if speculation is None:
+        return RingShape(policy.sinks, policy.window, 1)
+    # Drafters that draft in parallel take twice as many tokens.
+    most_new = min(1 + 2 * (speculation.num_speculative_tokens or 0), MAX_QUERY_TOKENS)
+    if speculation.method not in _WITHOUT_DRAFT_LAYERS:
+        return RingShape(0, 0, most_new)
+    return RingShape(policy.sinks, policy.window, most_new)
 
 
 def _unsupported(names: Iterable[str]) -> InputError:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.block_tables import (
-    MOST_ROWS,
     BlockTables,
     begin_count,
     block_tables,
@@ -20,6 +19,7 @@ from oscar_mm.ops.block_tables import (
     row_tiles,
 )
 from oscar_mm.ops.decode_tables import FIELDS, upload
+from oscar_mm.ops.rings import MOST_ROWS, RING_FIELDS, RingArguments, RingShape, find_rings
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
 
@@ -63,16 +63,55 @@ class Reading:
     past: Past | None
 
 
-class Staging(NamedTuple):
-    """Slots of 16 bit.
+class Rings:
+    """The rings of the requests that run, which all builders of tables for the same layers share.
+
+    Args:
+        count: rings, as many as requests may run at a time.
+        shape: of a ring.
+        blocks: vLLM's.
+        device: of all tables.
+        keeps: as of ``oscar_mm.ops.rings.RingArguments``.
 
     Attributes:
-        slots: (layers, tokens or more, 2, KV heads, head_dim).
-        writes: (tokens, 3) int32, as of ``oscar_mm.ops.append``: token i goes to slot i.
+        shape, blocks: as given.
+
+    Raises:
+        ValueError: more rings than tables have room for.
     """
 
-    slots: torch.Tensor
-    writes: torch.Tensor
+    def __init__(
+        self, count: int, shape: RingShape, blocks: int, device: torch.device, *, keeps: bool = True
+    ) -> None:
+        if count > MOST_ROWS:
+            raise ValueError(f"{count} requests at a time: must be at most {MOST_ROWS}")
+        self.shape, self.blocks, self._keeps, self._clock = shape, blocks, keeps, 0
+        self._owners = torch.full((blocks, 2), -1, dtype=torch.int32, device=device)
+        self._rings = torch.zeros(count, RING_FIELDS, dtype=torch.int32, device=device)
+        numbers = torch.arange(count, dtype=torch.int32)
+        self._own = torch.stack([numbers, torch.zeros_like(numbers)], 1)
+        if device.type == "cuda":
+            self._own = self._own.pin_memory()
+
+    def find(
+        self,
+        blocks: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        tails: torch.Tensor,
+    ) -> None:
+        """Find the rings of a step's requests, as ``oscar_mm.ops.rings`` does. Where no step reads
+        what another has left there, any ring will do."""
+        if not self.shape.most_read:
+            # Anew, as a sleep of vLLM may have dropped it. Rows without tokens may be more.
+            tails[: len(self._own)].copy_(self._own[: len(tails)], non_blocking=True)
+            return
+        self._clock = (self._clock + 1) % 2**31
+        now = (self.shape.spare, self._clock, self._keeps)
+        find_rings(
+            RingArguments(blocks, lengths, starts, slots, *now, tails, self._owners, self._rings)
+        )
 
 
 class ForwardPass(Generic[Layer]):
@@ -106,23 +145,23 @@ class Step:
     """The requests of a step, the same for all layers of a model.
 
     Attributes:
-        tables: of decode and store.
-        recents: (requests, 1) int32, zeros: no token is in 16 bit.
+        tables: of decode, store and append.
         decodes: how many requests decode, the first ones.
         query_tokens: new tokens of each of them.
         readings: the others.
-        passed: the layers that have attended, ``oscar_mm.vllm_plugin.attention.StagedLayer``.
-        staging: where layers leave their new tokens until the last one stores those of all; None
-            where each layer stores its own.
+        passed: the layers that have attended, ``oscar_mm.vllm_plugin.attention.StoredLayer``.
     """
 
     tables: BlockTables
-    recents: torch.Tensor
     decodes: int
     query_tokens: int
     readings: tuple[Reading, ...]
     passed: ForwardPass[Any]
-    staging: Staging | None
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether layers leave new tokens in rings."""
+        return self.tables.staged or self.tables.shape.most_read > 0
 
     @property
     def decode_tokens(self) -> int:
@@ -142,10 +181,11 @@ class StepTables:
         most_unpacked: pages of past tokens that are unpacked at a time; a single request may have
             more.
         device: of all of them.
-        staging: (layers, tokens, 2, KV heads, head_dim), for steps of at most so many tokens in
-            which all requests decode. The last layer stores their tokens for all layers at once, in
-            a fraction of the time. First a forward pass has to show that it goes through all
-            layers: a draft model's goes through its own only. None: each layer stores its own.
+        rings: of the layers.
+        layers: how many layers there are. In steps in which all requests decode the last one stores
+            their tokens, from the rings, for all layers at once, in a fraction of the time. First a
+            forward pass has to show that it goes through all layers: a draft model's goes through
+            its own only. 0: each layer stores its own.
 
     Raises:
         ValueError: more requests than tables have room for.
@@ -160,28 +200,25 @@ class StepTables:
         group: int,
         most_unpacked: int,
         device: torch.device,
-        staging: torch.Tensor | None = None,
+        rings: Rings,
+        layers: int = 0,
     ) -> None:
         if rows > MOST_ROWS:
             raise ValueError(f"max_num_seqs={rows}: must be at most {MOST_ROWS}")
         self._kv_heads, self._group, self._most_unpacked = kv_heads, group, most_unpacked
-        staging = torch.empty(0, 0) if staging is None else staging
-        self._device, self._staging = device, staging
-        self._passed = ForwardPass[Any](len(staging))
+        self._device, self._rings, self._layers = device, rings, layers
+        self._passed = ForwardPass[Any](layers)
         self._goes_through_all: bool | None = None
-        staged = staging.shape[1]
-        order = torch.arange(staged, dtype=torch.int32)
-        self._order = torch.stack([torch.zeros_like(order), order, order], 1)
-        if device.type == "cuda":
-            self._order = self._order.pin_memory()
         shapes = (
             *((rows, pages, 2), (rows, 2), (multiprocessors(device), FIELDS)),
             (job_count(rows, tokens, 0), HEAD + TILE),
-            *((begin_count(rows, tokens, 0), HEAD + CENTER_TOKENS), (rows, 1), (staged, 3)),
+            (begin_count(rows, tokens, 0), HEAD + CENTER_TOKENS),
+            *((rows, max(rings.shape.most_read, 1)), (max(tokens, rows * rings.shape.spare), 3)),
         )
         tables = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         self._items, self._counts, self._assignments, self._jobs, self._begins, *others = tables
         self._recents, self._writes = others
+        self._tails = torch.zeros(rows, 2, dtype=torch.int32, device=device)
 
     def step(
         self,
@@ -213,20 +250,23 @@ class StepTables:
         tokens = rows * query_tokens if of_row else int(host_starts[rows])
         if rows > len(self._recents) or job_count(rows, tokens, of_row) > len(self._jobs):
             raise ValueError(f"{rows} requests of {tokens} tokens: the tables have room for fewer")
-        staging = self._staging_of(tokens) if of_row else None
+        is_staged = bool(of_row and self._goes_through_all)
+        tails = self._tails[:rows]
+        self._rings.find(blocks, lengths, starts, slots, tails)
         tables = BlockTables(
             *(blocks, lengths, starts, slots, decodes, of_row),
-            *(self._kv_heads, self._group * query_tokens, staging is not None),
+            *(self._kv_heads, self._group * query_tokens, is_staged),
+            *(self._rings.shape, tails),
             *(self._items[: max(decodes, 1)], self._counts[: max(decodes, 1)], self._assignments),
             self._jobs[: job_count(rows, tokens, of_row)],
             self._begins[: begin_count(rows, tokens, of_row)],
+            *(self._recents[: max(decodes, 1)], self._writes[:tokens]),
         )
         block_tables(tables)
         host = (host_starts[: rows + 1], host_lengths)
         readings = tuple(self._readings(blocks, lengths, decodes, *host))
-        recents = self._recents[: max(decodes, 1)]
-        self._passed = ForwardPass[Any](len(self._staging))
-        return Step(tables, recents, decodes, query_tokens, readings, self._passed, staging)
+        self._passed = ForwardPass[Any](self._layers)
+        return Step(tables, decodes, query_tokens, readings, self._passed)
 
     def _learn(self) -> None:
         """Note whether the first forward pass went through all layers.
@@ -237,14 +277,6 @@ class StepTables:
         passed = self._passed
         if self._goes_through_all is None and (passed.layers or passed.is_complete):
             self._goes_through_all = not (passed.layers or passed.is_captured)
-
-    def _staging_of(self, tokens: int) -> Staging | None:
-        if not self._goes_through_all or tokens > self._staging.shape[1]:
-            return None
-        writes = self._writes[:tokens]
-        # Anew, as a sleep of vLLM may have dropped it.
-        writes.copy_(self._order[:tokens], non_blocking=True)
-        return Staging(self._staging, writes)
 
     def _readings(
         self,

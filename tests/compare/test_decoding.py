@@ -106,7 +106,7 @@ def test_a_layer_of_the_quantized_cache_packs_the_tokens_of_another_method() -> 
 @pytest.mark.parametrize(("first", "step"), [(None, 1), (100, 100), (40, 1)])
 def test_blocks_are_those_of_an_engine_that_decodes(first: int | None, step: int) -> None:
     """A query sees all tokens but its own as they are stored."""
-    layer = Layer("standard")
+    layer = Layer("standard:window=0,sinks=0")
     request = layer.request(ALL)
     layer.step([(request, first or PROMPT)])
     while request.read < ALL:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm.kernels.compile import csrc_folder
-from oscar_mm.ops import block_tables as module
 from oscar_mm.ops.block_tables import (
     BlockTables,
     BlockTablesKernel,
@@ -18,6 +17,7 @@ from oscar_mm.ops.block_tables import (
     row_tiles,
 )
 from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, ROUND_ITEMS, SEGMENT_ITEMS, assign
+from oscar_mm.ops.rings import MOST_ROWS
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from tests.compiled import compile_once
 
@@ -28,11 +28,12 @@ PASTS = st.lists(st.integers(0, 700), min_size=1, max_size=6)
 def places_of(tables: BlockTables) -> dict[int, int]:
     """Slot of each token that a job stores."""
     found: dict[int, int] = {}
+    in_ring = {place: token for _, token, place in tables.writes.tolist()}
     for page, tile, row, nothing, *sources in tables.jobs.tolist():
         assert row == nothing == 0
         for at, source in enumerate(sources):
-            token = ~source if tables.staged else source
             if source != NOTHING:
+                token = in_ring[~source] if tables.staged else source
                 assert page >= 0 and token not in found
                 found[token] = page * 128 + tile * TILE + at
     return found
@@ -70,15 +71,30 @@ def test_mixed_requests(pasts: list[int], data: st.DataObject) -> None:
             else:
                 assert other == blocks[row][number - 1] and new < CENTER_TOKENS
     assert set(begun) == wanted
-    for row in range(decodes):
-        pages = -(-pasts[row] // 128)
-        assert tables.counts[row].tolist() == [0, pages]
-        items = tables.items[row, :pages].tolist()
-        assert [page for page, _ in items] == blocks[row][:pages]
-        assert sum(stop for _, stop in items) == pasts[row]
-    counts = tuple((0, -(-past // 128)) for past in pasts[:decodes])
+    counts = []
+    for row, past in enumerate(pasts[:decodes]):
+        exact, pages = tables.counts[row].tolist()
+        counts.append((-(-exact // TILE), pages))
+        ring, first = tables.tails[row].tolist()
+        kept = {*range(max(first, past - 32), past), *(range(min(4, past)) if not first else ())}
+        kept = kept if ring >= 0 else set()
+        places = [ring * tables.shape.entries + tables.shape.place(x) for x in kept]
+        assert sorted(tables.recents[row, :exact].tolist()) == sorted(places)
+        packed = set[int]()
+        for number, (page, use) in enumerate(tables.items[row, :pages].tolist()):
+            assert page == blocks[row][number]
+            packed |= {number * 128 + x for x in range(use >> 8, use & 255)}
+        assert packed == set(range(past)) - kept
+    for row, (past, new, start) in enumerate(zip(pasts, news, starts, strict=False)):
+        ring = int(tables.tails[row, 0])
+        for token in range(start, start + new):
+            position = past + token - start
+            is_kept = position < 4 or token >= start + new - tables.shape.size
+            found = ring * tables.shape.entries + tables.shape.place(position)
+            is_kept &= ring >= 0 and token in stored
+            assert tables.writes[token].tolist() == [0, token, found if is_kept else -1]
     if decodes:
-        shares = assign(counts, tables.kv_heads, tables.columns, len(tables.assignments))
+        shares = assign(tuple(counts), tables.kv_heads, tables.columns, len(tables.assignments))
         assert (tables.assignments.numpy() == shares).all()
     else:
         assert not tables.assignments.any()
@@ -99,7 +115,7 @@ def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "block_tables/block_tables.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-        f"static_assert(MOST_ROWS == {module.MOST_ROWS} && FIELDS == {FIELDS});\n"
+        f"static_assert(MOST_ROWS == {MOST_ROWS} && FIELDS == {FIELDS});\n"
         f"static_assert(HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS} && TILE == {TILE});\n"
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"

@@ -6,22 +6,30 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from oscar_mm.ops.rings import RingShape
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import unpack_by_torch
 from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
-from oscar_mm.vllm_plugin.step import Reading, Step, StepTables
+from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
 @dataclass
 class Request:
-    """Queries (tokens, heads, d), keys and values of all its tokens, and what has been read."""
+    """Queries (tokens, heads, d), keys and values of all its tokens, and what has been read.
+
+    Attributes:
+        exact_from: the first token that its ring may have, where it has one.
+        decoded: whether it decoded in the last step.
+    """
 
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     blocks: list[int]
     read: int = 0
+    exact_from: int = 0
+    decoded: bool = False
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def output(self) -> torch.Tensor:
@@ -41,25 +49,29 @@ class Layer:
         query_tokens: int = 1,
         most_unpacked: int = 64,
         layers_of_tables: int = 1,
+        rings: int = 16,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        recipe = Settings.of({"oscar_mm": {"policy": policy}}).recipe(KV_HEADS, HEAD_DIM)
+        settings = Settings.of({"oscar_mm": {"policy": policy}})
+        recipe, self.policy = settings.recipe(KV_HEADS, HEAD_DIM), settings.policy
         self.format, self.recipe = recipe.page_format, recipe
         self.attention = PagedAttention(recipe, HEADS, HEAD_DIM**-0.5, exact_attention)
         generator = torch.Generator().manual_seed(1)
         share = torch.rand(KV_HEADS, HEAD_DIM, generator=generator)
         self.attention.balance(1 / (share + 0.5).bfloat16().float())
+        ring_shape = RingShape(self.policy.sinks, self.policy.window, query_tokens)
+        self.attention.make_rings(rings * ring_shape.entries, self.device, dtype)
+        self.attention.rings.fill_(torch.nan)
         self.attention.prepare(self.device, dtype, query_tokens)
         shape = (pages, self.format.page_bytes)
         self.pages = torch.full(shape, 255, dtype=torch.uint8, device=device)
         self.other_pages: list[torch.Tensor] = []
         """Of further layers, which get the same states."""
+        self._other_rings: list[torch.Tensor] = []
         group = HEADS // KV_HEADS
         sizes = (16, 4096, pages, KV_HEADS, group, most_unpacked)
-        staging = torch.full((layers_of_tables, 64, 2, KV_HEADS, HEAD_DIM), torch.nan).to(
-            self.device, dtype
-        )
-        self.tables = StepTables(*sizes, self.device, staging)
+        self.rings = Rings(rings, ring_shape, pages, self.device)
+        self.tables = StepTables(*sizes, self.device, self.rings, layers_of_tables)
         self._free = list(range(pages - 1, 0, -1))
         self._generator = torch.Generator().manual_seed(2)
 
@@ -76,7 +88,7 @@ class Layer:
             for mine, other in zip(states, like.states, strict=True):
                 mine[:shared] = other[:shared]
             blocks = like.blocks[: shared // 128] + blocks
-        return Request(tuple(states), blocks, shared)
+        return Request(tuple(states), blocks, shared, shared)
 
     def step(
         self, scheduled: list[tuple[Request, int]], decodes: int | None = None, padding: int = 0
@@ -118,11 +130,16 @@ class Layer:
             states.append(torch.cat([*of_all, nan]))
         output = torch.full_like(states[0], torch.nan)
         self.attention(*states, self.pages, step, output)
-        for pages in self.other_pages:
+        while len(self._other_rings) < len(self.other_pages):
+            self._other_rings.append(torch.full_like(self.attention.rings, torch.nan))
+        for pages, rings in zip(self.other_pages, self._other_rings, strict=False):
+            own, self.attention.rings = self.attention.rings, rings
             self.attention(*states, pages, step, torch.empty_like(output))
+            self.attention.rings = own
         at = 0
-        for request, n in scheduled:
+        for row, (request, n) in enumerate(scheduled):
             request.outputs.append(output[at : at + n])
+            request.decoded = row < decodes
             request.read += n
             at += n
         return step
@@ -136,10 +153,16 @@ class Layer:
         return tuple(x.transpose(1, 2).flatten(0, 1)[:tokens] for x in (keys, values))
 
     def expected(self, request: Request, start: int, stop: int) -> torch.Tensor:
-        """Attention of tokens that were read in one step, in float64: to those before as pages have
-        them, to their own as they came."""
+        """Attention of tokens that were read in one step, in float64: to their own as they came,
+        and if they were decoded to the ring's as they came; to others before as pages have them."""
         queries, *new = (x[start:stop].cpu().double() for x in request.states)
         past = self.stored(request, start) if start else [x[:0] for x in new]
+        if request.decoded:
+            recent = slice(max(start - self.policy.window, request.exact_from), start)
+            sinks = slice(0 if request.exact_from else min(self.policy.sinks, start))
+            for side, came in zip(past, request.states[1:], strict=True):
+                for exact in (sinks, recent):
+                    side[exact] = came[exact].cpu().float()
         keys, values = (torch.cat([a.double(), b]) for a, b in zip(past, new, strict=True))
         return causal(queries, keys, values)
 

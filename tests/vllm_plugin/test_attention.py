@@ -71,7 +71,7 @@ def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -
             steps.append(one.step([(first, tokens), (second, tokens)], decodes=2))
             for request, start in zip((first, second), before, strict=True):
                 check(one, request, start, start + tokens)
-        assert [step.staging is not None for step in steps] == [further == 2, False]
+        assert [step.tables.staged for step in steps] == [further == 2, False]
         for pages in (*layer.other_pages, alone.pages):
             assert torch.equal(layer.pages, pages)
 
@@ -82,12 +82,12 @@ def test_steps_after_an_interrupted_pass_are_as_before(place: dict) -> None:
     further = layer.other_pages = [layer.pages.clone() for _ in range(2)]
     first, second = layer.request(200), layer.request(200)
     layer.step([(first, 120)])
-    assert layer.step([(first, 1)]).staging is not None
+    assert layer.step([(first, 1)]).tables.staged
     layer.other_pages = further[:1]
     layer.step([(second, 100)])
     layer.other_pages = further
     for _ in range(20):
-        assert layer.step([(first, 1)]).staging is not None
+        assert layer.step([(first, 1)]).tables.staged
         check(layer, first, first.read - 1, first.read)
     for pages in further:
         assert torch.equal(pages[first.blocks], layer.pages[first.blocks])
@@ -106,9 +106,9 @@ def test_a_first_pass_that_is_captured_stores_layer_by_layer(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     fresh.step([(again, 100)])
     monkeypatch.undo()
-    assert layer.step([(request, 1)]).staging is not None
+    assert layer.step([(request, 1)]).tables.staged
     for _ in range(3):
-        assert fresh.step([(again, 1)]).staging is None
+        assert not fresh.step([(again, 1)]).tables.staged
         check(fresh, again, again.read - 1, again.read)
 
 
@@ -206,6 +206,8 @@ def test_what_has_no_slot_is_not_stored() -> None:
     [
         ({"policy": "channel"}, "key_axis='token'"),
         ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
+        ({"policy": "standard:window=129"}, "with window of 0 to 128"),
+        ({"policy": "compact:sinks=65"}, "sinks of 0 to 64"),
         ({"policy": "standart"}, "did you mean"),
         ({"polcy": "standard"}, "no option polcy"),
         ("standard", "must be a mapping"),

@@ -19,6 +19,7 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 from oscar_mm.errors import InputError  # noqa: E402
+from oscar_mm.policy import KVPolicy  # noqa: E402
 from oscar_mm.quant.balance import sigma_from_norms  # noqa: E402
 from oscar_mm.vllm_plugin import backend as plugin  # noqa: E402
 from oscar_mm.vllm_plugin import register  # noqa: E402
@@ -243,6 +244,37 @@ def test_accounting(policy: str, ratio: float, configure: Configure) -> None:
     assert {spec.block_size for spec in specs.values()} == {128}
     assert plan(config, specs, memory).num_blocks == memory // (2 * page_bytes)
     assert 128 * 8 * 2 * 128 * 2 / page_bytes == pytest.approx(ratio, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policy", "drafts", "places"),
+    [
+        ("standard", 0, 4 + 32 + 1),
+        ("standard:window=128,sinks=0", 0, 128 + 1),
+        ("standard", 3, 4 + 32 + 7),
+        ("standard:window=0,sinks=0", 0, 1),
+    ],
+)
+def test_rings_have_memory_once_weights_are_loaded(
+    policy: str, drafts: int, places: int, configure: Configure
+) -> None:
+    """Before vLLM measures what is left for pages; the same tensor after weights are loaded anew,
+    as captured graphs have its address."""
+    config = configure(policy=policy, drafts=drafts)
+    parent = Parent(config)
+    rings = parent.load().attention.rings
+    of_each = config.scheduler_config.max_num_seqs, places
+    assert rings.shape == (of_each[0] * of_each[1], 2, KV_HEADS, HEAD_DIM)
+    assert rings.dtype == torch.bfloat16
+    assert parent.load().attention.rings is rings
+
+
+def test_no_ring_is_read_beside_the_layers_of_drafts() -> None:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)
+    )
+    shape = plugin._ring_shape(config, KVPolicy.of("standard"))  # type: ignore[arg-type]
+    assert shape.most_read == 0 and shape.entries == 7
 
 
 @pytest.mark.parametrize("block_size", [128, 256])

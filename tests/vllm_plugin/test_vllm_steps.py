@@ -27,12 +27,32 @@ def test_steps(engine: Engine) -> None:
     assert step.decodes == 1 and [r.past is None for r in step.readings] == [False, True]
     step = engine.run([(first, 1), (second, 1), (third, 1)], padding=5)
     step = engine.run([(first, 1), (third, 1)], padding=1, seq_lens_cpu_upper_bound=None)
+    # Their rings are ahead of them, and are given up.
     first.read, third.read = first.read - 1, third.read - 1
+    first.exact_from, third.exact_from = first.read, third.read
     step = engine.run([(first, 1), (second, 1), (third, 1)], padding=5)
     assert step.decodes == 8 and not step.readings
     for _ in range(130):
         engine.run([(third, 1), (first, 1)])
     engine.run([(third, 1), (second, 31), (first, 1)])
+
+
+def test_recent_tokens_are_read_as_they_came(engine: Engine) -> None:
+    """By requests in any row, after a shared beginning, and after preemption."""
+
+    def exact(step: plugin.OscarMetadata) -> list[int]:
+        return step.tables.counts[: step.decodes, 0].tolist()
+
+    first, second = engine.request(400), engine.request(200)
+    engine.run([(first, 290), (second, 10)])
+    assert exact(engine.run([(second, 1), (first, 1)])) == [10, 36]
+    assert exact(engine.run([(first, 1), (second, 1)], padding=2)) == [36, 11, 0, 0]
+    third = engine.request(400, like=first, shared=256)
+    assert exact(engine.run([(third, 1), (second, 1)])) == [0, 12]
+    assert exact(engine.run([(second, 1), (third, 1), (first, 1)])) == [13, 1, 36]
+    first.read, first.blocks = 0, engine.request(400).blocks
+    engine.run([(third, 1), (first, 20)])
+    assert exact(engine.run([(first, 1), (third, 1)])) == [20, 3]
 
 
 def test_prompt_of_one_token(engine: Engine) -> None:
@@ -69,6 +89,7 @@ def test_speculation(speculating: Engine) -> None:
     assert (step.decodes, step.query_tokens) == (4, 4)
     first.read, second.read = first.read - 3, second.read - 1  # drafts that were rejected
     step = speculating.run([(first, 4), (second, 4)], rejected=3)
+    assert step.tables.counts[:, 0].tolist() == [36, 36]
     assert (step.decodes, step.query_tokens) == (2, 4)
     # Drafters decode one token a step; vLLM may say the length from before drafts were rejected.
     step = speculating.run([(first, 1), (second, 1)], max_query_len=4)
@@ -125,6 +146,7 @@ def test_two_batches_at_a_time(tokens: tuple, engine: Engine) -> None:
         engine.impl.forward(engine.layer, *own, engine.kv_cache, step, output[part.token_slice])
     half, at = sum(tokens) // 2, 0
     for request, n in zip(requests, tokens, strict=True):
+        request.decoded = n == 1
         cut = min(max(half - at, 0), n)  # the tokens of it in the first micro-batch
         for start, stop in ((0, cut), (cut, n)):
             expected = engine.expected(request, 140 + start, 140 + stop)

@@ -25,6 +25,7 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from oscar_mm.vllm_plugin import additional_config
 from oscar_mm.vllm_plugin import backend as plugin
 from tests.vllm_plugin.requests import HEAD_DIM, HEADS, KV_HEADS, Layer, Request
 
@@ -120,7 +121,7 @@ def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> Vl
         cache_config=CacheConfig(block_size=128),
         attention_config=AttentionConfig(backend=AttentionBackendEnum.CUSTOM),
         speculative_config=speculation if drafts else None,
-        additional_config={"oscar_mm": {"policy": policy}},
+        additional_config=additional_config(policy),
     )
 
 
@@ -225,6 +226,8 @@ class Engine(Layer):
         self.attention = self.impl.attention
         self.kv_cache = views_of(config, [parent.attn], 2**21)[parent.attn.layer_name]
         self.pages = plugin.pages_of(self.kv_cache)
+        config.cache_config.num_gpu_blocks = len(self.pages)
+        self.policy = plugin.OscarBackend.settings.policy
         self.pages.fill_(255)
         spec = spec_of(parent.attn, config)
         names = [parent.attn.layer_name]
@@ -295,7 +298,8 @@ class Engine(Layer):
         output = torch.full_like(states[0], torch.nan)
         self.impl.forward(self.layer, *states, self.kv_cache, metadata, output)
         at = 0
-        for request, n in scheduled:
+        for row, (request, n) in enumerate(scheduled):
+            request.decoded = row < metadata.decodes
             found = output[at : at + n]
             request.outputs.append(found)
             request.read += n

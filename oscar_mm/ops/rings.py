@@ -1,0 +1,236 @@
+"""rings: which ring of tokens in 16-bit precision each request of a batch has.
+
+Each layer stores the most recent tokens of a request, and its first ones, as they came, beside the
+pages that have all of its tokens. They lie in a ring, one for each request that may run. Schedulers
+such as vLLM's tell the rows of a batch and their blocks, but not which request a row is: rows move,
+come and go, and a block may be shared with other requests or given to others. So the device
+remembers, for each block, the ring of the row that wrote to it last, and, for each ring, a number
+of its tenant (its lease). A row continues the ring that its last block leads to if
+
+- the ring still has that tenant, and the tenant has got as far as the row; drafts that were
+  rejected may be beyond it;
+- no row before it in the batch continues the same one.
+
+All other rows that store tokens get the rings that no row has had for the longest time, empty. So
+the ring of a request that was preempted, or begins with another's blocks, or waited too long, has
+what was computed since; the rest is in pages.
+
+What a ring has is right: a block is written from its beginning, and loses its owner in the step in
+which that happens, so that the owner of a row's last block wrote the tokens that are in it. Blocks
+are shared where all tokens up to their end are the same; so a row whose last block is another's may
+continue the other's ring. What a KV connector loads into a block nobody sees here. It would have to
+be the last block of a request that was in the last step, for a request that is as long; so the
+rings of requests that are not in a batch are given up where there is a connector
+(``RingArguments.keeps``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oscar_mm.kernels.launch import addresses, current_stream, ints, pointers
+from oscar_mm.kernels.self_check import OperationKernel
+from oscar_mm.pages.layout import PAGE_TOKENS
+
+MOST_ROWS = 4096
+"""Requests of a batch, and rings."""
+RING_FIELDS = 4
+"""Numbers of a ring: lease, its tenant's first token in it, the tenant's tokens, clock."""
+_THREADS = 1024
+
+
+class RingShape(NamedTuple):
+    """Tokens of a ring.
+
+    Attributes:
+        sinks: first tokens of a request, which have places of their own.
+        window: most recent tokens that are read.
+        spare: new tokens of a step that decodes, which may take no place that the step reads.
+    """
+
+    sinks: int
+    window: int
+    spare: int
+
+    @property
+    def size(self) -> int:
+        """Places of tokens that are no sinks."""
+        return self.window + self.spare
+
+    @property
+    def entries(self) -> int:
+        """Places of a ring."""
+        return self.sinks + self.size
+
+    @property
+    def most_read(self) -> int:
+        """Most tokens of a request that a step reads."""
+        return self.sinks + self.window
+
+    def place(self, position: int) -> int:
+        """Where a token of a request is in its ring."""
+        return position if position < self.sinks else self.sinks + position % self.size
+
+
+class RingArguments(NamedTuple):
+    """Arguments of ``rings``, int32 but the slots; the last three tensors are written to.
+
+    Attributes:
+        blocks, lengths, starts, slots: as of ``oscar_mm.ops.block_tables.BlockTables``.
+        new_tokens: most of a request that decodes.
+        clock: larger by one than in the last step.
+        keeps: whether rings stay with requests that are not in the batch.
+        tails: (rows, 2): the ring of each row, or -1; the row's first token in it.
+        owners: (blocks, 2): ring and lease of the row that wrote to a block last; -1 first.
+        rings: (rings, ``RING_FIELDS``).
+    """
+
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+    new_tokens: int
+    clock: int
+    keeps: bool
+    tails: torch.Tensor
+    owners: torch.Tensor
+    rings: torch.Tensor
+
+
+class Params(ctypes.Structure):
+    """``Params`` of csrc/block_tables/rings.cu, field for field."""
+
+    _fields_ = (
+        *pointers("blocks", "lengths", "starts", "slots", "tails", "owners", "rings"),
+        ("block_stride", ctypes.c_int64),
+        *ints("rows", "block_count", "ring_count", "new_tokens", "clock", "keeps"),
+    )
+
+
+class RingsKernel(OperationKernel[None], operation="rings", bound=0.0):
+    """The kernel, which is the same for all formats."""
+
+    def __init__(self, specialization: None, device: torch.device) -> None:
+        super().__init__(specialization, device)
+        self._kernel = self._load("block_tables/rings.cu", {})
+
+    def __call__(self, given: RingArguments) -> None:
+        """Launch."""
+        params = Params(
+            *addresses(given.blocks, given.lengths, given.starts, given.slots),
+            *addresses(given.tails, given.owners, given.rings),
+            given.blocks.stride(0),
+            *(len(given.lengths), len(given.owners), len(given.rings)),
+            *(given.new_tokens, given.clock, given.keeps),
+        )
+        stream = current_stream(given.blocks.device)
+        self._kernel.launch((1, 1, 1), (_THREADS, 1, 1), 0, params, stream)
+
+    @staticmethod
+    def disagreement(
+        specialization: None, kernel: Callable[[Any], None], device: torch.device
+    ) -> float:
+        """Share of the numbers that differ, step after step of changing batches."""
+        differing = []
+        steps = checked_steps(device), checked_steps(device)
+        for found, expected in zip(*steps, strict=True):
+            kernel(found)
+            rings_by_numpy(expected)
+            differing += [
+                float((one != other).float().mean())
+                for one, other in zip(found[-3:], expected[-3:], strict=True)
+            ]
+        return max(differing)
+
+
+def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -> list[Any]:
+    """Arguments of ``rings`` for the steps of requests that come, go and change places; some share
+    the blocks of others, and some steps store nothing. All have the same rings."""
+    generator = np.random.default_rng(0)
+    zeros = {"dtype": torch.int32, "device": device}
+    owners = torch.full((ring_count * 20, 2), -1, **zeros)
+    rings = torch.zeros(ring_count, RING_FIELDS, **zeros)
+    free = generator.permutation(len(owners)).tolist()
+    running: list[tuple[list[int], int]] = []
+    found = []
+    for clock in range(1, steps):
+        while len(running) < ring_count * 3 // 4:
+            shared = running[0][0][:1] if running and generator.random() < 0.2 else []
+            running.append((shared + [free.pop(0) for _ in range(4)], len(shared) * PAGE_TOKENS))
+        generator.shuffle(running)
+        batch, running = running[: ring_count * 2 // 3], running[ring_count * 2 // 3 :]
+        news = [int(generator.choice([1, 1, 1, 127, 130])) for _ in batch]
+        totals = [past + new for (_, past), new in zip(batch, news, strict=True)]
+        blocks = torch.zeros(len(batch), 8, **zeros)
+        for row, (own, _) in enumerate(batch):
+            blocks[row, : len(own)] = torch.tensor(own)
+        starts = torch.tensor([0, *np.cumsum(news)], **zeros)
+        slots = torch.full((sum(news),), -1 if clock % 7 == 0 else 1, device=device)
+        tails = torch.zeros(len(batch), 2, **zeros)
+        known = (blocks, torch.tensor(totals, **zeros), starts, slots)
+        found.append(RingArguments(*known, 4, clock, clock % 5 > 0, tails, owners, rings))
+        for (own, _), total in zip(batch, totals, strict=True):
+            if total + 130 > len(own) * PAGE_TOKENS:
+                free = own[1:] + free
+            else:
+                running.append((own, total - int(generator.integers(0, 3)) * (total > 3)))
+    return found
+
+
+def find_rings(given: RingArguments) -> None:
+    """Find or give the ring of each row that stores tokens."""
+    kernel = RingsKernel.of(None, given.blocks.device)
+    (kernel or rings_by_numpy)(given)
+
+
+def rings_by_numpy(given: RingArguments) -> None:
+    """``find_rings`` on the host; waits for the device."""
+    blocks, lengths, starts, slots = (x.cpu().numpy() for x in given[:4])
+    tails, owners, rings = (x.cpu().numpy().copy() for x in given[-3:])
+    past = np.maximum(lengths - np.diff(starts), 0)
+    storing = [
+        row
+        for row, (start, stop) in enumerate(pairwise(starts.tolist()))
+        if stop > start and slots[stop - 1] >= 0
+    ]
+
+    def own(row: int, first: int) -> np.ndarray:
+        """Blocks of a row from one on, with its new tokens."""
+        found = blocks[row, first : -(-lengths[row] // PAGE_TOKENS)]
+        return found[(found >= 0) & (found < len(owners))]
+
+    for row in storing:
+        owners[own(row, -(-past[row] // PAGE_TOKENS))] = -1, 0
+    continued: dict[int, int] = {}
+    for row in storing:
+        if past[row] and 0 <= (block := blocks[row, (past[row] - 1) // PAGE_TOKENS]) < len(owners):
+            ring, lease = owners[block].tolist()
+            if 0 <= ring < len(rings) and rings[ring, 0] == lease:
+                beyond = rings[ring, 2] - past[row]
+                if 0 <= beyond < given.new_tokens:
+                    continued.setdefault(ring, row)
+    ring_of = {row: ring for ring, row in continued.items()}
+    ages = (np.int64(given.clock) - rings[:, 3]) % 2**32
+    unclaimed = sorted(set(range(len(rings))) - set(continued), key=lambda i: (-ages[i], i))
+    if not given.keeps:
+        rings[unclaimed, 0] += 1
+    free = iter(unclaimed)
+    tails[: len(lengths)] = -1, 0
+    for row in storing:
+        ring, lease = ring_of.get(row, -1), 0
+        if ring < 0 and (ring := next(free, -1)) >= 0:
+            rings[ring, 0] += 1
+            rings[ring, 1] = past[row]
+        if ring >= 0:
+            lease = rings[ring, 0]
+            rings[ring, 2:] = lengths[row], given.clock
+            tails[row] = ring, rings[ring, 1]
+        owners[own(row, past[row] // PAGE_TOKENS)] = ring, lease
+    for target, table in zip(given[-3:], (tails, owners, rings), strict=True):
+        target.copy_(torch.from_numpy(table))
