@@ -71,9 +71,10 @@ NOTES = [
     "decoded: the next tokens of the text (`decoded_tokens` of all passages) as if they came one "
     "by one: each is stored and read by the later ones as the method has it by then, and what "
     "deeper layers make of that is stored too. decoded_kl_quarters: by quarters of these tokens.",
-    "blocks: standard as vLLM serves with it, without tokens in 16 bit but the judged ones; of the "
-    "decoded tokens each sees only itself as it came. The passage is read at once, in chunks of "
-    "200 tokens, or token by token after the first 40 (blocks decoded). Nothing balances a model "
+    "blocks: standard as vLLM serves with it, which packs all tokens. window 32, which vLLM has by "
+    "default, 64, 128: so many recent tokens and the first 4 are read as they came; without a "
+    "window a decoded token sees only itself so. The passage is read at once, in chunks of 200 "
+    "tokens, or token by token after the first 40 (blocks decoded). Nothing balances a model "
     "without QK norms.",
     "quanto and hqq: transformers' QuantizedCache on the tokens that channel packs.",
     "The model runs in float32; keys and values are rounded to bfloat16 first. The 16-bit cache "

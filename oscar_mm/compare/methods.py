@@ -229,13 +229,24 @@ def main_methods() -> list[Method]:
 
 
 def block_methods() -> list[Blocks]:
-    """``standard`` as vLLM serves with it, of prompts read in several ways."""
+    """``standard`` as vLLM serves with it, of prompts read in several ways; all but the last ones
+    without tokens in 16-bit precision."""
     ways = {"": (None, 1), " in chunks of 200": (200, 200), " decoded": (40, 1)}
-    widths = {"": (3, 2), ", keys 4 bit": (4, 2), ", 2 bit": 2}
-    return [
-        Blocks(f"blocks{way}{width}", replace(_STANDARD, bits=bits), first=first, step=step)
+    widths: dict[str, Any] = {"": (3, 2), ", keys 4 bit": (4, 2), ", 2 bit": 2}
+    packed = replace(_STANDARD, window=0, sinks=0)
+    found = [
+        Blocks(f"blocks{way}{width}", replace(packed, bits=bits), first=first, step=step)
         for way, (first, step) in ways.items()
         for width, bits in widths.items()
+    ]
+    windows = [(method, 32) for method in found] + [(found[0], window) for window in (64, 128)]
+    return found + [
+        replace(
+            method,
+            name=f"{method.name}, window {window}",
+            policy=replace(method.policy, window=window, sinks=_STANDARD.sinks),
+        )
+        for method, window in windows
     ]
 
 

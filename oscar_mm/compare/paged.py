@@ -220,6 +220,8 @@ def _as_rows(pages: Tensor, rows: int) -> Tensor:
 class Blocks(Paged):
     """A policy of key_axis "token" as vLLM serves with it: a step stores all tokens that it reads.
 
+    Those of its window and its sinks are stored in 16-bit precision too, and read so.
+
     Attributes:
         first: tokens of the first step; None for all.
         step: tokens of each later one.
@@ -235,8 +237,18 @@ class Blocks(Paged):
         return replace(self, prompt=prompt)
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """See ``Paged.restored_from``; here every later token reads a token as it is restored."""
-        return torch.arange(1, len(ids) + 1)
+        """See ``Paged.restored_from``; here a token is as soon as it has left the window."""
+        found = torch.arange(len(ids)) + self.policy.window + 1
+        found[: self.policy.sinks] = len(ids)
+        return found.clamp(max=len(ids))
+
+    def restored(self, states: LayerStates, ids: Tensor) -> Restored:
+        """See ``Paged.restored``: all tokens are packed, some are there as they came as well."""
+        back, place = super().restored(states, ids), torch.arange(len(ids))
+        exact = (place < self.policy.sinks) | (place >= len(ids) - self.policy.window)
+        exact = exact.to(back.keys.device)[:, None]
+        keys = torch.where(exact, states.keys, back.keys)
+        return replace(back, keys=keys, values=torch.where(exact, states.values, back.values))
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
         """None: the engine owns the cache."""

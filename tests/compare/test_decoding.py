@@ -103,10 +103,13 @@ def test_a_layer_of_the_quantized_cache_packs_the_tokens_of_another_method() -> 
     assert torch.equal(method.restored_from(KINDS, PROMPT), like.restored_from(KINDS, PROMPT))
 
 
+@pytest.mark.parametrize("policy", ["standard", "standard:window=0,sinks=0", "standard:window=128"])
 @pytest.mark.parametrize(("first", "step"), [(None, 1), (100, 100), (40, 1)])
-def test_blocks_are_those_of_an_engine_that_decodes(first: int | None, step: int) -> None:
-    """A query sees all tokens but its own as they are stored."""
-    layer = Layer("standard:window=0,sinks=0")
+def test_blocks_are_those_of_an_engine_that_decodes(
+    first: int | None, step: int, policy: str
+) -> None:
+    """A query sees all tokens as they are stored but its own, the window's and the sinks."""
+    layer = Layer(policy)
     request = layer.request(ALL)
     layer.step([(request, first or PROMPT)])
     while request.read < ALL:
@@ -122,7 +125,7 @@ def test_blocks_are_those_of_an_engine_that_decodes(first: int | None, step: int
         first_queries=queries,
         sigmas=dict.fromkeys((True, False), layer.attention.sigma),
     )
-    method = Blocks("x", KVPolicy.preset("standard"), first=first, step=step)
+    method = Blocks("x", KVPolicy.preset(policy), first=first, step=step)
     cache, new = DecodedCache(method, [states], KINDS), slice(PROMPT, ALL)
     chunk = cache.update(keys[:, :, new], values[:, :, new], 0)[0].oscar_chunk
     found = chunk.attend(
