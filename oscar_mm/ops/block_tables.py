@@ -227,7 +227,7 @@ def block_tables_by_numpy(given: BlockTables) -> None:
         items[row, :count, 0] = blocks[row, :count]
         items[row, :count, 1] = np.minimum(first - places, PAGE_TOKENS)
         items[row, : min(count, 1), 1] += START * sinks
-        recents[row, : len(exact)] = [ring * shape.entries + shape.place(x) for x in exact]
+        recents[row, : len(exact)] = ring * shape.entries + shape.place(torch.tensor(exact))
         counts[row] = len(exact), count
     if given.decodes:
         in_items = tuple((-(-exact // TILE), count) for exact, count in counts.tolist())
@@ -268,10 +268,11 @@ def _write_jobs(jobs: np.ndarray, past: int, start: int, stop: int, slots: np.nd
 def _write_places(
     places: np.ndarray, past: int, start: int, stop: int, ring: int, shape: RingShape
 ) -> None:
-    for token in range(start, stop if ring >= 0 else start):
-        position = past + token - start
-        if position < shape.sinks or stop - token <= shape.size:
-            places[token] = ring * shape.entries + shape.place(position)
+    tokens = torch.arange(start, stop if ring >= 0 else start)
+    positions = past + tokens - start
+    has_place = (positions < shape.sinks) | (stop - tokens <= shape.size)
+    kept = tokens[has_place].numpy()
+    places[kept] = ring * shape.entries + shape.place(positions[has_place]).numpy()
 
 
 def _write_begins(

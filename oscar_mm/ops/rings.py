@@ -73,9 +73,10 @@ class RingShape(NamedTuple):
         """Most tokens of a request that a step reads."""
         return self.sinks + self.window
 
-    def place(self, position: int) -> int:
-        """Where a token of a request is in its ring."""
-        return position if position < self.sinks else self.sinks + position % self.size
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens of a request are in its ring."""
+        later = self.sinks + positions % self.size
+        return torch.where(positions < self.sinks, positions, later)
 
 
 class RingArguments(NamedTuple):

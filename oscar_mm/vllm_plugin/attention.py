@@ -5,7 +5,7 @@ Knows nothing of vLLM, which calls it with the requests of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,8 +46,8 @@ class StoredLayer(NamedTuple):
 class PagedAttention:
     """Stores new tokens of a layer in pages, and attends to them and to pages.
 
-    Requests that decode attend to packed pages, and to what their rings have, as it came. Prompts
-    attend to their own tokens as they came; to tokens from before as pages have them.
+    Requests attend to their new tokens and to those in their rings as they came, to others as pages
+    have them: decode reads pages as they are, for prompts they are unpacked.
 
     Args:
         recipe: how pages are made.
@@ -217,9 +217,11 @@ class PagedAttention:
             return
         how = (self._formats, self._recipe.rotate, key.dtype)
         unpacked = unpack_slots(pages, past.slots, self.sigma, *how)
+        target, places = past.exact
+        exact = self.rings[places].unbind(1)
         keys, values = (
-            _with_new(side, new, past.places)
-            for side, new in zip(unpacked, (key, value), strict=True)
+            _with_exact(side, [(target, kept), (past.places, new)])
+            for side, kept, new in zip(unpacked, exact, (key, value), strict=True)
         )
         self._flash(query, keys, values, output, self._scale, reading)
 
@@ -231,9 +233,12 @@ class PagedAttention:
         return decode_kernel(formats, head_dim, self._recipe.rotate, dtype, columns, device)
 
 
-def _with_new(side: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """(pages, KV heads, 128, d) keys or values with new tokens as they came at some places, as
-    (pages, 128, KV heads, d)."""
+def _with_exact(
+    side: torch.Tensor, exact: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """(pages, KV heads, 128, d) keys or values, with tokens as they came at some places, later ones
+    over earlier ones, as (pages, 128, KV heads, d)."""
     by_head = side.transpose(0, 1)
-    by_head.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
+    for places, tokens in exact:
+        by_head.flatten(1, 2).index_copy_(1, places, tokens.transpose(0, 1))
     return by_head.permute(1, 2, 0, 3)

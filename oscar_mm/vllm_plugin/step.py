@@ -37,6 +37,8 @@ class Past:
             than its tokens take.
         lengths: (requests,) int32 tokens of each, new ones included.
         longest: at least the longest of the lengths.
+        exact: (2, tokens) int64: where tokens that rings have are in all tokens of these pages, and
+            their places in the rings. Where a ring has a token not, the place of a new one.
     """
 
     slots: torch.Tensor
@@ -44,6 +46,7 @@ class Past:
     table: torch.Tensor
     lengths: torch.Tensor
     longest: int
+    exact: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ class StepTables:
         )
         block_tables(tables)
         host = (host_starts[: rows + 1], host_lengths)
-        readings = tuple(self._readings(blocks, lengths, decodes, *host))
+        readings = tuple(self._readings(blocks, lengths, tails, decodes, *host))
         self._passed = ForwardPass[Any](self._layers)
         return Step(tables, decodes, query_tokens, readings, self._passed)
 
@@ -282,6 +285,7 @@ class StepTables:
         self,
         blocks: torch.Tensor,
         lengths: torch.Tensor,
+        tails: torch.Tensor,
         first: int,
         starts: np.ndarray,
         bounds: np.ndarray,
@@ -306,7 +310,8 @@ class StepTables:
             past = None
             if has_past[first]:
                 longest = int(bounds[run].max())
-                past = self._past(blocks, lengths[run], run, new[run], pages[run], longest)
+                of_run = (lengths[run], tails[run], run, new[run], pages[run])
+                past = self._past(blocks, *of_run, longest)
             begin, end = int(starts[first]), int(starts[stop])
             yield Reading(
                 slice(begin, end),
@@ -320,6 +325,7 @@ class StepTables:
         self,
         blocks: torch.Tensor,
         lengths: torch.Tensor,
+        tails: torch.Tensor,
         run: slice,
         new: np.ndarray,
         pages: np.ndarray,
@@ -343,7 +349,19 @@ class StepTables:
             self._upload(table, np.int32),
             lengths,
             longest,
+            self._exact(lengths - self._upload(new, np.int64), tails, firsts * PAGE_TOKENS),
         )
+
+    def _exact(self, past: torch.Tensor, tails: torch.Tensor, firsts: np.ndarray) -> torch.Tensor:
+        """``Past.exact`` of requests with so many past tokens each, which begin at ``firsts``."""
+        shape, past = self._rings.shape, past[:, None]
+        ring, start = tails[:, :1].long(), tails[:, 1:]
+        numbers = torch.arange(-shape.window, shape.sinks, device=self._device)
+        positions = torch.where(numbers < 0, past + numbers, numbers)
+        has = (ring >= 0) & (positions >= start) & (positions < past)
+        places = ring * shape.entries + shape.place(positions)
+        target = torch.where(has, positions, past) + self._upload(firsts, np.int64)[:, None]
+        return torch.stack([target.flatten(), places.masked_fill(~has, 0).flatten()])
 
     def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
         return upload(np.ascontiguousarray(array, dtype=dtype), self._device)

@@ -22,14 +22,12 @@ class Request:
 
     Attributes:
         exact_from: the first token that its ring may have, where it has one.
-        decoded: whether it decoded in the last step.
     """
 
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     blocks: list[int]
     read: int = 0
     exact_from: int = 0
-    decoded: bool = False
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def output(self) -> torch.Tensor:
@@ -137,9 +135,8 @@ class Layer:
             self.attention(*states, pages, step, torch.empty_like(output))
             self.attention.rings = own
         at = 0
-        for row, (request, n) in enumerate(scheduled):
+        for request, n in scheduled:
             request.outputs.append(output[at : at + n])
-            request.decoded = row < decodes
             request.read += n
             at += n
         return step
@@ -153,16 +150,15 @@ class Layer:
         return tuple(x.transpose(1, 2).flatten(0, 1)[:tokens] for x in (keys, values))
 
     def expected(self, request: Request, start: int, stop: int) -> torch.Tensor:
-        """Attention of tokens that were read in one step, in float64: to their own as they came,
-        and if they were decoded to the ring's as they came; to others before as pages have them."""
+        """Attention of tokens that were read in one step, in float64: to their own and to those
+        that the ring has as they came, to others before as pages have them."""
         queries, *new = (x[start:stop].cpu().double() for x in request.states)
         past = self.stored(request, start) if start else [x[:0] for x in new]
-        if request.decoded:
-            recent = slice(max(start - self.policy.window, request.exact_from), start)
-            sinks = slice(0 if request.exact_from else min(self.policy.sinks, start))
-            for side, came in zip(past, request.states[1:], strict=True):
-                for exact in (sinks, recent):
-                    side[exact] = came[exact].cpu().float()
+        recent = slice(max(start - self.policy.window, request.exact_from), start)
+        sinks = slice(0 if request.exact_from else min(self.policy.sinks, start))
+        for side, came in zip(past, request.states[1:], strict=True):
+            for exact in (sinks, recent):
+                side[exact] = came[exact].cpu().float()
         keys, values = (torch.cat([a.double(), b]) for a, b in zip(past, new, strict=True))
         return causal(queries, keys, values)
 

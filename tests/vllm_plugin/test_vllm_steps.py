@@ -146,7 +146,6 @@ def test_two_batches_at_a_time(tokens: tuple, engine: Engine) -> None:
         engine.impl.forward(engine.layer, *own, engine.kv_cache, step, output[part.token_slice])
     half, at = sum(tokens) // 2, 0
     for request, n in zip(requests, tokens, strict=True):
-        request.decoded = n == 1
         cut = min(max(half - at, 0), n)  # the tokens of it in the first micro-batch
         for start, stop in ((0, cut), (cut, n)):
             expected = engine.expected(request, 140 + start, 140 + stop)

@@ -298,8 +298,7 @@ class Engine(Layer):
         output = torch.full_like(states[0], torch.nan)
         self.impl.forward(self.layer, *states, self.kv_cache, metadata, output)
         at = 0
-        for row, (request, n) in enumerate(scheduled):
-            request.decoded = row < metadata.decodes
+        for request, n in scheduled:
             found = output[at : at + n]
             request.outputs.append(found)
             request.read += n
