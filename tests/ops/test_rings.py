@@ -48,9 +48,11 @@ class Engine:
     the same tokens shares it until then.
     """
 
-    def __init__(self, seed: int, shape: RingShape, rings: int, blocks: int) -> None:
+    def __init__(
+        self, seed: int, shape: RingShape, rings: int, blocks: int, *, keeps: bool = True
+    ) -> None:
         self.random = np.random.default_rng(seed)
-        self.shape, self.most = shape, blocks
+        self.shape, self.keeps = shape, keeps
         self.blocks = np.full((blocks, 128), -1)
         self.users = np.zeros(blocks, int)
         self.free = list(range(blocks))
@@ -114,7 +116,7 @@ class Engine:
         known = (blocks, lengths, starts, slots if stored else torch.full_like(slots, -1))
         tails = torch.zeros(rows, 2, dtype=INT)
         self.clock += 1
-        of_rings = (self.shape.spare, self.clock, True, tails, self.owners, self.rings)
+        of_rings = (self.shape.spare, self.clock, self.keeps, tails, self.owners, self.rings)
         rings_by_numpy(RingArguments(*known, *of_rings))
         of_row = row_tiles(news[0]) if decodes == rows else 0
         count = sum(news)
@@ -227,6 +229,20 @@ def test_the_ring_that_waited_longest_is_taken() -> None:
         engine.exact = 0
         engine.step([(request, 1)], 1)
         assert engine.exact == exact
+
+
+@pytest.mark.parametrize(("keeps", "exact"), [(True, 32), (False, 0)])
+def test_a_request_that_waits_a_step(keeps: bool, exact: int) -> None:
+    """It loses its ring where a connector may have given its blocks to another."""
+    engine = Engine(0, RingShape(4, 32, 1), rings=4, blocks=20, keeps=keeps)
+    waiting, other = engine.request(300), engine.request(300)
+    for request in (waiting, other):
+        engine.room(request, 300)
+    engine.step([(waiting, 100), (other, 100)], 0)
+    engine.step([(other, 1)], 1)
+    engine.exact = 0
+    engine.step([(waiting, 1)], 1)
+    assert engine.exact == exact
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
