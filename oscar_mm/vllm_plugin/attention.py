@@ -58,8 +58,8 @@ class PagedAttention:
     Attributes:
         group: query heads of a KV head.
         sigma: (KV heads or 1, head_dim) float32 balancing; None for none.
-        rings: (places, 2, KV heads, head_dim): tokens in the dtype of the model; none until room is
-            made for them.
+        rings: (places, 2, KV heads, head_dim): tokens in the dtype of the model; empty before
+            ``make_rings``.
     """
 
     def __init__(self, recipe: Recipe, heads: int, scale: float, flash: Flash) -> None:

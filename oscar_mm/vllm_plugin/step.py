@@ -38,7 +38,7 @@ class Past:
         lengths: (requests,) int32 tokens of each, new ones included.
         longest: at least the longest of the lengths.
         exact: (2, tokens) int64: where tokens that rings have are in all tokens of these pages, and
-            their places in the rings. Where a ring has a token not, the place of a new one.
+            their places in the rings. Where a ring lacks a token, the place of a new one.
     """
 
     slots: torch.Tensor
@@ -67,7 +67,7 @@ class Reading:
 
 
 class Rings:
-    """The rings of the requests that run, which all builders of tables for the same layers share.
+    """The rings of the requests that run; all builders of tables for the same layers share them.
 
     Args:
         count: rings, as many as requests may run at a time.
@@ -80,7 +80,7 @@ class Rings:
         shape, blocks: as given.
 
     Raises:
-        ValueError: more rings than tables have room for.
+        ValueError: more rings than a batch may have rows.
     """
 
     def __init__(
@@ -91,10 +91,6 @@ class Rings:
         self.shape, self.blocks, self._keeps, self._clock = shape, blocks, keeps, 0
         self._owners = torch.full((blocks, 2), -1, dtype=torch.int32, device=device)
         self._rings = torch.zeros(count, RING_FIELDS, dtype=torch.int32, device=device)
-        numbers = torch.arange(count, dtype=torch.int32)
-        self._own = torch.stack([numbers, torch.zeros_like(numbers)], 1)
-        if device.type == "cuda":
-            self._own = self._own.pin_memory()
 
     def find(
         self,
@@ -104,12 +100,11 @@ class Rings:
         slots: torch.Tensor,
         tails: torch.Tensor,
     ) -> None:
-        """Find the rings of a step's requests, as ``oscar_mm.ops.rings`` does. Where no step reads
-        what another has left there, any ring will do."""
-        if not self.shape.most_read:
-            # Anew, as a sleep of vLLM may have dropped it. Rows without tokens may be more.
-            tails[: len(self._own)].copy_(self._own[: len(tails)], non_blocking=True)
-            return
+        """Find the rings of a step's requests, as ``oscar_mm.ops.rings`` does.
+
+        Those of micro-batches are found one after the other. As all of them together have no more
+        requests than there are rings, no two get the same one.
+        """
         self._clock = (self._clock + 1) % 2**31
         now = (self.shape.spare, self._clock, self._keeps)
         find_rings(

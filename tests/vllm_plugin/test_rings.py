@@ -7,7 +7,10 @@ came.
 from dataclasses import replace
 
 import pytest
+import torch
 
+from oscar_mm.ops.rings import RingShape
+from oscar_mm.vllm_plugin.step import Rings
 from tests.vllm_plugin.requests import Layer, Request
 from tests.vllm_plugin.test_attention import check, place
 
@@ -132,6 +135,22 @@ def test_the_last_layer_stores_from_rings(place: dict) -> None:
             step(one, (request, 1))
     for pages in layer.other_pages:
         assert (pages == layer.pages).all() and (pages == alone.pages).all()
+
+
+@pytest.mark.parametrize("window", [0, 32])
+def test_micro_batches_have_rings_of_their_own(window: int) -> None:
+    """Each has a builder of tables, and attends before the other has stored its tokens."""
+    rings = Rings(4, RingShape(0, window, 1), 8, torch.device("cpu"))
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    for length in range(1, 5):
+        found = []
+        for blocks in ([1, 2], [3, 4]):
+            tails = torch.zeros(2, 2, dtype=torch.int32)
+            blocks = torch.tensor(blocks, dtype=torch.int32)[:, None]
+            slots = blocks[:, 0].long() * 128 + length - 1
+            rings.find(blocks, torch.full_like(starts[:2], length), starts, slots, tails)
+            found += tails[:, 0].tolist()
+        assert sorted(found) == [0, 1, 2, 3]
 
 
 def test_more_requests_than_rings_have_waited(place: dict) -> None:
