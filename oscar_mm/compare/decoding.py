@@ -61,15 +61,16 @@ class _Attention:
         """(rows, query heads, tokens, head_dim)."""
         cache, states = self._cache, self._states
         pairs = zip((states.keys, states.values), (key, value), strict=True)
-        # Rounded to 16 bits, as a cache keeps them; what is restored is not rounded once more.
-        keys, values = (torch.cat([old, new.to(old.dtype)], 2).to(new.dtype) for old, new in pairs)
+        # Rounded to 16 bits, as a cache keeps them.
+        keys, values = (torch.cat([old, new.to(old.dtype)], 2) for old, new in pairs)
         back = cache.method.restored(replace(states, keys=keys, values=values), cache.ids)
         place = torch.arange(keys.shape[2], device=query.device)
         new = place[cache.length :, None]
         restored = cache.restored_from.to(query.device) <= new
         group = query.shape[1] // keys.shape[1]
         keys, values, back_keys, back_values = (
-            x.repeat_interleave(group, dim=1) for x in (keys, values, back.keys, back.values)
+            x.to(key.dtype).repeat_interleave(group, dim=1)
+            for x in (keys, values, back.keys, back.values)
         )
         scores = torch.where(restored, query @ back_keys.mT, query @ keys.mT).float() * scaling
         seen = place <= new if visible is None else visible
