@@ -166,7 +166,7 @@ def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -
             running.append((shared + [free.pop(0) for _ in range(4)], len(shared) * PAGE_TOKENS))
         generator.shuffle(running)
         batch, running = running[: ring_count * 2 // 3], running[ring_count * 2 // 3 :]
-        news = [int(generator.choice([1, 1, 1, 127, 130])) for _ in batch]
+        news = [int(generator.choice([1, 1, 3, 127, 130])) for _ in batch]
         totals = [past + new for (_, past), new in zip(batch, news, strict=True)]
         blocks = torch.zeros(len(batch), 8, **zeros)
         for row, (own, _) in enumerate(batch):
@@ -176,11 +176,11 @@ def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -
         tails = torch.zeros(len(batch), 2, **zeros)
         known = (blocks, torch.tensor(totals, **zeros), starts, slots)
         found.append(RingArguments(*known, 4, clock, clock % 5 > 0, tails, owners, rings))
-        for (own, _), total in zip(batch, totals, strict=True):
+        for (own, past), total in zip(batch, totals, strict=True):
             if total + 130 > len(own) * PAGE_TOKENS:
                 free = own[1:] + free
-            else:
-                running.append((own, total - int(generator.integers(0, 3)) * (total > 3)))
+            else:  # Drafts are rejected, but the first new token is none.
+                running.append((own, max(past + 1, total - int(generator.integers(0, 3)))))
     return found
 
 
