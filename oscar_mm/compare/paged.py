@@ -78,7 +78,7 @@ class Paged:
         Raises:
             FloatingPointError: keys or values cannot be stored.
         """
-        sides = [states.keys.clone(), states.values.clone()]
+        sides = keys, values = [states.keys.clone(), states.values.clone()]
         rows, heads, _, head_dim = states.keys.shape
         basis = Basis(head_dim, self.policy.rotate, self._sigma(states))
         stored_bytes = stored_values = 0
@@ -97,7 +97,7 @@ class Paged:
             tokens = len(where) * rows
             stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
             stored_values += 2 * tokens * heads * head_dim
-        return Restored(*sides, stored_bytes, stored_values)
+        return Restored(keys, values, stored_bytes, stored_values)
 
     def one_by_one(self, prompt: int) -> Paged:
         """The same method for tokens that come one by one after so many that come at once.

@@ -213,8 +213,8 @@ def _project(attention: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def _normed(attention: Any, name: str, x: Tensor) -> Tensor:
     """Through a norm over all heads, where there is one (OLMo 2)."""
     norm = getattr(attention, name, None)
-    weight = getattr(norm, "weight", None)
-    return norm(x) if weight is not None and weight.numel() == x.shape[-1] else x
+    weight = None if norm is None else getattr(norm, "weight", None)
+    return x if weight is None or norm is None or weight.numel() != x.shape[-1] else norm(x)
 
 
 def _share_beyond_center(angles: Tensor, head_dim: int) -> Tensor:

@@ -189,7 +189,7 @@ def test_layers_outside_of_modules_are_refused(configure: Configure) -> None:
 
 
 def test_attention_of_models(configure: Configure, tmp_path: Path) -> None:
-    """Decoder layers as vLLM's models of Qwen3 and Llama have them."""
+    """Decoder layers as vLLM's models of Qwen3 and Llama have them: norms or projections balance."""
     config = configure()
     world = (1, 0, f"file://{tmp_path / 'world'}", 0, "gloo")
     parallel_state.init_distributed_environment(*world)
@@ -199,11 +199,19 @@ def test_attention_of_models(configure: Configure, tmp_path: Path) -> None:
         with loading():
             normed = qwen3.Qwen3DecoderLayer(model, cache, prefix="model.layers.0")
             plain = llama.LlamaDecoderLayer(config, prefix="model.layers.1")
-            for layer, balanced in ((normed, True), (plain, False)):
+            weight = plain.self_attn.qkv_proj.weight
+            with torch.no_grad():
+                weight.normal_(generator=torch.Generator().manual_seed(0))
+                weight[plain.self_attn.q_size + 5] *= 16  # A channel of the first head's keys.
+                plain.input_layernorm.weight.fill_(1)
+            for layer, heads in ((normed, 1), (plain, plain.self_attn.num_kv_heads)):
                 impl = layer.self_attn.attn.impl
                 layer.self_attn.attn.process_weights_after_loading(torch.bfloat16)
                 assert isinstance(impl, plugin.OscarImpl)
-                assert (impl.attention.sigma is not None) is balanced
+                assert impl.attention.sigma.shape == (heads, HEAD_DIM)
+            first, *others = impl.attention.sigma
+            assert first[5] > 2 * first.median()
+            assert all(sigma.max() < 2 * sigma.median() for sigma in others)
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
