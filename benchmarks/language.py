@@ -74,8 +74,7 @@ NOTES = [
     "blocks: standard as vLLM serves with it, which packs all tokens. window 32, which vLLM has by "
     "default, 64, 128: so many recent tokens and the first 4 are read as they came; without a "
     "window a decoded token sees only itself so. The passage is read at once, in chunks of 200 "
-    "tokens, or token by token after the first 40 (blocks decoded). Nothing balances a model "
-    "without QK norms.",
+    "tokens, or token by token after the first 40 (blocks decoded).",
     "quanto and hqq: transformers' QuantizedCache on the tokens that channel packs.",
     "The model runs in float32; keys and values are rounded to bfloat16 first. The 16-bit cache "
     "that `same` and `greedy` are compared with keeps them in float32.",
