@@ -189,7 +189,7 @@ def test_layers_outside_of_modules_are_refused(configure: Configure) -> None:
 
 
 def test_attention_of_models(configure: Configure, tmp_path: Path) -> None:
-    """Decoder layers as vLLM's models of Qwen3 and Llama have them: norms or projections balance."""
+    """Layers as vLLM has them of Qwen3, balanced by norms, and of Llama, by projections."""
     config = configure()
     world = (1, 0, f"file://{tmp_path / 'world'}", 0, "gloo")
     parallel_state.init_distributed_environment(*world)
