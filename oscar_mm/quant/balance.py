@@ -35,6 +35,8 @@ _PROBES = 256
 2%: a loss below 0.1% of a score's squared error."""
 _GAIN = 64.0
 """Factor of the probes, so that a large bias does not round away what they add to it."""
+_PROJECTIONS = ("q_proj", "k_proj"), ("qkv_proj", "q_size", "kv_size")
+"""Attributes of attention modules of transformers, and of vLLM."""
 _POSITIONS = 4096
 """Positions over which RoPE mixes the channels of a pair."""
 
@@ -101,7 +103,7 @@ def sigma_of_layer(
     sigma = sigma_from_norms(
         getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), head_dim
     )
-    if sigma is None and (hasattr(attention, "k_proj") or hasattr(attention, "kv_size")):
+    if sigma is None and any(all(hasattr(attention, x) for x in names) for names in _PROJECTIONS):
         sigma = _sigma_from_projections(layer, attention, head_dim, angles, centered)
     return sigma
 
