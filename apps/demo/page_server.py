@@ -29,7 +29,7 @@ _FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
 _OFF: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
 _CLOSING_S = 5
-"""Seconds in which answers to visitors end when the page is closed."""
+"""Seconds that open HTTP responses have to end when the server shuts down."""
 
 
 class PageServer(uvicorn.Server):

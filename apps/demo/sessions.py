@@ -41,7 +41,7 @@ MAX_UNVISITED_S = 6 * 3600.0
 MAX_UNVISITED_BYTES = 2**30
 """Most bytes of keys and values of all conversations that nobody visits."""
 MAX_VISITS = 4 * MAX_SESSIONS
-"""Most browsers that visit."""
+"""Most browsers whose latest conversation is remembered."""
 MAX_FILES = 64
 """Most conversations of a folder."""
 MAX_BYTES = 4 * 2**30

@@ -56,7 +56,7 @@ def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[
             raise InputError(f"{path.name}: is larger than the {mebibytes} MiB of one file")
         kind = kind_of(path)
         if kind is None:
-            raise InputError(f"{path.name}: is no image, video or recording that is known here")
+            raise InputError(f"{path.name}: is not an image, video or recording in a known format")
         kinds[kind].append(path)
     return kinds
 

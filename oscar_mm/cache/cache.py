@@ -29,9 +29,9 @@ from oscar_mm.ranks import Ranks
 from oscar_mm.torch_modes import autocast_dtype, eager
 
 _UNBALANCED = (
-    "OscarCache: keys are stored without query-key balancing, which takes the model's weights, and "
-    "answers of some models break: give OscarCache(policy, model=model), or a policy with "
-    "balance=None"
+    "OscarCache: keys are stored without query-key balancing, because the cache does not have the "
+    "model whose weights it needs; with some models answers become unusable. Pass "
+    "OscarCache(policy, model=model), or a policy with balance=None"
 )
 _ONE_STATE = "linear-attention layers keep the state after the last token only"
 _TWO_STATES = (
@@ -195,8 +195,8 @@ class OscarCache(Cache):
 
     @property
     def balancing(self) -> Mapping[int, torch.Tensor | None] | None:
-        """Sigma by layer, of the tokens that are stored or of the first that will be; None where
-        nothing is stored and the model is not known."""
+        """Sigma by layer: of the stored tokens, or, where there are none yet, of those to come.
+        None where nothing is stored and the model is not known."""
         if not self.layers:
             return self.sigmas
         return {layer.index: layer.sigma for layer in self.packed_layers}

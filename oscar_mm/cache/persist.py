@@ -55,7 +55,7 @@ _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
 """Bytes of pages or tokens that are checked at a time."""
 _MOST = 512.0
-"""Sigma and its inverse are below that (``oscar_mm.quant.basis``)."""
+"""Sigma and its inverse are below that (``oscar_mm.quant.balance``)."""
 _SHOWN = 200
 """Characters of what a file says."""
 

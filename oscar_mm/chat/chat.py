@@ -308,7 +308,7 @@ class Chat:
             if not now.turns:
                 raise InputError("undo: nothing was asked yet")
             if len(now.turns) == 1:
-                # A new cache: the first prompt decides on the balancing.
+                # A new cache: a chat of an earlier version may be balanced by its first prompt.
                 self._spillable.replace(Conversation.empty(self._new_cache()))
             else:
                 cache = now.cache.fork()

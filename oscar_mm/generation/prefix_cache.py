@@ -113,8 +113,7 @@ class PrefixCache:
 
     Tokens after a shared prefix read it from its pages. With policy "bf16" that changes nothing;
     with packed pages the answer may differ a little from one that read the whole prompt at once,
-    whose attention over the prompt is exact. Balancing by the prompt follows the prompt that was
-    read first.
+    whose attention over the prompt is exact.
 
     Args:
         limit: most bytes of pages and blocks; the least recently used entries go first. Pages that

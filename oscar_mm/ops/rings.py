@@ -18,8 +18,8 @@ what was computed since; the rest is in pages.
 What a ring has is right: a block is written from its beginning, and loses its owner in the step in
 which that happens, so that the owner of a row's last block wrote the tokens that are in it. Blocks
 are shared where all tokens up to their end are the same; so a row whose last block is another's may
-continue the other's ring. What a KV connector loads into a block nobody sees here. It would have to
-be the last block of a request that was in the last step, for a request that is as long; so the
+continue the other's ring. A KV connector loads tokens into blocks unseen here. That would matter
+only where it loads a new request into the block that ends another one of the same length; so the
 rings of requests that are not in a batch are given up where there is a connector
 (``RingArguments.keeps``).
 """
@@ -80,15 +80,16 @@ class RingShape(NamedTuple):
 
 
 class RingArguments(NamedTuple):
-    """Arguments of ``rings``, int32 but the slots; the last three tensors are written to.
+    """Arguments of ``find_rings``, int32 but the slots; the last three tensors are written to.
 
     Attributes:
         blocks, lengths, starts, slots: as of ``oscar_mm.ops.block_tables.BlockTables``.
         new_tokens: most of a request that decodes.
-        clock: larger by one than in the last step.
+        clock: of this call: one more than in the call before, from 0 again after 2**31 - 1.
         keeps: whether rings stay with requests that are not in the batch.
         tails: (rows, 2): the ring of each row, or -1; the row's first token in it.
-        owners: (blocks, 2): ring and lease of the row that wrote to a block last; -1 first.
+        owners: (blocks, 2): ring and lease of the row that wrote to a block last; -1 where none
+            has.
         rings: (rings, ``RING_FIELDS``).
     """
 

@@ -31,8 +31,8 @@ _LIMIT = 256.0
 """Largest sigma and inverse of the smallest: a channel without queries or without keys must not be
 scaled out of float range."""
 _PROBES = 256
-"""Random inputs of a projection. They give energies within 9%, and sigma, their fourth root, within
-2%: a loss below 0.1% of a score's squared error."""
+"""Random inputs of a projection. Energies have a standard error of 9%, less where RoPE and groups
+of queries average them; sigma, a fourth root of their quotient, has at most 3%."""
 _GAIN = 64.0
 """Factor of the probes, so that a large bias does not round away what they add to it."""
 _PROJECTIONS = ("q_proj", "k_proj"), ("qkv_proj", "q_size", "kv_size")
@@ -90,8 +90,8 @@ def sigma_of_layer(
     """Sigma of one layer, of transformers or of vLLM.
 
     Args:
-        layer: has ``input_layernorm``; None or without it, the attention reads inputs of equal
-            energy in all channels.
+        layer: has ``input_layernorm``; without one, or None, inputs are taken to have equal energy
+            in all channels.
         attention: has ``q_norm`` and ``k_norm`` over a head, or projections of queries and keys.
         head_dim: channels of a head.
         angles: of RoPE, see ``rotary_angles``.
@@ -187,8 +187,8 @@ def _sigma_from_projections(
 
 
 def _probes(layer: nn.Module | None, attention: Any) -> Tensor:
-    """(probes, channels) inputs of the projections: random signs, the same everywhere, normed as
-    the layer norms its own."""
+    """(probes, channels) inputs of the projections: random signs, the same on every machine,
+    normalized by the layer's input norm."""
     norm = getattr(layer, "input_layernorm", None)
     weight = getattr(norm, "weight", None)
     if weight is None:
@@ -241,7 +241,7 @@ def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
 
 
 def _ones(rows: int, columns: int, weight: Tensor) -> Tensor:
-    """Ones of a weight's dtype, on its device; a hook of accelerate brings offloaded weights, and
-    the ones to them."""
+    """Ones of a weight's dtype, on its device; on the CPU where it is offloaded, as a hook of
+    accelerate then moves inputs to the device of the weight."""
     device = "cpu" if weight.is_meta else weight.device
     return torch.ones(rows, columns, dtype=weight.dtype, device=device)

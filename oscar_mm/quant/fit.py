@@ -15,12 +15,12 @@ channels, which float16 holds for any float16 key.
 Of a token that is stored by itself a few codes of the key are not the nearest ones
 (``lower_score_error``): they lower the error of its scores, at the cost of a larger error of the
 key. The error of a score is q.(k^ - k), and queries are not alike in all directions: balancing
-leaves queries with as much energy in a channel as keys have (quant/basis.py), and slow rotary pairs
-have most of both. So the squared error of a score is on average e^T H D H e, where e is the error
-of the stored, rotated key, H the rotation and D the energy of each channel: errors of channels
-cancel where queries are large. D is the energy of the key itself and of its center, a pair of RoPE
-(channels c and c + head_dim / 2) in common, as positions turn one into the other. It needs no
-queries, so a token is stored the same way whatever came before it.
+leaves queries with as much energy in a channel as keys have (quant/balance.py), and slow rotary
+pairs have most of both. So the squared error of a score is on average e^T H D H e, where e is the
+error of the stored, rotated key, H the rotation and D the energy of each channel: errors of
+channels cancel where queries are large. D is the energy of the key itself and of its center, a pair
+of RoPE (channels c and c + head_dim / 2) in common, as positions turn one into the other. It needs
+no queries, so a token is stored the same way whatever came before it.
 """
 
 from __future__ import annotations

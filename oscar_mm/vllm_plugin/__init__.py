@@ -47,7 +47,7 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     for name, most in (("window", MOST_WINDOW), ("sinks", MOST_SINKS)):
         if (tokens := getattr(found, name)) > most:
             raise InputError(
-                f"policy {policy} has {name}={tokens}: vLLM serves with {name} of 0 to {most}"
+                f"policy {policy} has {name}={tokens}: with vLLM {name} must be at most {most}"
             )
     if not found.by_token:
         problem = f"key_axis={found.key_axis!r}"

@@ -2,7 +2,7 @@
 
 A request's most recent tokens and its first ones are kept in 16-bit precision too, in a ring of its
 own (``oscar_mm.ops.rings``). Rings are found by the blocks of a step's requests, on the device: so
-they need nothing of vLLM's runners, which know requests by other numbers each, and move their rows.
+they need nothing of vLLM's model runners, which number requests in different ways and move rows.
 
 For vLLM 0.25 to 0.33. What they do not have in common is the size of a block: newer ones ask the
 backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).

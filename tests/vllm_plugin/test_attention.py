@@ -206,8 +206,8 @@ def test_what_has_no_slot_is_not_stored() -> None:
     [
         ({"policy": "channel"}, "key_axis='token'"),
         ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
-        ({"policy": "standard:window=129"}, "with window of 0 to 128"),
-        ({"policy": "compact:sinks=65"}, "sinks of 0 to 64"),
+        ({"policy": "standard:window=129"}, "window must be at most 128"),
+        ({"policy": "compact:sinks=65"}, "sinks must be at most 64"),
         ({"policy": "standart"}, "did you mean"),
         ({"polcy": "standard"}, "no option polcy"),
         ("standard", "must be a mapping"),

@@ -50,7 +50,7 @@ def test_other_files_are_not_read(uploads: Path, tmp_path: Path) -> None:
 def test_bounds(uploads: Path, monkeypatch) -> None:
     text = uploads / "notes.txt"
     text.write_text("notes")
-    with pytest.raises(InputError, match=r"notes\.txt: is no image, video or recording"):
+    with pytest.raises(InputError, match=r"notes\.txt: is not an image, video or recording"):
         files_by_kind([text], [uploads])
     small = module.MediaLimits(max_file_bytes=2**20)
     monkeypatch.setattr(module, "LIMITS", small)
