@@ -35,7 +35,13 @@ def call_all(calls: Sequence[tuple[Any, ...]]) -> None:
             if call.is_mine():
                 call.function(*call.arguments)
     finally:
-        _settle(others)
+        # A function can be interrupted as it is entered, before a try of its own.
+        try:
+            for call in others:
+                call.settle()
+        except BaseException:
+            _settle(others)
+            raise
     for call in others:
         if call.error is not None:
             raise call.error

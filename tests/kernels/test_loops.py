@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import numba
 import numpy as np
@@ -240,6 +240,40 @@ def test_without_more_threads_one_makes_all_calls_once(monkeypatch: pytest.Monke
     assert called == [1, 2]
     call_all([(called.append, 3), (called.append, 4)])
     assert called[:2] == [1, 2] and sorted(called[2:]) == [3, 4]
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("number", range(6))
+def test_an_interrupt_as_a_function_is_entered(number: int) -> None:
+    """Of the functions that the calling thread enters, the one of this number."""
+    begun, ended = threading.Event(), threading.Event()
+    entered = 0
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.05)
+        ended.set()
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        nonlocal entered
+        if event == "call" and frame.f_code.co_filename == call_all.__code__.co_filename:
+            entered += 1
+            if entered == number + 1:
+                raise KeyboardInterrupt
+
+    call_all([(begun.wait, 0), (int,)])  # The thread exists.
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        call_all([(begun.wait, 5), (work,)])
+    except KeyboardInterrupt:
+        sys.settrace(before)
+        assert begun.is_set() == ended.is_set()
+        time.sleep(0.01)
+        assert begun.is_set() == ended.is_set()
+    finally:
+        sys.settrace(before)
+    assert entered > number
 
 
 @pytest.mark.usefixtures("two_threads")
