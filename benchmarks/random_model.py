@@ -393,8 +393,7 @@ def synthetic_cache(
 
     cache = OscarCache(policy)
     sizes = torch.rand(2, kv_heads, head_dim, generator=generator, device=generator.device) + 0.5
-    balanced = cache.policy.packs and cache.policy.balance is not None
-    cache.sigmas = {0: sigma_from_rms(*sizes)} if balanced else {}
+    cache.sigmas = {0: sigma_from_rms(*sizes)} if cache.policy.balances else {}
     prompt = tokens - answer
     cache.expect(text_and_images(prompt).expand(batch, prompt))
     piece = max(_ROUND, _PIECE_ELEMENTS // (batch * kv_heads * head_dim))

@@ -196,6 +196,11 @@ class KVPolicy:
         """Whether any modality is stored in fewer than 16 bits."""
         return bool(self.packed_bits)
 
+    @property
+    def balances(self) -> bool:
+        """Whether keys are stored balanced against queries: only where they are packed."""
+        return self.packs and self.balance is not None
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
         """A named policy, with fields changed on request: ``preset("compact", window=128)``.

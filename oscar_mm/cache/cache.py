@@ -62,9 +62,7 @@ def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Te
         InputError: the policy does not fit a model that is divided among ranks.
     """
     Ranks.of(model).check(policy)
-    if not policy.packs or policy.balance is None:
-        return {}
-    return sigmas_of_model(model, centered=policy.centers_keys)
+    return sigmas_of_model(model, centered=policy.centers_keys) if policy.balances else {}
 
 
 class OscarCache(Cache):
@@ -100,7 +98,7 @@ class OscarCache(Cache):
     """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
     step: Step | None
     """What the latest forward pass does; None before the first one."""
-    sigmas: Mapping[int, torch.Tensor] | None
+    sigmas: Mapping[int, torch.Tensor | None] | None
     """Balancing by layer, for layers that take in their first keys; None where it is not known."""
 
     def __init__(
@@ -205,7 +203,7 @@ class OscarCache(Cache):
         """The balancing of a layer that takes in its first keys."""
         if self.sigmas is not None:
             return self.sigmas.get(layer_idx)
-        if self.policy.packs and self.policy.balance is not None and not self._warned:
+        if self.policy.balances and not self._warned:
             self._warned = True
             warnings.warn(_UNBALANCED, stacklevel=_USER + 1)
         return None

@@ -80,7 +80,7 @@ class Paged:
         """
         sides = keys, values = [states.keys.clone(), states.values.clone()]
         rows, heads, _, head_dim = states.keys.shape
-        basis = Basis(head_dim, self.policy.rotate, self._sigma(states))
+        basis = Basis(head_dim, self.policy.rotate, self.sigma(states))
         stored_bytes = stored_values = 0
         for places, filling in self._packed(ids):
             where = places.to(states.keys.device)
@@ -179,21 +179,19 @@ class Paged:
         if bool(bad):
             raise FloatingPointError(NOT_STORABLE)
 
-    def _sigma(self, states: LayerStates) -> Tensor | None:
+    def sigma(self, states: LayerStates) -> Tensor | None:
         """The balancing that ``oscar_mm.cache.cache.balancing_of`` gives the layer."""
-        return None if self.policy.balance is None else states.sigmas[self.policy.centers_keys]
+        return states.sigmas[self.policy.centers_keys] if self.policy.balances else None
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
         """Memory of a real cache with the first row."""
-        return cached(self.policy, layers, torch.zeros_like(ids) if self.mixed else ids).memory()
+        return cached(self, layers, torch.zeros_like(ids) if self.mixed else ids).memory()
 
 
-def cached(policy: KVPolicy, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
+def cached(method: Paged, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
     """A cache with the first row, filled as a model with attention "oscar" fills it."""
-    cache = OscarCache(policy)
-    balanced = policy.packs and policy.balance is not None
-    found = {states.index: states.sigmas[policy.centers_keys] for states in layers if balanced}
-    cache.sigmas = {index: sigma for index, sigma in found.items() if sigma is not None}
+    cache = OscarCache(method.policy)
+    cache.sigmas = {states.index: method.sigma(states) for states in layers}
     cache.expect(ids[None])
     cache.attend_packed(None)
     for states in layers:

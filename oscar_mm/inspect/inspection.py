@@ -14,7 +14,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.inspect.quantization_errors import ALL, Errors, LayerStates, measure_errors, sampled
 from oscar_mm.modality import Modality
-from oscar_mm.quant.balance import sigmas_of_model
+from oscar_mm.quant.balance import sigma_of_norms, sigmas_of_model
 from oscar_mm.quant.basis import Basis
 
 LONG = 3.0
@@ -109,7 +109,7 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
     sigmas = sigmas_of_model(model)
 
     def look(states: LayerStates) -> None:
-        normed.append(hasattr(states.module, "k_norm"))
+        normed.append(sigma_of_norms(states.module, states.keys.shape[-1]) is not None)
         try:
             layers.append(_measured(states, sigmas.get(states.index), ids, sample))
         except InputError as error:

@@ -80,7 +80,7 @@ def roundtrip(
             f"{tuple(k.shape)}"
         )
     ids = _modality_ids(modality, batch, tokens)
-    basis = Basis(head_dim, policy.rotate, None if policy.balance is None else sigma)
+    basis = Basis(head_dim, policy.rotate, sigma if policy.balances else None)
     keys, values, stored_bytes, pages = k.clone(), v.clone(), 0, 0
     for row in range(batch):
         for kind in Modality:
@@ -196,7 +196,7 @@ class Variant:
     @property
     def balances(self) -> bool:
         """Whether the preset balances."""
-        return KVPolicy.preset(self.preset).balance is not None
+        return KVPolicy.preset(self.preset).balances
 
     @property
     def label(self) -> str:

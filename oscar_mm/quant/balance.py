@@ -100,12 +100,16 @@ def sigma_of_layer(
     Returns:
         (KV heads or 1, head_dim) float32, or None.
     """
-    sigma = sigma_from_norms(
-        getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), head_dim
-    )
+    sigma = sigma_of_norms(attention, head_dim)
     if sigma is None and any(all(hasattr(attention, x) for x in names) for names in _PROJECTIONS):
         sigma = _sigma_from_projections(layer, attention, head_dim, angles, centered)
     return sigma
+
+
+def sigma_of_norms(attention: nn.Module, head_dim: int) -> Tensor | None:
+    """``sigma_from_norms`` of an attention module; None where it has no such norms."""
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return sigma_from_norms(q_norm, k_norm, head_dim)
 
 
 def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
@@ -125,7 +129,7 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
         # The norm of a vector of ones is its weight, whichever way the module applies it
         # (weight, or 1 + weight).
         with torch.no_grad():
-            effective = norm(_ones(1, head_dim, weight))
+            effective = norm(_as_weight(torch.ones(1, head_dim), weight))
         pairs = effective.float().square().view(2, head_dim // 2).mean(dim=0).sqrt()
         rms.append(pairs.repeat(2))
     rms_queries, rms_keys = rms
@@ -198,7 +202,7 @@ def _probes(layer: nn.Module | None, attention: Any) -> Tensor:
         channels = weight.numel()
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (_PROBES, channels), generator=generator).mul_(2).sub_(1)
-    signs = signs.to(_ones(1, 1, weight))
+    signs = _as_weight(signs, weight)
     return signs if norm is None else norm(signs)
 
 
@@ -240,8 +244,7 @@ def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([energy + moved, energy_of_other - moved, rest.square().sum(0)], -1)
 
 
-def _ones(rows: int, columns: int, weight: Tensor) -> Tensor:
-    """Ones of a weight's dtype, on its device; on the CPU where it is offloaded, as a hook of
-    accelerate then moves inputs to the device of the weight."""
-    device = "cpu" if weight.is_meta else weight.device
-    return torch.ones(rows, columns, dtype=weight.dtype, device=device)
+def _as_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """A tensor in a weight's dtype, on its device; on the CPU where the weight is offloaded, as a
+    hook of accelerate then moves inputs to where it brings the weight."""
+    return x.to("cpu" if weight.is_meta else weight.device, weight.dtype)

@@ -3,7 +3,7 @@
 The rotation is a Hadamard matrix along head_dim ("canalized rotation" of OScaR, the online rotation
 of QuaRot).
 
-Balancing is told in ``oscar_mm.quant.balance``.
+``oscar_mm.quant.balance`` computes the balancing.
 """
 
 from __future__ import annotations

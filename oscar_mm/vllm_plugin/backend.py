@@ -284,7 +284,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if type(layer) is not Attention:  # It would have another mask, or other blocks.
             raise _unsupported([f"layers of {type(layer).__name__}"])
         sigma = None
-        if self._policy.balance is not None and attention is not None:
+        if self._policy.balances and attention is not None:
             sigma = sigma_of_layer(
                 *(decoder_layer, attention, self.head_size, rotary_angles(attention)),
                 centered=self._policy.centers_keys,
@@ -369,7 +369,7 @@ def _takes_layer_by_layer(config: VllmConfig) -> bool:
 
 
 def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
-    """Of the rings of a model's requests.
+    """Return the shape of the rings of a model's requests.
 
     Layers of a draft model share the tables of the model's steps, but not its tokens: with them no
     token of an earlier step is read from a ring.

@@ -38,7 +38,7 @@ PURE = [one for one in METHODS if not one.mixed and not one.missing(states(1, no
 def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None:
     layers = states(3, normed=normed)
     back = method.restored(layers[0], IDS)
-    real = cached(method.policy, layers, IDS).unpacked(0)
+    real = cached(method, layers, IDS).unpacked(0)
     assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
     # Rows do not know of each other.
     first = replace(layers[0], keys=layers[0].keys[:1], values=layers[0].values[:1])
@@ -52,7 +52,7 @@ def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: b
     """Of every row, and not only what is in full pages."""
     method, layers = Paged(name, STREAMS[name]), states(3, normed=normed)
     back = method.restored(layers[0], IDS)
-    cache = cached(method.policy, layers, IDS)
+    cache = cached(method, layers, IDS)
     real = cache.unpacked(0)
     assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
     first = replace(layers[0], keys=layers[0].keys[:1], values=layers[0].values[:1])
@@ -97,7 +97,7 @@ def test_restored_is_what_the_kernels_unpack(method: Paged) -> None:
     if method.missing(layers, IDS):
         pytest.skip(method.missing(layers, IDS))
     back = method.restored(layers[0], IDS)
-    real = cached(method.policy, layers, IDS).unpacked(0)
+    real = cached(method, layers, IDS).unpacked(0)
     assert torch.equal(back.keys[:1], real[0]) and torch.equal(back.values[:1], real[1])
 
 
@@ -106,7 +106,7 @@ def test_restored_is_what_the_kernels_unpack(method: Paged) -> None:
 def test_the_same_tokens_are_packed_as_in_the_cache(window: int, sinks: int) -> None:
     method = Paged("x", KVPolicy.preset("channel", window=window, sinks=sinks))
     layers = states(1)
-    real = cached(method.policy, layers, IDS).unpacked(0)[0]
+    real = cached(method, layers, IDS).unpacked(0)[0]
     exact = (real == layers[0].keys).all(-1).all(1)[0]
     packed = torch.zeros(len(IDS), dtype=torch.bool)
     for modality, places in method.packed(IDS).items():

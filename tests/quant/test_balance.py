@@ -13,6 +13,7 @@ from oscar_mm.quant.balance import (
     sigma_from_norms,
     sigma_from_rms,
     sigma_of_layer,
+    sigma_of_norms,
     sigmas_of_model,
 )
 from tests.checkpoints import build_decoder
@@ -275,4 +276,5 @@ def test_norms_over_all_heads() -> None:
     with torch.no_grad():
         layer.k_norm.weight[5::64] = 9
     sigma = sigmas_of_model(model)[0]
+    assert sigma_of_norms(layer, 64) is None
     assert sigma.shape == (2, 64) and (shape_of(sigma)[:, [5, 37]] > 0.5).all()
