@@ -58,10 +58,9 @@ def _is_image(path: Path) -> bool:
 
 def _kind_of_container(path: Path) -> str | None:
     from oscar_mm.media.audio import opened
-    from oscar_mm.media.timeline import sound_track
-    from oscar_mm.media.video import frame_pixels
+    from oscar_mm.media.timeline import picture_track, sound_track
 
-    if frame_pixels(path) is not None:
-        return "videos"
     with opened(path, "") as container:
+        if picture_track(container) is not None:
+            return "videos"
         return None if sound_track(container) is None else "audio"
