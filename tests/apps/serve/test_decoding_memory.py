@@ -3,6 +3,8 @@
 import io
 import json
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -37,6 +39,15 @@ DECODING = 1 << 30
 """Bytes that decoding takes, as docs/serving.md says."""
 BESIDE = 400 << 20
 """Bytes that requests, the model and Python's allocator take beside what decoding takes."""
+ASKING_FOR_HEALTH = """
+import sys, time, urllib.request
+while True:
+    start = time.monotonic()
+    with urllib.request.urlopen(sys.argv[1], timeout=60) as reply:
+        assert reply.read() == b"ok"
+    print(time.monotonic() - start, flush=True)
+    time.sleep(0.02)
+"""
 
 
 def picture(card: str, kind: str, mode: str, options: dict[str, object]) -> bytes:
@@ -67,7 +78,7 @@ def answer(address: str, body: bytes) -> str:
 
 @contextmanager
 def repeated(act: Callable[[], None], pause_s: float) -> Iterator[None]:
-    """Inside, a thread acts again and again."""
+    """Call a function again and again in another thread while the block runs."""
     ended = threading.Event()
 
     def work() -> None:
@@ -83,8 +94,28 @@ def repeated(act: Callable[[], None], pause_s: float) -> Iterator[None]:
         done.result()
 
 
+@contextmanager
+def health_waits(address: str) -> Iterator[list[float]]:
+    """Seconds in which /health answers while the block runs; complete after it.
+
+    Another process asks, which 32 clients do not keep from looking at the clock.
+    """
+    waits = list[float]()
+    line = [sys.executable, "-c", ASKING_FOR_HEALTH, f"{address}/health"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        waits.append(float(asking.stdout.readline()))
+        try:
+            yield waits
+        finally:
+            ended = asking.poll()
+            asking.terminate()
+        waits += map(float, asking.stdout)
+    assert ended is None, "each answer is ok"
+
+
 def resident_bytes(pid: int) -> int:
-    """Of a process and of those that it has started."""
+    """Resident memory of a process and of the processes that it has started."""
     process, total = psutil.Process(pid), 0
     for one in (process, *process.children(recursive=True)):
         try:
@@ -99,20 +130,13 @@ def test_many_clients_with_the_largest_pictures(tmp_path) -> None:
     cards = [CARDS[number % len(CARDS)] for number in range(len(KINDS))]
     bodies = [asking(picture(card, *kind)) for card, kind in zip(cards, KINDS, strict=True)]
     codes = [CONTENTS[card] for card in cards]
-    peaks, waits = list[int](), list[float]()
+    peaks = list[int]()
     with running(command, "pocket-vl", tmp_path) as (server, client):
         address = str(client.base_url).removesuffix("/v1/")
-
-        def health() -> None:
-            start = time.monotonic()
-            with urllib.request.urlopen(f"{address}/health", timeout=60) as reply:
-                assert reply.read() == b"ok"
-            waits.append(time.monotonic() - start)
-
         assert answer(address, bodies[0]) == codes[0]
         before = resident_bytes(server.pid)
         with (
-            repeated(health, 0.02),
+            health_waits(address) as waits,
             repeated(lambda: peaks.append(resident_bytes(server.pid)), 0.02),
             ThreadPoolExecutor(CLIENTS) as clients,
         ):
