@@ -2,7 +2,7 @@
 
 python -m benchmarks.long_prompts [--model pocket-vl] [--device cuda] [--chunks 1024,65536]
 
-The server is its own process, with --prefill-chunk as --chunks say. OMP_NUM_THREADS is its own.
+A server is started for each of --chunks, which is its --prefill-chunk; it inherits OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _numbers = count()
 
 
 def ask(port: int, messages: Messages) -> tuple[float, int]:
-    """Seconds until an answer of one token, and tokens of the prompt; nothing of it is known."""
+    """Seconds until an answer of one token, and tokens of the prompt; no prefix of it is cached."""
     body = {"messages": messages, "max_tokens": 1, "temperature": 0}
     body |= {"cache_salt": f"benchmark {next(_numbers)}"}
     request = urllib.request.Request(
@@ -118,8 +118,12 @@ def main(arguments: Sequence[str]) -> int:
     line = parser("benchmarks.long_prompts", __doc__)
     line.add_argument("--model", default="pocket-vl")
     line.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
-    line.add_argument("--chunks", default="1024,65536", help="tokens, with commas")
-    line.add_argument("--prompts", default=",".join(PROMPTS), help="kinds, with commas")
+    line.add_argument(
+        "--chunks", default="1024,65536", help="values of --prefill-chunk, comma-separated"
+    )
+    line.add_argument(
+        "--prompts", default=",".join(PROMPTS), help="kinds of prompts, comma-separated"
+    )
     line.add_argument("--add", action="store_true", help="keep the file's rows of other runs")
     options = line.parse_args(arguments)
     kinds = options.prompts.split(",")

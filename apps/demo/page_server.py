@@ -1,4 +1,4 @@
-"""PageServer: serves gradio's page over bounded connections, which gradio's own server has not."""
+"""PageServer: serves gradio's page over bounded connections; gradio's own server has no bounds."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
 
 
 def _read(reader: MediaReader, kind: str, path: Path) -> Media:
-    """Decode a file, whose folder is not the visitor's business."""
+    """Decode a file; an error names it without its folder, which visitors must not learn."""
     try:
         shown: dict[str, Any] = {kind: [path]}
         return reader.read(**shown)

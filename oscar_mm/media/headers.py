@@ -19,7 +19,7 @@ _JPEG, _PNG, _ICON = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\0\0\1\0"
 _TIFF = {b"II": "<", b"MM": ">"}
 """First bytes of a TIFF, and its byte order."""
 _TURNING_TEXTS = b"Raw profile type exif", b"XML:com.adobe.xmp"
-"""Keywords of those texts in a PNG that may say how the picture lies."""
+"""Keywords of the texts in a PNG that may give the picture's orientation."""
 _ARRAYS = {258, 273, 320, 324, 338, 339}
 """Tags of a TIFF that Pillow reads in full: bits, strips, colours, tiles, extra and kinds of
 samples."""
@@ -43,7 +43,7 @@ if hasattr(os, "register_at_fork"):
 def opened_image(source: Path | BinaryIO) -> Image.Image:
     """A picture whose header alone is read; errors of the parsers are not caught.
 
-    Headers are read one at a time, as some take a hundred megabytes until they are.
+    Headers are read one at a time, as reading some takes a hundred megabytes.
     """
     with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
         file.seek(0)
@@ -71,7 +71,7 @@ def header_bytes(image: Image.Image) -> int:
 def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
     """Begins and ends of the compressed texts of a PNG that say nothing about its pixels.
 
-    Pillow unpacks each, up to a mebibyte from a kilobyte, and keeps 64 of them.
+    Pillow unpacks each (a kilobyte may become a mebibyte) and keeps up to 64 MiB of them.
     """
     at = len(_PNG)
     while len(head := _at(file, at, 40)) >= 8:
@@ -111,7 +111,7 @@ def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
     """Refuse a TIFF whose first directory has more values of a tag than a picture needs.
 
     Raises:
-        ValueError: it has.
+        ValueError: a tag has too many values.
     """
     start, entries, entry = ("Q", "Q", "HHQQ") if large else ("I", "H", "HHII")
     [at] = _unpacked(file, 8 if large else 4, order + start)

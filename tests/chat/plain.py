@@ -53,7 +53,7 @@ class Said:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a chat's ``ask``, beside the prompt."""
+        """The arguments of a chat's ``ask`` besides the prompt."""
         return self.media | ({"use_audio_in_video": True} if self.sound else {})
 
     @property
@@ -300,7 +300,7 @@ class Plain:
     def _positions(
         self, ids: torch.Tensor, turn: Said, tensors: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Of (1, tokens) ids of a turn, from 0: as of ``Layout``."""
+        """Positions of a turn's (1, tokens) ids, counted from 0, shaped as in ``Layout``."""
         grids = {name: value for name, value in tensors.items() if name.endswith("grid_thw")}
         mask = torch.ones_like(ids)
         if self.family == "omni":

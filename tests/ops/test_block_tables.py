@@ -40,7 +40,7 @@ def places_of(tables: BlockTables) -> dict[int, int]:
 
 
 def place(tables: BlockTables, position: int) -> int:
-    """Of a request's token in its ring."""
+    """The place of a request's token in its ring."""
     sinks, window, spare = tables.shape
     return position if position < sinks else sinks + position % (window + spare)
 
