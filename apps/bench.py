@@ -283,11 +283,15 @@ def _is_policy(method: Any) -> "TypeGuard[Paged]":
 
 def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     """Compare on a question; print why if that fails, and return whether it succeeds."""
+    from oscar_mm.generation.message import first_turn
+    from oscar_mm.media.part import media_parts
+
     pipe = comparison.pipe
     try:
         if row.error:
             raise InputError(row.error)
-        prompt = pipe.read_request(row.question, row.media, max_new_tokens=max_new_tokens)
+        shown: dict[str, Any] = dict(row.media)
+        prompt = pipe.read_request(first_turn(row.question, media_parts(**shown)), max_new_tokens)
     except InputError as error:
         print(f"oscar-mm: {row.where}: {error}", file=sys.stderr)
         return False

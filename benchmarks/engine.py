@@ -30,6 +30,7 @@ from benchmarks.record import Row, now, show
 from benchmarks.throughput import until_it_fits
 from oscar_mm import OscarCache
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prompt import Prompt, beginning
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
@@ -148,8 +149,8 @@ def _rows_apart(cache: OscarCache) -> list[OscarCache]:
 def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Generation:
     """An answer in the engine's queue, to a question that goes on from a cache."""
     family, past = pipe.family, cache.get_seq_length()
-    question = family.messages(_QUESTION, None, Media())
-    prompt = family.continuation(question, Media(), past, torch.tensor([past])).to(family.device)
+    question, place = first_turn(_QUESTION), torch.tensor([past])
+    prompt = family.continuation(question, Media(), past, place).to(family.device)
     sampling = Sampling(max_new_tokens=most, temperature=0)
     answer = Generation(pipe.engine, prompt, cache, sampling, perf_counter())
     pipe.engine.submit(answer)
@@ -159,7 +160,7 @@ def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Generation:
 def _text(pipe: Pipeline, tokens: int) -> Prompt:
     """A prompt of so many tokens of text."""
     times = 1 + tokens // pipe.family.tokenize(TEXT).shape[1]
-    return beginning(pipe.prepare(TEXT * times, Media(), None), tokens)
+    return beginning(pipe.prepare(first_turn(TEXT * times), Media()), tokens)
 
 
 def _check(answers: Sequence[Generation]) -> None:

@@ -31,6 +31,7 @@ from benchmarks.random_model import endless_pipeline, words
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.warm_up import warm_up
 from oscar_mm.pipelines.pipeline import Pipeline
 
@@ -218,7 +219,8 @@ def engine_alone(
     def request(most: int = new_tokens) -> Generation:
         number = next(numbers)
         sampling = pipe.sampling({"max_new_tokens": most, "temperature": 0}, ())
-        read = pipe.read_request(f"{number} {texts[number % len(texts)]}", {}, None, most)
+        asked = first_turn(f"{number} {texts[number % len(texts)]}")
+        read = pipe.read_request(asked, most)
         return pipe.generation(read, sampling, perf_counter())
 
     written = 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
@@ -80,18 +81,21 @@ def _generation(pipe: Pipeline, arguments: Any) -> Generation:
     start = time.perf_counter()
     if not isinstance(arguments, Mapping):
         raise InputError(f"a request must be a dict, not {type(arguments).__name__}")
-    if "prompt" not in arguments:
+    if "prompt" not in arguments and "messages" not in arguments:
         raise InputError("a request needs a prompt")
-    media = ["images", "videos"]
-    if Modality.AUDIO in pipe.family.reads:
-        media += ["audio", "use_audio_in_video"]
-    names = [*media, "prompt", "system"]
+    hears = Modality.AUDIO in pipe.family.reads
+    media = ["images", "videos", *(["audio", "use_audio_in_video"] if hears else [])]
+    names = [*media, "prompt", "system", "messages"]
     options = {name: value for name, value in arguments.items() if name not in names}
     sampling = pipe.sampling(options, names)
-    shown = {name: arguments[name] for name in media if name in arguments}
-    shown["sound"] = bool(shown.pop("use_audio_in_video", False))
-    most = sampling.max_new_tokens
-    prompt = pipe.read_request(arguments["prompt"], shown, arguments.get("system"), most)
+    asked = conversation_from(
+        arguments.get("prompt", ""),
+        (arguments.get("images"), arguments.get("videos"), arguments.get("audio")),
+        arguments.get("messages"),
+        arguments.get("system"),
+        sound=bool(arguments.get("use_audio_in_video")),
+    )
+    prompt = pipe.read_request(asked, sampling.max_new_tokens)
     return pipe.generation(prompt, sampling, start)
 
 

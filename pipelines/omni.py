@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream, Timings
+from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.audio import AudioSource
@@ -27,7 +28,7 @@ from oscar_mm.pipelines.qwen3 import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
 
 _ARGUMENTS = (
-    *("prompt", "audio", "images", "videos", "system"),
+    *("prompt", "audio", "images", "videos", "system", "messages"),
     *("use_audio_in_video", "speak", "speaker"),
 )
 SAMPLE_RATE = 24_000
@@ -53,12 +54,13 @@ class OscarOmniPipeline(Pipeline):
 
     def __call__(
         self,
-        prompt: str,
+        prompt: str = "",
         audio: AudioSource | Sequence[AudioSource] | None = None,
         images: ImageSource | Sequence[ImageSource] | None = None,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         *,
         system: str | None = None,
+        messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
@@ -73,6 +75,7 @@ class OscarOmniPipeline(Pipeline):
             images: one image or a list, as in ``OscarVLPipeline``.
             videos: one video or a list, of paths or of frames.
             system: system prompt.
+            messages: a whole conversation instead of a prompt, as in ``OscarVLPipeline``.
             use_audio_in_video: hear the sound of video files too, frame by frame.
             speak: also speak the answer: ``answer.speech``, float32 mono at
                 ``answer.sample_rate``. Needs a checkpoint with a talker; ``stop`` cannot be used.
@@ -91,6 +94,7 @@ class OscarOmniPipeline(Pipeline):
             images,
             videos,
             system=system,
+            messages=messages,
             use_audio_in_video=use_audio_in_video,
             speak=speak,
             speaker=speaker,
@@ -99,12 +103,13 @@ class OscarOmniPipeline(Pipeline):
 
     def stream(
         self,
-        prompt: str,
+        prompt: str = "",
         audio: AudioSource | Sequence[AudioSource] | None = None,
         images: ImageSource | Sequence[ImageSource] | None = None,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         *,
         system: str | None = None,
+        messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
@@ -127,8 +132,9 @@ class OscarOmniPipeline(Pipeline):
             voice = speaker_of(self.family.outer_model, speaker)
         elif speaker is not None:
             raise InputError("speaker is for a spoken answer: pass speak=True too")
-        shown = {"images": images, "videos": videos, "audio": audio, "sound": use_audio_in_video}
-        question = self.read_request(prompt, shown, system, chosen.max_new_tokens)
+        media, sound = (images, videos, audio), use_audio_in_video
+        asked = conversation_from(prompt, media, messages, system, sound=sound)
+        question = self.read_request(asked, chosen.max_new_tokens)
         if voice is None:
             return AnswerStream(self.answer(question, chosen, start))
         return AnswerStream(self._spoken(question, chosen, voice, start))

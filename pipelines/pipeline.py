@@ -25,6 +25,8 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import Message, media_of
+from oscar_mm.generation.message_lists import conversation_from, messages_from
 from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.prompt_reader import usual_chunk
@@ -32,6 +34,7 @@ from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.media import Media, MediaReader
+from oscar_mm.media.part import media_parts
 from oscar_mm.media.video import VideoSource
 from oscar_mm.pipelines.batch import BatchResult, batch_results
 from oscar_mm.pipelines.loading import Placement, load
@@ -39,7 +42,7 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
 
-_ARGUMENTS = ("images", "prompt", "videos", "system")
+_ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
 _REASONING = 8192
 """Tokens that thinking models are given for their reasoning."""
 
@@ -314,8 +317,8 @@ class Pipeline:
     def read_media(
         self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
     ) -> Media:
-        """Decode media within the pipeline's limits; see ``MediaReader.read``."""
-        return self.media_reader.read(images, videos, audio, sound=sound)
+        """Decode media within the pipeline's limits; see ``media_parts`` and ``MediaReader``."""
+        return self.media_reader.read(media_parts(images, videos, audio, sound=sound))
 
     def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
         """Refuse what is no text of a user, is empty, or is over the context by itself.
@@ -325,31 +328,26 @@ class Pipeline:
         """
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
-    def prepare(self, prompt: str, media: Media, system: str | None) -> Prompt:
-        """Run template and processor on a first turn, whose texts were checked.
+    def prepare(self, messages: Sequence[Message], media: Media) -> Prompt:
+        """Run template and processor on a conversation, whose texts were checked.
+
+        Args:
+            messages: the conversation.
+            media: those of all messages, each kind in order.
 
         Raises:
             InputError: media that the model does not read, or too many.
         """
-        messages = self.family.messages(prompt, system, media)
         read = self.family.prompt(messages, media)
         # Copies to the device must not come between the steps of others while these are captured.
         with self.lock.briefly():
             return read.to(self.family.device)
 
-    def read_request(
-        self,
-        prompt: str,
-        shown: Mapping[str, Any],
-        system: str | None = None,
-        max_new_tokens: int = 1,
-    ) -> Prompt:
-        """A first turn as the model reads it, which has room together with its answer.
+    def read_request(self, messages: Sequence[Message], max_new_tokens: int = 1) -> Prompt:
+        """A conversation as the model reads it, which has room together with its answer.
 
         Args:
-            prompt: the question.
-            shown: images, videos, audio and sound, as of ``read_media``.
-            system: system prompt.
+            messages: the conversation, of which a user's message is the last.
             max_new_tokens: of the answer.
 
         Raises:
@@ -357,15 +355,33 @@ class Pipeline:
                 long for ``max_context``, ``kv_budget`` or the GPU, if the headers of its media
                 say so before they are decoded.
         """
-        self.admission.check_texts(prompt, system)
+        self.admission.check_messages(messages)
 
         def fits(sizes: Media) -> None:
-            self.admission.check_outline(prompt, system, sizes, max_new_tokens)
+            self.admission.check_outline(messages, sizes, max_new_tokens)
 
-        with self.media_reader.reading(**shown, fits=fits) as media:
-            read = self.prepare(prompt, media, system)
+        with self.media_reader.reading(media_of(messages), fits=fits) as media:
+            read = self.prepare(messages, media)
         self.admission.check_prompt(read, max_new_tokens)
         return read
+
+    def chat_completion(
+        self, messages: Sequence[Any], **sampling: Unpack[SamplingOptions]
+    ) -> Answer:
+        """Answer a whole conversation, given as a list of messages.
+
+        Args:
+            messages: as of ``oscar_mm.generation.message_lists.messages_from``.
+            sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
+
+        Raises:
+            InputError: media, text or numbers that cannot be used; as ``NoRoom`` a conversation
+                that is too long.
+        """
+        start = time.perf_counter()
+        chosen = self.sampling(sampling, ("messages",))
+        prompt = self.read_request(messages_from(messages), chosen.max_new_tokens)
+        return AnswerStream(self.answer(prompt, chosen, start)).complete()
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; None and missing options are the checkpoint's own.
@@ -442,11 +458,12 @@ class OscarVLPipeline(Pipeline):
 
     def __call__(
         self,
-        images: ImageSource | Sequence[ImageSource] | None,
-        prompt: str,
+        images: ImageSource | Sequence[ImageSource] | None = None,
+        prompt: str = "",
         *,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
+        messages: Sequence[Any] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Answer one question.
@@ -457,6 +474,8 @@ class OscarVLPipeline(Pipeline):
             prompt: the question.
             videos: one video or a list, of paths or of frames. LLaVA reads none.
             system: system prompt.
+            messages: a whole conversation instead of a prompt, with texts and media in their order,
+                see ``oscar_mm.generation.message_lists.messages_from``.
             sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
                 ``oscar_mm.generation.sampling.SamplingOptions``.
 
@@ -464,15 +483,17 @@ class OscarVLPipeline(Pipeline):
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
                 is too long for ``max_context``, ``kv_budget`` or the GPU.
         """
-        return self.stream(images, prompt, videos=videos, system=system, **sampling).complete()
+        shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
+        return self.stream(images, prompt, **shown, **sampling).complete()
 
     def stream(
         self,
-        images: ImageSource | Sequence[ImageSource] | None,
-        prompt: str,
+        images: ImageSource | Sequence[ImageSource] | None = None,
+        prompt: str = "",
         *,
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
+        messages: Sequence[Any] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """Answer one question; an iterator of pieces of text with the answer as ``result``.
@@ -483,6 +504,6 @@ class OscarVLPipeline(Pipeline):
         """
         start = time.perf_counter()
         chosen = self.sampling(sampling, _ARGUMENTS)
-        shown = {"images": images, "videos": videos}
-        question = self.read_request(prompt, shown, system, chosen.max_new_tokens)
+        asked = conversation_from(prompt, (images, videos, None), messages, system)
+        question = self.read_request(asked, chosen.max_new_tokens)
         return AnswerStream(self.answer(question, chosen, start))

@@ -18,6 +18,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.errors import InputError
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import Message, first_turn
 from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.generation.prompt_reader import PromptReader
 from oscar_mm.generation.sampling import NAN, Sampling
@@ -50,16 +51,16 @@ class SharedMedia:
     """
 
     def __init__(self, pipe: Pipeline, media: Media, system: str | None = None) -> None:
-        pipe.admission.check_texts(_QUESTION, system)
+        pipe.admission.check_messages(first_turn(_QUESTION, system=system))
         self.pipe, self.system = pipe, system
         self._cache = OscarCache(pipe.policy, store=pipe.store)
         self._prompt: Prompt | None = None
         self._state: object = None
         """Of the weights that have read the media."""
-        self._messages = pipe.family.messages(_QUESTION, system, media)
+        self._parts = media.parts
         self._before, self._shows = "", len(media) > 0
         if self._shows:
-            whole = pipe.prepare(_QUESTION, media, system)
+            whole = pipe.prepare(self._asked(_QUESTION), media)
             self._before = self._split(_QUESTION)[0]
             rest, ids = self._rest(_QUESTION)[0], whole.inputs["input_ids"][0].cpu()
             tokens = len(ids) - len(rest)
@@ -142,10 +143,10 @@ class SharedMedia:
     def _after_media(self, question: str, most: int) -> tuple[Prompt, OscarCache]:
         """What the model reads of a question with an answer of so many tokens, and the cache of
         what comes before."""
-        self.pipe.admission.check_texts(question, None)
+        self.pipe.admission.check_text("prompt", question)
         self.read()
         if self._prompt is None:
-            prompt = self.pipe.prepare(question, Media(), self.system)
+            prompt = self.pipe.prepare(self._asked(question), Media())
             self.pipe.admission.check_prompt(prompt, most)
             return prompt, self._cache
         prompt = text_after(self._prompt, self._rest(question))
@@ -178,11 +179,13 @@ class SharedMedia:
         with self.pipe.lock.briefly():
             self._cache.close()
 
+    def _asked(self, question: str) -> list[Message]:
+        return first_turn(question, self._parts, self.system)
+
     def _split(self, question: str) -> tuple[str, str, str]:
         """The rendered first turn: up to its media's last control token, that token, the rest."""
-        family, (*before, turn) = self.pipe.family, self._messages
-        parts = [*turn["content"][:-1], {"type": "text", "text": question}]
-        text = family.render([*before, turn | {"content": parts}])
+        family = self.pipe.family
+        text = family.render(self._asked(question))
         if not self._shows:
             return "", "", text
         special = {*family.processor.tokenizer.all_special_tokens, *family.placeholders}

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media import load_video
+from oscar_mm.media.media import Media
 from oscar_mm.modality import token_modalities
 
 
@@ -22,6 +24,14 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 def clip(frames: int, seed: int = 0) -> np.ndarray:
     """A video: (frames, 48, 64, 3) uint8."""
     return np.stack([noise(48, 64, seed + index) for index in range(frames)])
+
+
+_NO_MEDIA = Media()
+
+
+def prepare(pipe: Any, prompt: str, media: Media = _NO_MEDIA, system: str | None = None) -> Prompt:
+    """A first turn, media and then a question, as the model reads it."""
+    return pipe.prepare(first_turn(prompt, media.parts, system), media)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modules import weights_key
 from tests.pipelines.conftest import NEVER
@@ -139,7 +140,7 @@ def test_answers_obey_what_was_replaced(qwen3_vl_folder, name: str, monkeypatch)
     plain = copy.deepcopy(pipe.model)
     plain.set_attn_implementation("sdpa")
     ask = {"images": None, "prompt": "What did the user ask about the sign?", "max_new_tokens": 8}
-    prompt = pipe.read_request(ask["prompt"], {})
+    prompt = pipe.read_request(first_turn(ask["prompt"]))
     before = pipe(**ask).token_ids
     assert before == greedy(plain, prompt, 8)
     owner, attribute, function = REPLACED[name]

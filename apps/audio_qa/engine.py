@@ -23,10 +23,12 @@ from oscar_mm.apps.audio_qa.rows import Row, is_correct
 from oscar_mm.apps.server_process import freeze_loaded
 from oscar_mm.errors import InputError
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media
+from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.shared_media import Choice, Question, SharedMedia, choose
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -161,12 +163,14 @@ class Engine:
         if row is None:
             return Media()
 
-        def fits(sizes: Media) -> None:
-            self.pipe.admission.check_outline("", self.settings.system, sizes, 1)
-
         media: dict[str, Any] = dict(row.media)
-        sound = self.settings.use_audio_in_video
-        return self.pipe.media_reader.read(**media, sound=sound, fits=fits)
+        parts = media_parts(**media, sound=self.settings.use_audio_in_video)
+
+        def fits(sizes: Media) -> None:
+            messages = first_turn("", parts, self.settings.system)
+            self.pipe.admission.check_outline(messages, sizes, 1)
+
+        return self.pipe.media_reader.read(parts, fits=fits)
 
     def _group(self, rows: list[Row], media: Future[Media]) -> Iterator[Result]:
         """Read the media of a group, and begin with the answers about them."""

@@ -35,6 +35,7 @@ from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.mono import RATE, Audio
+from oscar_mm.media.part import media_parts
 from oscar_mm.media.source import describe, read_bytes
 
 _READERS = 4
@@ -294,7 +295,7 @@ class ServerWorker:
             _image_part(source, self._media, f"images[{index}]")
             for index, source in enumerate(row.images)
         ]
-        recordings, seconds = self._media.read(audio=list(row.audio)), 0.0
+        recordings, seconds = self._media.read(media_parts(audio=list(row.audio))), 0.0
         for recording, label in zip(recordings.audio, recordings.labels, strict=True):
             sound = wav(recording)
             limits.check_bytes(len(sound), label)

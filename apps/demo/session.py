@@ -327,7 +327,9 @@ class Session:
 
     def inspection(self) -> Inspection:
         """Measure what quantization does to keys and values of this conversation's media."""
+        from oscar_mm.generation.message import first_turn
         from oscar_mm.inspect.inspection import inspect_prompt
+        from oscar_mm.media.part import media_parts
 
         with self._exclusive():
             if not self.turns or self._lacks_media:
@@ -337,7 +339,8 @@ class Session:
                 kind: [path for turn in self.turns for path in turn.media[kind]]
                 for kind in last.media
             }
-            prompt = pipe.read_request(last.question, files, self.settings.system)
+            asked = first_turn(last.question, media_parts(**files), self.settings.system)
+            prompt = pipe.read_request(asked)
             with pipe.lock:
                 return inspect_prompt(pipe.model, prompt)
 

@@ -21,6 +21,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import eighth
 from oscar_mm.media.media import Media, MediaReader
+from oscar_mm.media.part import media_parts
 from oscar_mm.modality import MediumSpan, Modality
 
 NOTES = {
@@ -176,7 +177,7 @@ def _read(reader: MediaReader, kind: str, path: Path) -> Media:
     """Decode a file; an error names it without its folder, which visitors must not learn."""
     try:
         shown: dict[str, Any] = {kind: [path]}
-        return reader.read(**shown)
+        return reader.read(media_parts(**shown))
     except InputError as error:
         raise InputError(str(error).replace(str(path), path.name)) from error
 

@@ -10,13 +10,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.apps.serve.protocol import DecodedMessage, Request, Turn
+from oscar_mm.apps.serve.protocol import Request
 from oscar_mm.chat.chat import Chat
-from oscar_mm.chat.told import ToldTurn
+from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.answer import Answer
-from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import Message, Part
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -95,21 +95,15 @@ class Conversations:
         """
         chat, turns = self._fork_longest_past(request)
         if chat is None:
-            system = request.system.text if request.system else None
+            system = request.system.written if request.system else None
             chat = self.pipe.chat(system, cache_salt=request.cache_salt)
         try:
             yield chat
             cached = chat.turns[-1].stop if chat.turns else 0
             if earlier := request.past[turns:]:
-                chat.tell_all(
-                    [
-                        ToldTurn(answer=answer.text, **_chat_arguments(question))
-                        for question, answer in earlier
-                    ]
-                )
+                chat.tell_all(earlier)
                 yield ""
-            question = _chat_arguments(request.question)
-            stream = chat.stream(**question, cut_to_fit=True, **request.sampling)
+            stream = chat.stream(messages=request.question, cut_to_fit=True, **request.sampling)
             yield ""
             for count, piece in enumerate(stream.with_reasoning()):
                 yield piece
@@ -121,7 +115,7 @@ class Conversations:
         except BaseException:
             chat.close()
             raise
-        past = (*request.past, (request.question, DecodedMessage("assistant", 0, turn.answer)))
+        past = (*request.past, PastTurn(request.question, Message("assistant", (turn.answer,))))
         self._store(_keys(request, past)[-1], chat)
         yield written
 
@@ -187,33 +181,20 @@ class Conversations:
         chat.close()
 
 
-def _chat_arguments(messages: tuple[DecodedMessage, ...]) -> dict[str, Any]:
-    """Convert messages, the last of which is the question, into arguments of ``Chat.stream``."""
-    *before, question = messages
-    images = [image for message in messages for image in message.images]
-    audio = [recording for message in messages for recording in message.audio]
-    return {
-        "prompt": question.text,
-        "images": images or None,
-        "audio": audio or None,
-        "before": [Message(x.role, x.text, len(x.images), len(x.audio)) for x in before],
-    }
-
-
-def _keys(request: Request, past: tuple[Turn, ...]) -> list[str]:
+def _keys(request: Request, past: tuple[PastTurn, ...]) -> list[str]:
     """Return a key for each beginning of a past; it covers everything up to there, and the salt."""
-    system = request.system and request.system.text
+    system = request.system and request.system.written
     keys, before = [], json.dumps([request.cache_salt, system])
-    for question, answer in past:
-        contents = [
-            [message.role, message.text, _digests(message.images), _digests(message.audio)]
-            for message in question
-        ]
-        text = json.dumps([before, contents, answer.text])
+    for turn in past:
+        asked = [[message.role, *map(_digest, message.parts)] for message in turn.messages]
+        text = json.dumps([before, asked, turn.answer.written])
         before = hashlib.sha256(text.encode()).hexdigest()
         keys.append(before)
     return keys
 
 
-def _digests(media: tuple[bytes, ...]) -> list[str]:
-    return [hashlib.sha256(medium).hexdigest() for medium in media]
+def _digest(part: Part) -> str | list[str]:
+    """A text, or the modality and the digest of a medium."""
+    if isinstance(part, str):
+        return part
+    return [part.modality.label, hashlib.sha256(part.source).hexdigest()]

@@ -30,10 +30,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
+from oscar_mm.generation.message import Message, Part
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.limits import MediaLimits
+from oscar_mm.media.part import MediaPart
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
+from oscar_mm.modality import Modality
 
 MAX_STRUCTURE = 250_000
 """Most brackets and commas of a request: they cost time in decoding, long texts do not."""
@@ -127,7 +131,7 @@ class InputAudio(_Model):
     data: str
 
 
-class Part(_Model):
+class GivenPart(_Model):
     """Text, an image or a recording."""
 
     type: Literal["text", "image_url", "input_audio"]
@@ -144,11 +148,11 @@ def _as_parts(content: Any) -> Any:
     raise PydanticCustomError(_OWN_ERROR, "must be text or a list of parts")
 
 
-class Message(_Model):
+class GivenMessage(_Model):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Part] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[list[GivenPart] | None, BeforeValidator(_as_parts)] = None
 
 
 class StreamOptions(_Model):
@@ -166,7 +170,7 @@ class Body(_Model):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -193,29 +197,6 @@ class Body(_Model):
 
 
 @dataclass(frozen=True)
-class DecodedMessage:
-    """A message with its decoded media.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-        place: index among the messages of the request.
-        text: texts of all parts, one a line.
-        images: image files.
-        audio: sound files.
-    """
-
-    role: str
-    place: int
-    text: str
-    images: tuple[NamedBytes, ...] = ()
-    audio: tuple[NamedBytes, ...] = ()
-
-
-Turn = tuple[tuple[DecodedMessage, ...], DecodedMessage]
-"""Messages that end with a user's, and the answer to them."""
-
-
-@dataclass(frozen=True)
 class Request:
     """A checked request.
 
@@ -223,7 +204,7 @@ class Request:
         model: name that the client asked for, or None.
         system: the system prompt, or None.
         past: earlier turns.
-        question: the messages to answer, which end with a user's.
+        question: the messages to answer, of which a user's is the last.
         sampling: fields of ``Sampling``.
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
@@ -231,21 +212,21 @@ class Request:
     """
 
     model: str | None
-    system: DecodedMessage | None
-    past: tuple[Turn, ...]
-    question: tuple[DecodedMessage, ...]
+    system: Message | None
+    past: tuple[PastTurn, ...]
+    question: tuple[Message, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
     cache_salt: str = ""
 
-    def messages(self) -> Iterator[DecodedMessage]:
+    def messages(self) -> Iterator[Message]:
         """Yield all messages in their order."""
         if self.system is not None:
             yield self.system
-        for question, answer in self.past:
-            yield from question
-            yield answer
+        for turn in self.past:
+            yield from turn.messages
+            yield turn.answer
         yield from self.question
 
 
@@ -291,7 +272,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
     }
     return Request(
         model=body.model,
-        system=system if system and system.text.strip() else None,
+        system=None if system is None or system.is_empty else system,
         past=tuple(past),
         question=question,
         sampling={name: value for name, value in sampling.items() if value is not None},
@@ -301,43 +282,43 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
     )
 
 
-def _split_turns(messages: list[DecodedMessage]) -> tuple[list[Turn], tuple[DecodedMessage, ...]]:
+def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:
     """Split messages into earlier turns and the question.
 
     An assistant's message after a user's is an answer; any other goes before the next question.
     """
-    past: list[Turn] = []
-    question: list[DecodedMessage] = []
+    past: list[PastTurn] = []
+    question: list[Message] = []
     for message in messages:
         if message.role == "assistant" and question and question[-1].role == "user":
-            past.append((tuple(question), message))
+            past.append(PastTurn(tuple(question), message))
             question = []
         else:
             question.append(message)
     if not question or question[-1].role != "user":
         raise FieldError("must end with a message of role 'user'", "messages")
-    for last in (*(turn[-1] for turn, _ in past), question[-1]):
-        if not (last.text.strip() or last.images or last.audio):
-            raise FieldError("is empty: give some text", f"messages[{last.place}].content")
+    for last in (*(turn.messages[-1] for turn in past), question[-1]):
+        if last.is_empty:
+            raise FieldError("is empty: give some text", last.place)
     return past, tuple(question)
 
 
-def _decode_message(message: Message, place: int, decoder: _ImageDecoder) -> DecodedMessage:
-    texts: list[str] = []
-    images: list[NamedBytes] = []
-    audio: list[NamedBytes] = []
-    for index, part in enumerate(message.content or ()):
+def _decode_message(given: GivenMessage, place: int, decoder: _ImageDecoder) -> Message:
+    parts: list[Part] = []
+    for index, part in enumerate(given.content or ()):
         name = f"messages[{place}].content[{index}]"
-        if part.type != "text" and message.role != "user":
-            raise FieldError(f"only a user shows media, not {message.role!r}", name)
+        if part.type != "text" and given.role != "user":
+            raise FieldError(f"only a user shows media, not {given.role!r}", name)
         if part.type == "text" and part.text is not None:
-            texts.append(part.text)
+            parts.append(part.text)
         elif part.type == "image_url" and part.image_url is not None:
-            images.append(decoder.decode(part.image_url.url, name))
+            data = decoder.decode(part.image_url.url, name)
+            parts.append(MediaPart(Modality.IMAGE, data, name))
         elif part.type == "input_audio" and part.input_audio is not None:
-            audio.append(_decode_base64(part.input_audio.data, name, decoder.limits))
-    role = "system" if message.role == "developer" else message.role
-    return DecodedMessage(role, place, "\n".join(texts), tuple(images), tuple(audio))
+            data = _decode_base64(part.input_audio.data, name, decoder.limits)
+            parts.append(MediaPart(Modality.AUDIO, data, name))
+    role = "system" if given.role == "developer" else given.role
+    return Message(role, tuple(parts), f"messages[{place}].content")
 
 
 class _ImageDecoder:

@@ -266,10 +266,10 @@ class Service:
         pipe = self.conversations.pipe
         remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
         request = read_request(body, pipe.limits, remote_bytes)
-        characters = sum(len(message.text) for message in request.messages())
-        pipe.admission.check_characters("messages", characters)
-        for message in request.messages():
-            pipe.check_text(f"messages[{message.place}].content", message.text, may_be_empty=True)
+        texts = [(message.place, text) for message in request.messages() for text in message.runs]
+        pipe.admission.check_characters("messages", sum(len(text) for _, text in texts))
+        for place, text in texts:
+            pipe.check_text(place, text, may_be_empty=True)
         self._bound_answer(request.sampling)
         Sampling(**request.sampling)
         return request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from oscar_mm.cache.slots import SlotSet, least_page_tokens
 from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family
+from oscar_mm.generation.message import Message
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.audio import silence
 from oscar_mm.media.media import Media
@@ -122,15 +123,25 @@ class Admission:
         self.family.refuse_control_tokens(name, text)
         self._check_tokens(name, text)
 
-    def check_texts(self, prompt: Any, system: Any) -> None:
-        """Refuse a prompt, or a system prompt that is not None, as ``check_text`` does.
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Refuse media that the model does not read, texts as ``check_text`` does, an empty system
+        prompt or last message, and texts that are too long together.
+
+        Args:
+            messages: of a turn, or of a whole conversation.
 
         Raises:
-            InputError: names the argument.
+            InputError: names the message or the medium; as ``NoRoom`` texts that are too long.
         """
-        self.check_text("prompt", prompt)
-        if system is not None:
-            self.check_text("system", system)
+        for message in messages:
+            self.family.check_reads(message.media)
+            for text in message.runs:
+                self.check_text(message.place, text, may_be_empty=True)
+        for message in (messages[0], messages[-1]):
+            if message.is_empty and (message.role == "system" or message is messages[-1]):
+                raise InputError(f"{message.place} is empty: give some text")
+        if len(messages) > 1:
+            self.check_text_length("messages", "\n".join(message.text for message in messages))
 
     def check_text_length(self, name: str, text: str) -> None:
         """Refuse a text that is over the context by itself; takes no lock.
@@ -153,8 +164,7 @@ class Admission:
 
     def check_outline(
         self,
-        prompt: str,
-        system: str | None,
+        messages: Sequence[Message],
         shown: Media,
         max_new_tokens: int,
         past: Past | None = None,
@@ -164,9 +174,8 @@ class Admission:
         A ``past`` that others may close is read under the lock, taken before.
 
         Args:
-            prompt: the question, checked.
-            system: system prompt of a first turn, checked.
-            shown: media of the turn, as ``MediaReader.outline`` gives them.
+            messages: of the turn, checked.
+            shown: their media, as ``MediaReader.outline`` gives them.
             max_new_tokens: of the answer.
             past: what the request goes on from.
 
@@ -176,9 +185,10 @@ class Admission:
         """
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
         if past is not None and past.tokens:  # The template writes less between turns.
-            tokens["text"] = self.family.tokenize(prompt).shape[1]
+            texts = "\n".join(message.text for message in messages)
+            tokens["text"] = self.family.tokenize(texts).shape[1]
         else:
-            tokens["text"] = text_tokens(self.family, shown, prompt, system)
+            tokens["text"] = text_tokens(self.family, messages)
         with self.lock.briefly():
             media: dict[Modality, list[tuple[str, int]]] = {}
             for medium in shown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import torch
 
 from oscar_mm.errors import NoRoom
 from oscar_mm.generation.family import Family
+from oscar_mm.generation.message import Message, media_of, user_message
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import Modality, token_modalities
 
@@ -28,7 +29,7 @@ def count_tokens(family: Family, media: Media) -> dict[str, int]:
         InputError: a medium that the family does not read.
     """
     counts = dict.fromkeys((modality.label for modality in Modality), 0)
-    counts["text"] = text_tokens(family, media)
+    counts["text"] = text_tokens(family, [user_message(_QUESTION, media.parts)])
     for medium in media:
         for name, count in medium_tokens(family, medium).items():
             counts[name] += count
@@ -48,27 +49,24 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     if medium.modality is not Modality.VIDEO:
         return {medium.modality.label: family.least_tokens(medium)}
     alone = Media(videos=[replace(medium.content, sound=None)])
-    text = family.render(family.messages(_QUESTION, None, alone))
-    ids = family.encode(text, list(alone)).input_ids
+    question = [user_message(_QUESTION, alone.parts)]
+    ids = family.encode(family.render(question), list(alone)).input_ids
     counts = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
     return {
         "video": int(counts[Modality.VIDEO]),
         # Timestamps between frames.
-        "text": int(counts[Modality.TEXT]) - text_tokens(family, alone),
+        "text": int(counts[Modality.TEXT]) - text_tokens(family, question),
         "audio": family.least_tokens(medium),
     }
 
 
-def text_tokens(
-    family: Family, media: Media, prompt: str = _QUESTION, system: str | None = None
-) -> int:
-    """Tokens of text of a first turn as the chat template writes it.
+def text_tokens(family: Family, messages: Sequence[Message]) -> int:
+    """Tokens of text of a conversation as the chat template writes it.
 
     Raises:
         InputError: a medium that the family does not read.
     """
-    text = family.render(family.messages(prompt, system, media))
-    return family.tokenize(text).shape[1] - len(media)
+    return family.tokenize(family.render(messages)).shape[1] - len(media_of(messages))
 
 
 _NAMED = 3

@@ -20,22 +20,22 @@ from oscar_mm.chat.conversation import (
     Conversation,
     Segment,
     Turn,
-    check_turn,
-    joined_text,
     longest_answer,
     next_prompt,
     past_of,
 )
-from oscar_mm.chat.told import ToldTurn, told_prompt, told_together
+from oscar_mm.chat.history import PastTurn, history_prompt, read_together
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
-from oscar_mm.generation.family import Message
 from oscar_mm.generation.generation import Generation, Reading
+from oscar_mm.generation.message import Message, media_of, user_message, with_system
+from oscar_mm.generation.message_lists import question_from
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.media import Media
+from oscar_mm.media.part import media_parts
 
-_ARGUMENTS = ("prompt", "images", "videos", "audio", "use_audio_in_video")
+_ARGUMENTS = ("prompt", "images", "videos", "audio", "parts", "use_audio_in_video")
 
 
 class Chat:
@@ -81,11 +81,12 @@ class Chat:
 
     def ask(
         self,
-        prompt: str,
+        prompt: str = "",
         images: Any = None,
         videos: Any = None,
         audio: Any = None,
         *,
+        parts: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
@@ -95,6 +96,8 @@ class Chat:
             prompt: the question.
             images, videos: what this turn shows, as of the pipeline; earlier media stay in sight.
             audio: recordings, where the model hears (Qwen3-Omni).
+            parts: the whole question instead, as texts and media in their order, see
+                ``oscar_mm.generation.message_lists.parts_from``.
             use_audio_in_video: hear the sound of video files too.
             sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
 
@@ -105,19 +108,21 @@ class Chat:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a turn that is
                 too long for the context, the budget or the GPU.
         """
+        media = images, videos, audio
+        question = question_from(prompt, media, parts, sound=use_audio_in_video)
         with self._calls:
-            media = (images, videos, audio, use_audio_in_video)
-            return self._stream(prompt, media, sampling, keep_part=False).complete()
+            return self._stream([question], sampling, keep_part=False).complete()
 
     def stream(
         self,
-        prompt: str,
+        prompt: str = "",
         images: Any = None,
         videos: Any = None,
         audio: Any = None,
         *,
+        parts: Sequence[Any] | None = None,
+        messages: Sequence[Message] | None = None,
         use_audio_in_video: bool = False,
-        before: Sequence[Message] = (),
         cut_to_fit: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
@@ -126,29 +131,22 @@ class Chat:
         Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too.
 
         Args:
-            prompt, images, videos, audio, use_audio_in_video, sampling: as of ``ask``.
-            before: messages since the last answer, before the question; their media are the first
-                ones of ``images`` and ``audio``.
+            prompt, images, videos, audio, parts, use_audio_in_video, sampling: as of ``ask``.
+            messages: all messages since the last answer instead, of which a user's is the last.
             cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory have; else a
                 turn is refused whose longest answer does not fit.
 
         Raises:
             InputError: as of ``ask``.
         """
+        if messages is None:
+            media = images, videos, audio
+            messages = [question_from(prompt, media, parts, sound=use_audio_in_video)]
         with self._calls:
-            media = (images, videos, audio, use_audio_in_video)
-            options = {"keep_part": True, "cut_to_fit": cut_to_fit}
-            return self._stream(prompt, media, sampling, before, **options)
+            return self._stream(messages, sampling, keep_part=True, cut_to_fit=cut_to_fit)
 
     def tell(
-        self,
-        prompt: str,
-        answer: str,
-        images: Any = None,
-        videos: Any = None,
-        audio: Any = None,
-        *,
-        before: Sequence[Message] = (),
+        self, prompt: str, answer: str, images: Any = None, videos: Any = None, audio: Any = None
     ) -> None:
         """Add a turn that took place elsewhere: question and answer are read, not generated.
 
@@ -156,48 +154,50 @@ class Chat:
             prompt: the question.
             answer: what was answered; may be empty.
             images, videos, audio: as of ``ask``.
-            before: as of ``stream``.
 
         Raises:
             InputError: media or text that cannot be used; as ``NoRoom`` a turn that is too long.
         """
-        self.tell_all([ToldTurn(prompt, answer, images, videos, audio, before)])
+        media = media_parts(images, videos, audio)
+        said = Message("assistant", (answer,), "answer")
+        self.tell_all([PastTurn([user_message(prompt, media)], said)])
 
-    def tell_all(self, told: Iterable[ToldTurn]) -> None:
+    def tell_all(self, turns: Iterable[PastTurn]) -> None:
         """Add turns that took place elsewhere; short ones without media are read together.
 
         Raises:
             InputError: as of ``tell``; the turns that were read before count.
         """
-        told = list(told)
-        for turn in told:
-            if not isinstance(turn, ToldTurn):
-                raise InputError(f"told: must be a list of ToldTurns, not of {type(turn).__name__}")
-        if len(told) > 1:  # Of one its texts are told apart.
-            characters = sum(turn.characters for turn in told)
+        turns = list(turns)
+        for turn in turns:
+            if not isinstance(turn, PastTurn):
+                raise InputError(f"turns: must be a list of PastTurns, not {type(turn).__name__}")
+        if len(turns) > 1:  # Of one its texts are told apart.
+            characters = sum(turn.characters for turn in turns)
             self.pipe.admission.check_characters("the turns", characters)
-        for run in told_together(told):
+        for run in read_together(turns):
             self._tell(run)
 
-    def _tell(self, told: Sequence[ToldTurn]) -> None:
+    def _tell(self, turns: Sequence[PastTurn]) -> None:
         """Add turns, which are read in one pass."""
         pipe = self.pipe
-        for turn in told:
-            check_turn(pipe, turn.prompt, self.system, turn.before, turn.media)
-            pipe.admission.check_text("answer", turn.answer, may_be_empty=True)
+        for turn in turns:
+            pipe.admission.check_messages(with_system(self.system, turn.messages))
+            pipe.admission.check_text(turn.answer.place, turn.answer.written, may_be_empty=True)
         tokenizer = pipe.family.processor.tokenizer
-        ids = [tokenizer(turn.answer, add_special_tokens=False)["input_ids"] for turn in told]
+        ids = [
+            tokenizer(turn.answer.written, add_special_tokens=False)["input_ids"] for turn in turns
+        ]
         after: Conversation | None = None
         shown: list[Media] = []
-        for turn, answer in zip(told, ids, strict=True):
-            what = turn.prompt, (*turn.media, False), turn.before, len(answer)
+        for turn, answer in zip(turns, ids, strict=True):
             # One turn after the other: a request with memory must not wait for more.
-            with self._shown(*what) as media:
+            with self._shown(turn.messages, len(answer)) as media:
                 shown.append(media)
 
         def prepare(then: Conversation) -> Prompt:
             nonlocal after
-            prompt, after = told_prompt(pipe, then, told, self.system, shown, ids)
+            prompt, after = history_prompt(pipe, then, turns, self.system, shown, ids)
             return prompt
 
         with self._calls:
@@ -411,17 +411,15 @@ class Chat:
 
     def _stream(
         self,
-        question: str,
-        media: tuple[Any, Any, Any, bool],
+        messages: Sequence[Message],
         options: SamplingOptions,
-        before: Sequence[Message] = (),
         *,
         keep_part: bool,
         cut_to_fit: bool = False,
     ) -> AnswerStream:
         start = time.perf_counter()
         pipe, self._stopped = self.pipe, False
-        check_turn(pipe, question, self.system, before, media[:3])
+        pipe.admission.check_messages(with_system(self.system, messages))
         if self._running is not None:
             with self._calls, pipe.lock.briefly():
                 self._end_stream()
@@ -430,28 +428,23 @@ class Chat:
         decoding = ExitStack()
 
         def prepare(then: Conversation) -> Prompt:
-            system = None if then.turns else self.system
-            prompt = next_prompt(pipe, then, question, system, shown, most, before)
+            turn = with_system(None if then.turns else self.system, messages)
+            prompt = next_prompt(pipe, then, turn, shown, most)
             decoding.close()
             return replace(prompt, salt=self.cache_salt)
 
         with decoding:
-            shown = decoding.enter_context(self._shown(question, media, before, most))
+            shown = decoding.enter_context(self._shown(messages, most))
             with self._next_turn(prepare, most) as (now, prompt):
                 if cut_to_fit:
                     most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
                     sampling = replace(sampling, max_new_tokens=most)
+                question = messages[-1].text
                 pieces = self._answer(question, prompt, sampling, start, keep_part)
                 self._running = weakref.ref(pieces)
                 return AnswerStream(pieces)
 
-    def _shown(
-        self,
-        question: str,
-        media: tuple[Any, Any, Any, bool],
-        before: Sequence[Message],
-        most: int,
-    ) -> AbstractContextManager[Media]:
+    def _shown(self, messages: Sequence[Message], most: int) -> AbstractContextManager[Media]:
         """Decode the media of a turn that has room by their sizes; inside, their memory counts.
 
         They are read without the pipeline's lock: others answer meanwhile, and this chat may go to
@@ -460,13 +453,11 @@ class Chat:
 
         def fits(sizes: Media) -> None:
             with self._alone() as now:
-                system = None if now.turns else self.system
-                texts = joined_text(question, before)
-                self.pipe.admission.check_outline(texts, system, sizes, most, past_of(now))
+                turn = with_system(None if now.turns else self.system, messages)
+                self.pipe.admission.check_outline(turn, sizes, most, past_of(now))
 
-        *shown, sound = media
         reader = self.pipe.media_reader
-        return reader.reading(*shown, sound=sound, fits=fits, cancelled=lambda: self._cancelled)
+        return reader.reading(media_of(messages), fits=fits, cancelled=lambda: self._cancelled)
 
     def _answer(
         self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool

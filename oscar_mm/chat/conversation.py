@@ -19,7 +19,8 @@ from oscar_mm.cache.store import PageStore
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import ReasoningSpan
 from oscar_mm.generation.engine import Engine
-from oscar_mm.generation.family import Family, Message
+from oscar_mm.generation.family import Family
+from oscar_mm.generation.message import Message
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media, MediaReader
@@ -300,44 +301,6 @@ class ChatEngine(Protocol):
         ...
 
 
-def check_turn(
-    engine: ChatEngine,
-    question: str,
-    system: str | None,
-    before: Sequence[Message],
-    media: Sequence[Any],
-) -> None:
-    """Refuse texts of a turn that are no text or too long or, without media, no question.
-
-    Args:
-        engine: of the chat; its lock is not taken.
-        question: of the turn.
-        system: system prompt of a first turn.
-        before: messages before the question in the same turn.
-        media: images, videos and recordings of the turn, as the pipeline takes them; they may be
-            all that is asked.
-
-    Raises:
-        InputError: names the text; as ``NoRoom`` texts that are too long.
-    """
-    shows = any(len(one) if isinstance(one, list | tuple) else one is not None for one in media)
-    admission = engine.admission
-    admission.check_text("prompt", question, may_be_empty=shows)
-    if system is not None:
-        admission.check_text("system", system)
-    for message in before:
-        if not isinstance(message, Message):
-            raise InputError(f"before: must be a list of Messages, not of {type(message).__name__}")
-        admission.check_text("before", message.text, may_be_empty=True)
-    if before:
-        admission.check_text_length("prompt", joined_text(question, before))
-
-
-def joined_text(question: str, before: Sequence[Message]) -> str:
-    """The texts of a turn's messages, to be counted."""
-    return "\n".join([*(message.text for message in before), question])
-
-
 def past_of(conversation: Conversation) -> Past:
     """What a next turn goes on from, and what would free some of it."""
     return Past(conversation.cache, conversation.stored, partial(_remedies, conversation))
@@ -346,22 +309,18 @@ def past_of(conversation: Conversation) -> Past:
 def next_prompt(
     engine: ChatEngine,
     conversation: Conversation,
-    question: str,
-    system: str | None,
+    messages: Sequence[Message],
     shown: Media,
     max_new_tokens: int,
-    before: Sequence[Message] = (),
 ) -> Prompt:
     """What the model reads next, on the CPU: the first turn, or what is new of a later one.
 
     Args:
         engine: of the chat; its lock is not taken.
         conversation: so far.
-        question: of the turn, checked.
-        system: system prompt of a first turn, checked.
+        messages: of the turn, checked; of a first one the system prompt too.
         shown: media of the turn.
         max_new_tokens: of the answer.
-        before: messages before the question in the same turn, checked.
 
     Raises:
         InputError: media that the model does not read, or positions beyond the model's.
@@ -369,7 +328,6 @@ def next_prompt(
     family = engine.family
     # Media that were forgotten keep their numbers.
     earlier = [span.modality for turn in conversation.turns for span in turn.media]
-    messages = family.messages(question, system, shown, earlier, before)
     if not conversation.turns:
         prompt = family.prompt(messages, shown)
     else:
@@ -380,6 +338,7 @@ def next_prompt(
             conversation.tokens,
             conversation.next_position,
             _pending(conversation, config),
+            earlier,
         )
         longest = config.get_text_config().max_position_embeddings
         _check_positions(int(prompt.next_position), max_new_tokens, longest)

@@ -18,8 +18,10 @@ from transformers import AutoModelForImageTextToText
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import ThinkTokens
+from oscar_mm.generation.message import Message, user_message
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media, Medium
+from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
@@ -28,23 +30,6 @@ from oscar_mm.threads import begun
 _MARKUP = re.compile(r"<.+>|\[.+\]")
 _QUESTION, _ANSWER = "oscar-question", "oscar-answer"
 """Stand for a former turn where only what the template writes after its answer is wanted."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message for the chat template.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-        text: may be empty.
-        images: how many of the turn's images it shows: those after the ones of messages before it.
-        audio: how many of the turn's recordings it shows.
-    """
-
-    role: str
-    text: str
-    images: int = 0
-    audio: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +113,7 @@ class Family(ABC):
         }
         return {token: modality for modality, token in tokens.items()}
 
-    def check_reads(self, media: Iterable[Medium]) -> None:
+    def check_reads(self, media: Iterable[MediaPart | Medium]) -> None:
         """Refuse media of a kind that the family does not read.
 
         Raises:
@@ -142,50 +127,19 @@ class Family(ABC):
                     f"it reads {known}"
                 )
 
-    def messages(
-        self,
-        prompt: str,
-        system: str | None,
-        media: Media,
-        earlier: Iterable[Modality] = (),
-        before: Sequence[Message] = (),
-    ) -> list[dict[str, Any]]:
-        """One user turn for the chat template: images, videos, recordings, then the question.
-
-        A part's "label" is its number among all of its kind in the conversation, from 1; the
-        templates of most checkpoints do not print it.
-
-        Args:
-            earlier: modalities of the media of earlier turns.
-            before: messages before the question, with the first of the media.
-
-        Raises:
-            InputError: a medium that the family does not read.
-        """
-        self.check_reads(media)
-        shown, left = Counter(earlier), list(media)
-        turns = [] if not system else [_message("system", [], system, shown)]
-        for one in before:
-            counts = {Modality.IMAGE: one.images, Modality.AUDIO: one.audio}
-            own = [
-                medium
-                for modality, count in counts.items()
-                for medium in [x for x in left if x.modality is modality][:count]
-            ]
-            left = [medium for medium in left if medium not in own]
-            turns.append(_message(one.role, own, one.text, shown))
-        return [*turns, _message("user", left, prompt, shown)]
-
-    def prompt(self, messages: Sequence[dict[str, Any]], media: Media) -> Prompt:
+    def prompt(self, messages: Sequence[Message], media: Media) -> Prompt:
         """A conversation from its beginning: template, processor, positions.
 
         Args:
-            messages: as ``messages`` gives them; of several turns, if one is to be read again.
+            messages: of one or several turns.
             media: those of all messages, each kind in the order of the conversation.
 
         Returns:
             All on the CPU. Positions are (1, tokens), for multimodal RoPE (4, 1, tokens): text,
             time, height, width.
+
+        Raises:
+            InputError: a medium that the family does not read.
         """
         text = self.render(messages)
         return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
@@ -204,11 +158,12 @@ class Family(ABC):
 
     def continuation(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Message],
         media: Media,
         past_tokens: int,
         next_position: torch.Tensor,
         pending: Sequence[int] = (),
+        earlier: Iterable[Modality] = (),
     ) -> Prompt:
         """A later turn on a kept cache: what is new only, at its place after the past.
 
@@ -223,6 +178,7 @@ class Family(ABC):
                 prompt plus the tokens of its answer that are in the cache.
             pending: ids of the former answer that are not in the cache: its last token, where
                 max_new_tokens or the reader ended it.
+            earlier: modalities of the media of earlier turns.
 
         Returns:
             A prompt as of ``prompt``. Its ``media`` count from the first new token: in the cache
@@ -230,7 +186,7 @@ class Family(ABC):
         """
         # The answer's stand-in stays in front while tokens are made, as a tokenizer may treat the
         # beginning of a text in a way of its own, and is cut off after.
-        text = self._after_answer(messages)
+        text = self._after_answer(self._listed(messages, earlier))
         lead = self.tokenize(_ANSWER).shape[1]
         return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
 
@@ -312,8 +268,8 @@ class Family(ABC):
         """Whether answers begin with reasoning by the chat template."""
         if self.think_tokens is None:
             return False
-        question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
-        return self.think_tokens.opened(self.tokenize(self.render([question]))[0]) > 0
+        question = self.render([user_message(_QUESTION)])
+        return self.think_tokens.opened(self.tokenize(question)[0]) > 0
 
     def generation_setting(self, name: str) -> Any:
         """A setting of the checkpoint's generation_config; None if it has none."""
@@ -363,7 +319,7 @@ class Family(ABC):
         for content in ([{"type": "text", "text": _ANSWER}], _ANSWER):
             former = [question, {"role": "assistant", "content": content}]
             try:
-                text = self.render([*former, *messages])
+                text = self._render([*former, *messages])
             except (InputError, TypeError):
                 if content is _ANSWER:
                     raise
@@ -372,8 +328,20 @@ class Family(ABC):
                 return text[text.index(_ANSWER) :]
         raise InputError("the chat template of this checkpoint leaves out answers")
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The conversation as the chat template writes it, up to where an answer begins."""
+    def render(self, messages: Sequence[Message], earlier: Iterable[Modality] = ()) -> str:
+        """The conversation as the chat template writes it, up to where an answer begins.
+
+        Args:
+            messages: texts and media in their order.
+            earlier: modalities of the media of earlier turns.
+
+        Raises:
+            InputError: a medium that the family does not read, or a conversation that the template
+                refuses.
+        """
+        return self._render(self._listed(messages, earlier))
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
         try:
             return self.processor.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
@@ -382,6 +350,29 @@ class Family(ABC):
             raise InputError(
                 f"the chat template of this checkpoint refuses the conversation: {error}"
             ) from error
+
+    def _listed(
+        self, messages: Sequence[Message], earlier: Iterable[Modality]
+    ) -> list[dict[str, Any]]:
+        """Messages as chat templates take them.
+
+        A medium's "label" is its number among all of its kind in the conversation, from 1; the
+        templates of most checkpoints do not print it.
+        """
+        shown = Counter(earlier)
+        listed = []
+        for message in messages:
+            self.check_reads(message.media)
+            content: list[dict[str, Any]] = []
+            for part in message.parts:
+                if isinstance(part, MediaPart):
+                    shown[part.modality] += 1
+                    content.append({"type": part.modality.label, "label": shown[part.modality]})
+                else:
+                    content.append({"type": "text", "text": part})
+            content = content or [{"type": "text", "text": ""}]
+            listed.append({"role": message.role, "content": content})
+        return listed
 
     def _prompt(
         self,
@@ -429,19 +420,6 @@ class Family(ABC):
                 f"medium: {len(media)} media, {len(called)} placeholders"
             )
         return [left[modality].pop(0) for modality in called]
-
-
-def _message(
-    role: str, media: Sequence[Medium], text: str, shown: Counter[Modality]
-) -> dict[str, Any]:
-    """One message for the chat template; its media are counted in ``shown``."""
-    parts: list[dict[str, Any]] = []
-    for medium in media:
-        shown[medium.modality] += 1
-        parts.append({"type": medium.modality.label, "label": shown[medium.modality]})
-    if text or not parts:
-        parts.append({"type": "text", "text": text})
-    return {"role": role, "content": parts}
 
 
 def _spans(

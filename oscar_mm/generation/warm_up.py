@@ -10,6 +10,7 @@ from oscar_mm.fast_decode.decoder import sees_all
 from oscar_mm.generation.decode_batch import DecodeBatch
 from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
 
@@ -49,7 +50,7 @@ def _run_down(engine: Engine, rows: int, answers: list[Generation]) -> None:
     family = engine.family
     if not sees_all(family.model):
         return  # Each answer decodes by itself.
-    read = family.prompt(family.messages("Hello", None, Media()), Media())
+    read = family.prompt(first_turn("Hello"), Media())
     prompt = read.to(family.device)
     axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)
     sizes = DecodeBatch(family.model, cache, axes, family.device).captured_sizes(rows)

@@ -22,14 +22,13 @@ from oscar_mm.media.image import Fit, ImageOutline, image_outline
 from oscar_mm.media.limits import LARGE_BYTES, MediaCount
 from oscar_mm.media.memory import decoding_memory
 from oscar_mm.media.mono import RATE, Audio
-from oscar_mm.media.source import NamedBytes, describe, is_address, read_bytes
+from oscar_mm.media.part import MediaPart
+from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.video import Video, frame_pixels, video_outline
 from oscar_mm.modality import Modality
 from oscar_mm.threads import in_threads, thread_count
 
-_KINDS = "images", "videos", "audio"
-_Sources = tuple[list[Any], list[Any], list[Any]]
-"""Images, videos and recordings."""
+_KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24
 """Bytes of a recording or of frames that a thread works on: four minutes of sound."""
 
@@ -153,15 +152,19 @@ class Media:
         """How many there are."""
         return len(self._listed)
 
+    @property
+    def parts(self) -> list[MediaPart]:
+        """The decoded media as parts of a message, in the same order."""
+        return [MediaPart(one.modality, one.content, one.label) for one in self]
+
     def __add__(self, later: Media) -> Media:
         """Media of this turn, then media of a later one, kind by kind."""
         both = {
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")
         }
-        kinds = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
         labels = [
-            medium.label for kind in kinds for medium in [*self, *later] if medium.modality is kind
+            medium.label for kind in _KINDS for medium in [*self, *later] if medium.modality is kind
         ]
         return Media(**both, labels=labels)
 
@@ -182,7 +185,7 @@ class Outline(Media):
 
 @dataclass
 class MediaReader:
-    """Decodes what users give: for each kind of media None, one source or a list of them.
+    """Decodes the images, videos and recordings of requests.
 
     Attributes:
         limits: bounds on media.
@@ -212,35 +215,28 @@ class MediaReader:
 
     def read(
         self,
-        images: Any = None,
-        videos: Any = None,
-        audio: Any = None,
+        parts: Sequence[MediaPart],
         *,
-        sound: bool = False,
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Media:
         """Decode media as ``reading`` does; their memory is the caller's own as soon as they are.
 
         Args:
-            images, videos, audio, sound, fits, cancelled: as of ``reading``.
+            parts, fits, cancelled: as of ``reading``.
 
         Raises:
             InputError: as of ``reading``.
             Cancelled: as of ``reading``.
         """
-        how: dict[str, Any] = {"sound": sound, "fits": fits, "cancelled": cancelled}
-        with self.reading(images, videos, audio, **how) as media:
+        with self.reading(parts, fits=fits, cancelled=cancelled) as media:
             return media
 
     @contextmanager
     def reading(
         self,
-        images: Any = None,
-        videos: Any = None,
-        audio: Any = None,
+        parts: Sequence[MediaPart],
         *,
-        sound: bool = False,
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Iterator[Media]:
@@ -253,8 +249,7 @@ class MediaReader:
         each thread is in memory, and one that is larger.
 
         Args:
-            images, videos, audio: as of the pipeline.
-            sound: read the sound of video files too.
+            parts: the media of a request.
             fits: refuses media by their sizes, if there are any: is given those whose headers tell
                 them before anything is decoded, and all where some do not.
             cancelled: whether nobody wants them any more.
@@ -265,73 +260,63 @@ class MediaReader:
             Cancelled: nobody wanted them.
         """
         count = MediaCount(self.limits, self.most_seconds, cancelled)
-        sources = _sources(images, videos, audio, self.limits)
-        sources = (
-            self._fetched("images", sources[0]),
-            sources[1],
-            self._fetched("audio", sources[2]),
-        )
-        outline = self.outline(*sources, sound=sound) if fits else self._outline(sources, sound)
+        self.limits.check_count(len(parts))
+        parts = self._fetched(parts)
+        outline = self.outline(parts) if fits else self._outline(parts)
         if fits and outline:
             fits(outline)
         most = self.limits.max_decoding_bytes
         with decoding_memory.taken(outline.decoding_bytes, most, count.check_wanted):
-            media = self._decoded(sources, sound, count, outline.limits)
+            media = self._decoded(parts, count, outline.limits)
             if fits and len(media) > len(outline):
                 fits(media)
             yield media
 
-    def _decoded(
-        self, sources: _Sources, sound: bool, count: MediaCount, limits: MediaLimits
-    ) -> Media:
-        def picture(named: tuple[str, Any]) -> Image.Image:
-            place, source = named
-            with count.turn(large=_file_bytes(source) > LARGE_BYTES):
-                label = describe(source, place)
-                return load_image(source, label=label, fit=self.fit, limits=limits, count=count)
+    def _decoded(self, parts: Sequence[MediaPart], count: MediaCount, limits: MediaLimits) -> Media:
+        def picture(part: MediaPart) -> Image.Image:
+            with count.turn(large=_file_bytes(part.source) > LARGE_BYTES):
+                how: dict[str, Any] = {"fit": self.fit, "limits": limits, "count": count}
+                return load_image(part.source, label=part.described, **how)
 
-        def clip(named: tuple[str, Any]) -> Video:
-            place, source = named
-            label = describe(source, place)
+        def clip(part: MediaPart) -> Video:
             count.check_wanted()
-            how: dict[str, Any] = {"limits": limits, "fps": self.video_fps, "sound": sound}
-            video = load_video(source, label=label, count=count, **how)
-            count.add(math.prod(video.frames.shape[:3]), label)
+            how: dict[str, Any] = {"limits": limits, "fps": self.video_fps, "sound": part.sound}
+            video = load_video(part.source, label=part.described, count=count, **how)
+            count.add(math.prod(video.frames.shape[:3]), part.described)
             return video
 
-        def recording(named: tuple[str, Any]) -> Audio:
-            place, source = named
-            return load_audio(source, label=describe(source, place), limits=limits, count=count)
+        def recording(part: MediaPart) -> Audio:
+            return load_audio(part.source, label=part.described, limits=limits, count=count)
 
-        shown = [_placed(kind, listed) for kind, listed in zip(_KINDS, sources, strict=True)]
+        images, videos, audio = (_of_kind(parts, kind) for kind in _KINDS)
         return Media(
-            images=[*_reading(shown[0])(picture, shown[0])],
+            images=[*_reading(images)(picture, images)],
             # FFmpeg uses several threads for each.
-            videos=[*map(clip, shown[1])],
-            audio=[*_reading(shown[2])(recording, shown[2])],
-            labels=[_label(source, place) for kind in shown for place, source in kind],
+            videos=[*map(clip, videos)],
+            audio=[*_reading(audio)(recording, audio)],
+            labels=[part.label for part in (*images, *videos, *audio)],
         )
 
-    def outline(
-        self, images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
-    ) -> Outline:
+    def outline(self, parts: Sequence[MediaPart]) -> Outline:
         """Media of which only sizes are known, by their headers; nothing is decoded.
 
         Media whose headers do not tell their size are left out.
 
         Args:
-            images, videos, audio, sound: as of ``read``.
+            parts: as of ``reading``.
 
         Raises:
             InputError: there are too many, or the images have too many pixels.
         """
+        self.limits.check_count(len(parts))
         count = MediaCount(self.limits)
-        outline = self._outline(_sources(images, videos, audio, self.limits), sound, count)
+        outline = self._outline(parts, count)
         count.check("images")
         return outline
 
-    def _outline(self, sources: _Sources, sound: bool, count: MediaCount | None = None) -> Outline:
-        limits, (pictures, clips, recordings) = self.limits, sources
+    def _outline(self, parts: Sequence[MediaPart], count: MediaCount | None = None) -> Outline:
+        limits, fps = self.limits, self.video_fps
+        pictures, clips, recordings = (_of_kind(parts, kind) for kind in _KINDS)
         images = self._image_outlines(pictures, limits, count)
         if _picture_bytes(images) > limits.max_decoding_bytes:
             limits = replace(limits, small_image_pixels=1)
@@ -339,18 +324,13 @@ class MediaReader:
         kinds: dict[str, list[Any]] = {
             "images": [None if image is None else image.size for image in images],
             "videos": [
-                video_outline(source, fps=self.video_fps, limits=limits, sound=sound)
-                for source in clips
+                video_outline(part.source, fps=fps, limits=limits, sound=part.sound)
+                for part in clips
             ],
-            "audio": [audio_outline(source, limits=limits) for source in recordings],
+            "audio": [audio_outline(part.source, limits=limits) for part in recordings],
         }
-        places = [
-            place
-            for kind, listed in zip(_KINDS, sources, strict=True)
-            for place in _placed(kind, listed)
-        ]
         told = [size is not None for sizes in kinds.values() for size in sizes]
-        labels = [_label(source, place) for place, source in compress(places, told)]
+        labels = [part.label for part in compress((*pictures, *clips, *recordings), told)]
         known = {kind: [x for x in sizes if x is not None] for kind, sizes in kinds.items()}
         taken = [
             _picture_bytes(images),
@@ -360,16 +340,16 @@ class MediaReader:
         return Outline(**known, labels=labels, decoding_bytes=sum(taken), limits=limits)
 
     def _image_outlines(
-        self, sources: list[Any], limits: MediaLimits, count: MediaCount | None = None
+        self, parts: Sequence[MediaPart], limits: MediaLimits, count: MediaCount | None = None
     ) -> list[ImageOutline | None]:
         how: dict[str, Any] = {"limits": limits, "fit": self.fit, "count": count}
-        return [image_outline(source, **how) for source in sources]
+        return [image_outline(part.source, **how) for part in parts]
 
-    def _clip_bytes(self, source: Any, outline: Video | None) -> int:
+    def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
         """Memory that a video takes; as much as the limits allow where its header does not say."""
         most = self.limits.max_video_pixels
         kept = most if outline is None else math.prod(outline.frames.shape[:3])
-        taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(source) or 0)
+        taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(part.source) or 0)
         sound = None if outline is None else outline.sound
         return taken if sound is None else taken + self._sound_bytes(sound)
 
@@ -378,22 +358,26 @@ class MediaReader:
         seconds = most if outline is None else outline.seconds
         return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, most))
 
-    def _fetched(self, argument: str, sources: list[Any]) -> list[Any]:
-        """Sources with the bytes at addresses in their place.
+    def _fetched(self, parts: Sequence[MediaPart]) -> list[MediaPart]:
+        """Parts with the bytes at the addresses of images and recordings in their place.
 
         They are fetched one by one: no thread that others need may wait for an address.
         """
-        fetched, left = list[Any](), self.limits.max_decoding_bytes
-        for place, source in _placed(argument, sources):
-            if is_address(source):
-                label, limits = describe(source, place), self.limits
+        fetched, left = list[MediaPart](), self.limits.max_decoding_bytes
+        for part in parts:
+            if part.modality is not Modality.VIDEO and is_address(part.source):
+                limits = self.limits
                 limits = replace(limits, max_file_bytes=min(left, limits.max_file_bytes))
-                how: dict[str, Any] = {"limits": limits, "label": label}
-                data = read_bytes(source, allow_remote=self.allow_remote, **how)
+                how: dict[str, Any] = {"limits": limits, "label": part.described}
+                data = read_bytes(part.source, allow_remote=self.allow_remote, **how)
                 left = max(1, left - len(data))
-                source = NamedBytes(data, label)
-            fetched.append(source)
+                part = replace(part, source=NamedBytes(data, part.described))
+            fetched.append(part)
         return fetched
+
+
+def _of_kind(parts: Sequence[MediaPart], kind: Modality) -> list[MediaPart]:
+    return [part for part in parts if part.modality is kind]
 
 
 def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
@@ -405,23 +389,11 @@ def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
     return _IMAGE_BYTES * results + large + sum(small[-thread_count() :])
 
 
-def _sources(images: Any, videos: Any, audio: Any, limits: MediaLimits) -> _Sources:
-    """Lists of images, videos and recordings, which are not too many together."""
-    listed = _listed(images), _listed_videos(videos), _listed_audio(audio)
-    limits.check_count(sum(map(len, listed)))
-    return listed
-
-
-def _placed(argument: str, sources: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Sources with their places, such as images[2]."""
-    return [(f"{argument}[{index}]", source) for index, source in enumerate(sources)]
-
-
-def _reading(named: Sequence[tuple[str, Any]]) -> Callable[..., Iterable[Any]]:
-    """How to read sources: in threads, but one by one where some are decoded already: a PIL image
+def _reading(parts: Sequence[MediaPart]) -> Callable[..., Iterable[Any]]:
+    """How to read parts: in threads, but one by one where some are decoded already: a PIL image
     may wait to be loaded and may be there twice, and copies of large arrays would be in memory
     together."""
-    alone = any(isinstance(source, Image.Image | np.ndarray) for _, source in named)
+    alone = any(isinstance(part.source, Image.Image | np.ndarray) for part in parts)
     return map if alone else in_threads
 
 
@@ -432,35 +404,3 @@ def _file_bytes(source: Any) -> int:
         return Path(source).stat().st_size if is_path else 0
     except (OSError, ValueError):
         return 0
-
-
-def _label(source: Any, place: str) -> str:
-    """A medium's name for people."""
-    is_path = isinstance(source, str | Path) and not is_address(source)
-    return Path(source).name if is_path else describe(source, place)
-
-
-def _listed(sources: Any) -> list[Any]:
-    if sources is None:
-        return []
-    return list(sources) if isinstance(sources, list | tuple) else [sources]
-
-
-def _listed_audio(audio: Any) -> list[Any]:
-    """A list of recordings; a pair of samples and their rate is one recording."""
-    if isinstance(audio, tuple) and [isinstance(one, np.ndarray) for one in audio].count(True) == 1:
-        return [audio] if len(audio) == 2 else list(audio)
-    return _listed(audio)
-
-
-def _listed_videos(videos: Any) -> list[Any]:
-    """A list of videos; a list of frames is one video, as is a (T, H, W, 3) array."""
-    if videos is None:
-        return []
-    if not isinstance(videos, list | tuple):
-        return [videos]
-    return [videos] if videos and all(map(_is_frame, videos)) else list(videos)
-
-
-def _is_frame(one: Any) -> bool:
-    return isinstance(one, Image.Image) or (isinstance(one, np.ndarray) and one.ndim < 4)

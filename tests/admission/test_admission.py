@@ -20,7 +20,7 @@ from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.policy import PLAIN
 from tests.pipelines.conftest import NEVER, omni  # noqa: F401 - a fixture
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 from tests.recordings import write_sound
 
 PICTURES = [noise(300, 300, seed) for seed in range(6)]
@@ -70,7 +70,7 @@ def test_foreseen_is_what_is_held(
     # Reports are of the moment before free slots go back.
     monkeypatch.setattr(OscarCache, "shrink", lambda cache: None)
     pipe = like(vl, policy=policy)
-    prompt = pipe.prepare("What is it?", pipe.read_media(PICTURES), None)
+    prompt = prepare(pipe, "What is it?", pipe.read_media(PICTURES))
     for answer in (1, 40):
         growth, sizes = pipe.admission.growth(prompt, answer), pipe.admission._slot_bytes()
         held, pools = bytes_over_time(growth.held, sizes), pool_bytes(growth.held, sizes)
@@ -100,7 +100,7 @@ def test_foreseen_of_bundled_models(name: str) -> None:
     shown: dict[str, Any] = {"images": PICTURES}
     if isinstance(pipe, OscarOmniPipeline):
         shown["audio"] = [tone(3.0)]
-    prompt = pipe.prepare("What does picture 2 say?", pipe.read_media(**shown), None)
+    prompt = prepare(pipe, "What does picture 2 say?", pipe.read_media(**shown))
     answer = pipe(prompt="What does picture 2 say?", **shown, max_new_tokens=20)
     growth, sizes = pipe.admission.growth(prompt, 20), pipe.admission._slot_bytes()
     held = bytes_over_time(growth.held, sizes)
@@ -140,7 +140,7 @@ def test_headers_decide_before_pixels_are_decoded(
     assert isinstance(result.error, NoRoom)
     # The numbers are those of the prompt itself.
     monkeypatch.undo()
-    whole = vl.prepare("What is it?", vl.read_media([path] * 4), None)
+    whole = prepare(vl, "What is it?", vl.read_media([path] * 4))
     assert found.value.asked == whole.tokens + 8
 
 
@@ -172,7 +172,7 @@ def like_omni(pipe: Pipeline, **options: Any) -> Pipeline:
 
 def test_refusals_by_the_budget_are_right(vl: OscarVLPipeline) -> None:
     alone = like(vl)
-    prompt = alone.prepare("What?", alone.read_media(PICTURES), None)
+    prompt = prepare(alone, "What?", alone.read_media(PICTURES))
     needed = alone.admission.growth_bytes(alone.admission.growth(prompt, 30))
     assert like(vl, kv_budget=needed)(PICTURES, "What?", max_new_tokens=30)
     tight = like(vl, kv_budget=needed - 1)
@@ -226,7 +226,7 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
 
 def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = like(vl)
-    prompt = pipe.prepare("What?", pipe.read_media(PICTURES), None)
+    prompt = prepare(pipe, "What?", pipe.read_media(PICTURES))
     stored = pool_bytes(pipe.admission.growth(prompt, 20).added, pipe.admission._slot_bytes())
     read = HIDDEN_STATES * 64 * 2 * prompt.tokens
     free = {"cpu": stored + read}

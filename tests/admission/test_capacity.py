@@ -19,7 +19,7 @@ from oscar_mm.sizes import parse_bytes
 from tests.cache.invariants import STREAM
 from tests.checkpoints import build_decoder
 from tests.pipelines.conftest import NEVER
-from tests.prompts import noise
+from tests.prompts import noise, prepare
 
 GB = 10**9
 LLAMA_LIKE = ModelShape(layers=32, kv_heads=8, head_dim=128, parameters=8 * GB)
@@ -328,7 +328,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
 @pytest.mark.parametrize("alone", [True, False])
 def test_room_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
     asked = {"prompt": "What?", "max_new_tokens": 120}
-    whole = free.admission.growth_bytes(free.admission.growth(free.prepare("What?", (), None), 120))
+    whole = free.admission.growth_bytes(free.admission.growth(prepare(free, "What?"), 120))
     pipe = pipeline(qwen3_vl_folder, kv_budget=whole * 3 // 2)
 
     def others() -> list[Any]:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -318,5 +319,5 @@ def test_a_question_without_media_is_tokenized_once(packed, monkeypatch) -> None
         for question in ("What is a kiwi?", "And a plum?"):
             chat.ask(question, max_new_tokens=2)
             assert sum(question in text for text in texts) == 1
-    packed.read_request("Why not?", {})
+    packed.read_request(first_turn("Why not?"))
     assert sum("Why not?" in text for text in texts) == 1

@@ -10,8 +10,10 @@ from examples.train_pocket.configs import NAMES, build
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation.decode_batch import decode
+from oscar_mm.generation.message import Message, user_message
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
+from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
@@ -54,15 +56,10 @@ def test_numbers_go_on_and_the_cache_is_a_fresh_prefill(pipe: Pipeline) -> None:
             # Whatever the model begins an answer with ends it: so the answers are known.
             end_answers_at(pipe, NEVER if last else everything)
             answer = chat.ask("What does it say?", **shown, **SIX)
-            kinds = ["image"] * len(shown.get("images", [])) + ["audio"] * len(
-                shown.get("audio", [])
-            )
-            content = [{"type": kind} for kind in kinds]
-            content.append({"type": "text", "text": "What does it say?"})
-            messages.append({"role": "user", "content": content})
+            messages.append(user_message("What does it say?", media_parts(**shown)))
             if not last:
                 assert answer.text == ""
-                messages.append({"role": "assistant", "content": [{"type": "text", "text": ""}]})
+                messages.append(Message("assistant", ("",)))
             media += pipe.read_media(**shown)
         held = chat._spillable.conversation.token_ids[0].tolist()
         numbers = said(chat)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from oscar_mm import InputError
-from oscar_mm.chat.told import ToldTurn
+from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import NoRoom
+from oscar_mm.generation.message import Message, first_turn, user_message
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.media.part import media_parts
 from tests.generation.engine import counted
 from tests.pipelines.conftest import llava, omni, qwen  # noqa: F401 - fixtures
 from tests.prompts import noise, tone
@@ -22,6 +24,11 @@ TURNS = {
 }
 
 
+def past(prompt: str, answer: str, images: Any = None, audio: Any = None) -> PastTurn:
+    question = user_message(prompt, media_parts(images, audio=audio))
+    return PastTurn([question], Message("assistant", (answer,), "answer"))
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("name", TURNS)
 def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
@@ -29,16 +36,14 @@ def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
     messages, shown = [], pipe.read_media()
     with pipe.chat("Be brief.") as chat:
         if at_once:
-            chat.tell_all(ToldTurn("What is it?", said, **media) for media, said in TURNS[name])
+            chat.tell_all(past("What is it?", said, **media) for media, said in TURNS[name])
         for media, answer in TURNS[name]:
             if not at_once:
                 chat.tell("What is it?", answer, **media)
-            earlier = [medium.modality for medium in shown]
             new = pipe.read_media(**media)
             system = None if messages else "Be brief."
-            messages += pipe.family.messages("What is it?", system, new, earlier)
-            said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-            messages.append(said)
+            messages += first_turn("What is it?", new.parts, system)
+            messages.append(Message("assistant", (answer,)))
             shown = shown + new
         assert [(turn.prompt, turn.answer) for turn in chat.turns] == [
             ("What is it?", answer) for _, answer in TURNS[name]
@@ -49,7 +54,7 @@ def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
         # Its tokenizer writes a word another way at the beginning of a text.
         return
     new = pipe.read_media(MORE["images"])
-    messages += pipe.family.messages(MORE["prompt"], None, new)
+    messages += first_turn(MORE["prompt"], new.parts)
     prompt = pipe.family.prompt(messages, shown + new)
     *_, whole = pipe.answer(prompt, Sampling(max_new_tokens=5), time.perf_counter())
     assert found.token_ids == whole.token_ids
@@ -71,17 +76,17 @@ def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # no
         assert expected in str(refused.value)
         assert chat.turns == ()
         with pytest.raises(InputError, match=r"empty|holds|over the context"):
-            chat.tell_all([ToldTurn("Why?", "Yes."), ToldTurn(question, answer)])
+            chat.tell_all([past("Why?", "Yes."), past(question, answer)])
         assert [turn.answer for turn in chat.turns] in ([], ["Yes."])
 
 
 def test_what_is_no_turn_and_no_message(qwen) -> None:  # noqa: F811
     odd: Any = [("Why?", "Yes.")]
     with qwen.chat() as chat:
-        with pytest.raises(InputError, match="told: must be a list of ToldTurns, not of tuple"):
+        with pytest.raises(InputError, match="turns: must be a list of PastTurns, not tuple"):
             chat.tell_all(odd)
-        with pytest.raises(InputError, match="before: must be a list of Messages, not of tuple"):
-            chat.tell("Why?", "Yes.", before=odd)
+        with pytest.raises(InputError, match="answer must be text, not int"):
+            chat.tell("Why?", 5)  # type: ignore
         assert chat.turns == ()
 
 
@@ -91,14 +96,14 @@ def test_too_many_are_refused_before_any_is_looked_at(qwen, monkeypatch) -> None
     long = "yes " * 12_000
     with qwen.chat() as chat:
         with pytest.raises(NoRoom, match=r"^the turns: .* are over the context"):
-            chat.tell_all([ToldTurn(long, long)] * 140)
+            chat.tell_all([past(long, long)] * 140)
         assert chat.turns == ()
 
 
 def test_short_texts_are_read_together(qwen) -> None:  # noqa: F811
     """Media by themselves, and of long texts as many as others can wait for."""
-    short = [ToldTurn(f"What is {place}?", "Yes.") for place in range(30)]
-    shown, long = ToldTurn("This?", "Noise.", [noise(64, 64)]), ToldTurn("Why? " * 1100, "So.")
+    short = [past(f"What is {place}?", "Yes.") for place in range(30)]
+    shown, long = past("This?", "Noise.", [noise(64, 64)]), past("Why? " * 1100, "So.")
     passes = {1: short, 4: [*short, shown, *short, long, long, *short]}
     with qwen.chat() as chat:
         for count, told in passes.items():
@@ -134,9 +139,9 @@ def test_a_chat_stays_while_turns_are_told(qwen) -> None:  # noqa: F811
 def test_turns_that_are_told_are_turns(omni, first: int) -> None:  # noqa: F811
     """They are forgotten and taken back as those that were asked, however many were told before."""
     told = [
-        ToldTurn("What is it?", "A sound.", audio=tone(1.2)),
-        ToldTurn("And what is this?", "Two dogs.", [noise(64, 96), noise(40, 70, 1)]),
-        ToldTurn("Why?", ""),
+        past("What is it?", "A sound.", audio=tone(1.2)),
+        past("And what is this?", "Two dogs.", [noise(64, 96), noise(40, 70, 1)]),
+        past("Why?", ""),
     ]
     chats = omni.chat(), omni.chat()
     for turn in told:

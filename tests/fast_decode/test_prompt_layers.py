@@ -18,8 +18,10 @@ from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode import prompt_layers
 from oscar_mm.fast_decode.decoder import FastLayer, supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prefill import read_in_line, read_prompt
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
@@ -40,7 +42,7 @@ def pipe(request) -> Pipeline:
 def prompt_of(pipe: Pipeline, question: str = "What is the code in picture 2?") -> Prompt:
     """Pictures, or recordings, and a question."""
     shown = {"audio": CLIPS} if isinstance(pipe, OscarOmniPipeline) else {"images": CARDS}
-    return pipe.read_request(question, shown)
+    return pipe.read_request(first_turn(question, media_parts(**shown)))
 
 
 def held(cache: OscarCache) -> list[torch.Tensor]:
@@ -76,7 +78,7 @@ def read_by(
 
 
 def test_short_prompts_in_line(pipe) -> None:
-    prompts = [pipe.read_request(text, {}) for text in ("7 W", "What is the code?", "4")]
+    prompts = [pipe.read_request(first_turn(text)) for text in ("7 W", "What is the code?", "4")]
     found = []
     for fast in (False, True):
         caches = [pipe.new_cache() for _ in prompts]
@@ -113,7 +115,7 @@ def test_recorded_passes(pipe) -> None:
     layers = PromptLayers(pipe.model, 1 << 13, record)
     count, used = len(pipe.model.get_decoder().layers), Counter[int]()
     for text in ("7 W", "What is the code in it?", "4", "Which, now?", "7 W"):
-        prompt = pipe.read_request(text, {})
+        prompt = pipe.read_request(first_turn(text))
         assert prompt.tokens <= 96
         caches = [OscarCache("bf16", model=pipe.model) for _ in range(2)]
         expected = read_prompt(pipe.model, prompt, caches[0])
@@ -139,7 +141,7 @@ def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
 def test_recorded_passes_with_pictures_and_a_past(pipe) -> None:
     """Features that are added between layers, and turns on a kept cache."""
     layers = PromptLayers(pipe.model, 1 << 13, Recorder())
-    prompt, more = prompt_of(pipe), pipe.read_request("And picture 1?", {})
+    prompt, more = prompt_of(pipe), pipe.read_request(first_turn("And picture 1?"))
     for _ in range(4):
         caches = [OscarCache("bf16", model=pipe.model) for _ in range(2)]
         for part in (prompt, more):
@@ -153,7 +155,7 @@ def test_graphs_of_the_lengths_that_were_used_last_are_kept(monkeypatch) -> None
     pipe = OscarVLPipeline("pocket-vl", device="cpu", dtype="float32")
     record = Recorder()
     layers, each = PromptLayers(pipe.model, 64, record), 2 * len(pipe.model.get_decoder().layers)
-    prompts = [pipe.read_request(" ".join(["7 W"] * count), {}) for count in (1, 15, 40)]
+    prompts = [pipe.read_request(first_turn(" ".join(["7 W"] * count))) for count in (1, 15, 40)]
     made = []
     for which in (0, 0, 1, 1, 0, 2, 2, 0, 1):
         read_by(layers, pipe, prompts[which])
@@ -168,7 +170,10 @@ def test_without_memory_for_recorded_passes_prompts_are_read_all_the_same(
         raise torch.OutOfMemoryError("nothing is left")
 
     monkeypatch.setattr("oscar_mm.fast_decode.prompt_layers._States.empty", empty)
-    layers, prompt = PromptLayers(pipe.model, 1 << 13, Recorder()), pipe.read_request("7 W", {})
+    layers, prompt = (
+        PromptLayers(pipe.model, 1 << 13, Recorder()),
+        pipe.read_request(first_turn("7 W")),
+    )
     expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
     for _ in range(3):
         assert_same(read_by(layers, pipe, prompt), expected)
@@ -180,7 +185,7 @@ def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> No
         raise RuntimeError("no graphs here")
 
     layers = PromptLayers(pipe.model, 1 << 13, record)
-    prompt = pipe.read_request("7 W", {})
+    prompt = pipe.read_request(first_turn("7 W"))
     expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
     for _ in range(5):
         assert_same(read_by(layers, pipe, prompt), expected)
@@ -209,7 +214,7 @@ def test_nothing_is_recorded_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -
     for part in (prompt_layers._before, prompt_layers._after):
         monkeypatch.setattr(prompt_layers, part.__name__, counted(part))
     layers = PromptLayers(pipe.model, 1 << 13, record := Strict())
-    prompt = pipe.read_request("7 W", {})
+    prompt = pipe.read_request(first_turn("7 W"))
     expected = read_prompt(pipe.model, prompt, OscarCache("bf16", model=pipe.model))
     with monkeypatch.context() as broken:
         broken.setattr(FastLayer, "attend", lambda *_: 1 / 0)

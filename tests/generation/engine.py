@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import first_turn
+from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER
 
@@ -43,8 +45,7 @@ def loaded(folder: Path, policy: str = "bf16", **options: Any) -> OscarVLPipelin
 def made(pipe: Pipeline, prompt: str, images: Any = None, **options: Any) -> Generation:
     """An answer that has not begun."""
     sampling = pipe.sampling({"max_new_tokens": TOKENS, "temperature": 0} | options, ())
-    shown = {} if images is None else {"images": images}
-    read = pipe.read_request(prompt, shown, None, sampling.max_new_tokens)
+    read = pipe.read_request(first_turn(prompt, media_parts(images)), sampling.max_new_tokens)
     return pipe.generation(read, sampling, time.perf_counter())
 
 

@@ -14,7 +14,9 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.errors import Cancelled
 from oscar_mm.generation import answer_groups
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prefix_cache import PrefixCache
+from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.ranks import Ranks
 from tests.cache.test_random_walk import poison
@@ -107,7 +109,7 @@ def test_reading_ends_in_a_tower(omni: OscarOmniPipeline, medium: str) -> None:
 
     def ask() -> Generation:
         sampling = omni.sampling({"max_new_tokens": TOKENS, "temperature": 0}, ())
-        prompt = omni.read_request("What?", shown, None, TOKENS)
+        prompt = omni.read_request(first_turn("What?", media_parts(**shown)), TOKENS)
         return omni.generation(prompt, sampling, 0.0)
 
     expected = together(omni, [ask()])

@@ -14,7 +14,7 @@ from oscar_mm.generation.prefill import embedded_parts, joined, length, prefill,
 from oscar_mm.generation.prompt import Prompt, by_frames, segments
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.generation.pipelines import pipelines
-from tests.prompts import clip, noise
+from tests.prompts import clip, noise, prepare
 from tests.recordings import write_movie
 
 PICTURES = [noise(96, 70), noise(250, 120, 2), noise(64, 64, 3)]
@@ -33,7 +33,7 @@ def prompt_of(pipe: Pipeline, text: str = "What is it? " * 9) -> Prompt:
     if pipe.family.name == "Qwen3-Omni":
         samples = np.random.default_rng(0).standard_normal(40000).astype(np.float32) / 10
         shown["audio"] = [(samples, 16000), (samples[:20000], 16000)]
-    return pipe.prepare(text, pipe.read_media(**shown), None)
+    return prepare(pipe, text, pipe.read_media(**shown))
 
 
 def at_once(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_a_video_with_its_sound_stays_whole(
     sound = (np.sin(np.arange(48000) / 20).astype(np.float32), 16000)
     movie = write_movie(tmp_path / "movie.mp4", clip(24, 30), sound)
     media = pipe.read_media(PICTURES[:2], [movie, clip(8)], [sound], sound=True)
-    prompt = pipe.prepare("Who speaks?", media, None)
+    prompt = prepare(pipe, "Who speaks?", media)
     expected = at_once(pipe, prompt)
     monkeypatch.setattr(prefill_module, "MOST_TOKENS", 10)
     shown = [len(part.media) for part in segments(by_frames(prompt, 10), 10)]

@@ -15,7 +15,7 @@ from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.prompt_reader import usual_chunk
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.generation.engine import BAD, SHORT, alone, empty, loaded, made, needed, run
-from tests.prompts import noise
+from tests.prompts import noise, prepare
 
 CHUNK = 48
 LONG = "What is written on the sign at the corner of the street? " * 12
@@ -157,7 +157,7 @@ def test_a_prompt_of_one_chunk_is_read_exactly(qwen3_vl_folder: Path) -> None:
     """With pages of few bits too: as transformers' own attention does without a cache."""
     pipe = loaded(qwen3_vl_folder, "compact", prefill_chunk=400)
     images = [noise(96, 64), noise(64, 96, 1)]
-    prompt = pipe.prepare(LONG, pipe.read_media(images), None)
+    prompt = prepare(pipe, LONG, pipe.read_media(images))
     assert 200 < prompt.tokens <= 400
     cache = pipe.new_cache()
     with pipe.lock:

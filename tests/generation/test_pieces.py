@@ -11,7 +11,7 @@ from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prefill import in_pieces, read_prompt
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.generation.pipelines import pipelines
-from tests.prompts import clip, noise
+from tests.prompts import clip, noise, prepare
 
 PICTURES = [noise(96, 70), noise(250, 120, 2), noise(64, 64, 3)]
 LONG = 1 << 20
@@ -24,7 +24,7 @@ def pipes(folders: dict[str, Path]) -> dict[str, Pipeline]:
 
 def prompt_of(pipe: Pipeline) -> Any:
     videos = None if pipe.family.name == "LLaVA-NeXT" else [clip(6)]
-    return pipe.prepare("What?", pipe.read_media(PICTURES, videos), None)
+    return prepare(pipe, "What?", pipe.read_media(PICTURES, videos))
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prefill import prefill, read_prompt
 from oscar_mm.generation.prompt import Prompt
 from tests.live_bytes import LiveBytes
-from tests.prompts import REQUESTS, Reference, noise
+from tests.prompts import REQUESTS, Reference, noise, prepare
 
 BATCH = [REQUESTS[name] for name in ("two images", "text", "image and video")]
 
@@ -134,9 +134,7 @@ def test_activations_of_a_token(
     monkeypatch.setattr(prefill_module, "MOST_RECORDED", 128)
     monkeypatch.setattr(prefill_module, "MOST_PATCHES", 512)
     picture = noise(256, 256)
-    fewer, more = (
-        pipe.prepare("What?", pipe.read_media([picture] * count), None) for count in (10, 25)
-    )
+    fewer, more = (prepare(pipe, "What?", pipe.read_media([picture] * count)) for count in (10, 25))
     grown = activations(pipe, more, chunk) - activations(pipe, fewer, chunk)
     states = grown / (more.tokens - fewer.tokens) / (128 * 4)
     assert states < most, f"{states:.1f} hidden states of each token"

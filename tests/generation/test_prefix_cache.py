@@ -12,7 +12,7 @@ import pytest
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.generation.prompt import remaining
 from tests.pipelines.conftest import NEVER
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 
 FAMILIES = {
     "llava": (OscarVLPipeline, "llava_next_folder"),
@@ -222,7 +222,7 @@ def test_bounded(folder) -> None:
 
 def test_not_within_a_medium(folder) -> None:
     pipe = pipeline(OscarVLPipeline, folder)
-    prompt = pipe.prepare("What is it?", pipe.read_media([A]), None)
+    prompt = prepare(pipe, "What is it?", pipe.read_media([A]))
     with pytest.raises(ValueError, match="end within a medium"):
         remaining(prompt, prompt.media[0].start + 1)
     prompt.inputs["unknown"] = prompt.inputs["input_ids"]

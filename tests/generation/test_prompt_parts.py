@@ -7,14 +7,14 @@ import torch
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.generation.prompt import Prompt, beginning, by_frames, remaining, segments
-from tests.prompts import clip, noise
+from tests.prompts import clip, noise, prepare
 
 
 @pytest.fixture(scope="module")
 def prompt(qwen3_vl_folder) -> Prompt:
     pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu")
     pictures = [noise(96, 70), noise(250, 120, 2), noise(64, 64, 3)]
-    return pipe.prepare("What? " * 20, pipe.read_media(pictures, [clip(6)]), None)
+    return prepare(pipe, "What? " * 20, pipe.read_media(pictures, [clip(6)]))
 
 
 @pytest.mark.parametrize("most", [1, 8, 40, 10**6])

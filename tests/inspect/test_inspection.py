@@ -24,14 +24,14 @@ from oscar_mm.inspect.quantization_errors import PAIRS, LayerStates
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.quant.balance import sigma_from_rms
 from tests.inspect.synthetic import states
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 
 LONG = "What is on the sign, and how much is the bread? " * 20
 PICTURES = [noise(256, 256, seed) for seed in range(3)]
 
 
 def prompt_of(pipe: Pipeline, text: str = LONG, **media: Any) -> Prompt:
-    return pipe.prepare(text, pipe.read_media(**media), None)
+    return prepare(pipe, text, pipe.read_media(**media))
 
 
 def forward(pipe: Pipeline, prompt: Prompt, cache: Any) -> torch.Tensor:

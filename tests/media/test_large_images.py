@@ -11,6 +11,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.image import eighth
 from oscar_mm.media.media import MediaReader, media_digest
+from oscar_mm.media.part import media_parts
 from tests.media.test_headers import image_size
 from tests.prompts import noise
 
@@ -126,7 +127,7 @@ def test_sources_agree(photo: Image.Image, tmp_path: Path) -> None:
 
 
 def read(images: object, limits: MediaLimits) -> list[Image.Image]:
-    return MediaReader(limits).read(images).images
+    return MediaReader(limits).read(media_parts(images)).images
 
 
 def test_pixels_of_a_request(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_pixels_of_a_request(tmp_path: Path) -> None:
         read(mixed, limits)
     clip = np.zeros((4, 1000, 1000, 3), np.uint8)
     with pytest.raises(InputError, match=r"^videos\[0\]: .* 4,000,000 pixels"):
-        MediaReader(limits).read(videos=clip)
+        MediaReader(limits).read(media_parts(videos=clip))
 
 
 def test_what_is_over_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +156,13 @@ def test_what_is_over_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         read([blank] * 9, limits)
     assert len(decoded) == 2
     with pytest.raises(InputError, match=r"^images: .* 9,000,000 pixels, .* 2,500,000; show fewer"):
-        MediaReader(limits).outline([blank] * 9)
+        MediaReader(limits).outline(media_parts([blank] * 9))
     assert len(decoded) == 2
 
 
 def test_media_of_a_request() -> None:
     reader, names = MediaReader(MediaLimits(max_request_media=3)), ["gone.png"] * 2
-    assert len(reader.outline(names, "gone.mp4")) == 0
+    assert len(reader.outline(media_parts(names, "gone.mp4"))) == 0
     for reads in (reader.outline, reader.read):
         with pytest.raises(InputError, match=r"^4 images, videos and recordings .* limit of 3"):
-            reads(names, "gone.mp4", "gone.wav")
+            reads(media_parts(names, "gone.mp4", "gone.wav"))

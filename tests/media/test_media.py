@@ -16,6 +16,7 @@ from oscar_mm.media import media as media_module
 from oscar_mm.media.limits import MediaCount
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.media.mono import MonoPiece
+from oscar_mm.media.part import media_parts
 from oscar_mm.modality import Modality
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
@@ -24,7 +25,7 @@ from tests.recordings import write_movie, write_sound
 def read(images: Any = None, videos: Any = None, audio: Any = None, **options: Any) -> Media:
     sound = options.pop("sound", False)
     reader = MediaReader(**{"limits": MediaLimits()} | options)
-    return reader.read(images, videos, audio, sound=sound)
+    return reader.read(media_parts(images, videos, audio, sound=sound))
 
 
 def labels(media: Media) -> list[str]:
@@ -133,7 +134,7 @@ def test_an_address_is_fetched_in_no_thread_that_others_need(monkeypatch) -> Non
     monkeypatch.setattr(media_module, "read_bytes", fetch)
     picture = np.zeros((8, 8, 3), np.uint8)
     for sources in (["http://127.0.0.1/a.png"] * 3, [picture, "HTTPS://127.0.0.1/a.png"]):
-        media = MediaReader(MediaLimits(), allow_remote=True).read(images=sources)
+        media = MediaReader(MediaLimits(), allow_remote=True).read(media_parts(sources))
         assert labels(media)[1:] == sources[1:]
     assert set(places) == {threading.get_ident()} and len(places) == 4
 
@@ -149,7 +150,7 @@ def test_arrays_take_turns(monkeypatch) -> None:
         return Image.new("RGB", (8, 8))
 
     monkeypatch.setattr(media_module, "load_image", reads)
-    MediaReader(MediaLimits()).read(images=[np.zeros((8, 8, 3), np.uint8)] * 6)
+    MediaReader(MediaLimits()).read(media_parts([np.zeros((8, 8, 3), np.uint8)] * 6))
     assert most == [1]
 
 
@@ -157,7 +158,7 @@ def test_sound_beyond_the_context_is_not_decoded(tmp_path: Path) -> None:
     """Where no header tells its length either."""
     second = write_sound(tmp_path / "a.flac", tone(1.0)).read_bytes()
     assert len(read(audio=second, most_seconds=1.5).audio) == 1
-    with pytest.raises(InputError, match=r"audio\[[12]\].* longer than the 2 s .* cut it, or"):
+    with pytest.raises(InputError, match=r"audio\[[0-2]\].* longer than the 2 s .* cut it, or"):
         read(audio=[second] * 3, most_seconds=2.2)
     movie = write_movie(tmp_path / "a.mp4", clip(8), tone(2))
     with pytest.raises(InputError, match=r"a.mp4: the sound of the request is longer"):
@@ -169,18 +170,18 @@ def test_media_that_nobody_wants_any_more(kind: str) -> None:
     media = {"images": noise(16, 16), "videos": clip(3), "audio": tone(0.2)}
     reader = MediaReader(MediaLimits())
     with pytest.raises(Cancelled):
-        reader.read(**{kind: media[kind]}, cancelled=lambda: True)
+        reader.read(media_parts(**{kind: media[kind]}), cancelled=lambda: True)
 
 
 def test_sizes_are_looked_at_before_and_where_headers_do_not_tell_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    reader, shown = MediaReader(MediaLimits()), {"images": noise(16, 16), "audio": tone(0.2)}
-    reader.read(**shown, fits=lambda sizes: seen.append(len(sizes)))
+    reader, shown = MediaReader(MediaLimits()), media_parts(noise(16, 16), audio=tone(0.2))
+    reader.read(shown, fits=lambda sizes: seen.append(len(sizes)))
     monkeypatch.setattr(media_module, "audio_outline", lambda *_, **__: None)
-    reader.read(**shown, fits=lambda sizes: seen.append(len(sizes)))
-    reader.read(fits=lambda sizes: seen.append(len(sizes)))
+    reader.read(shown, fits=lambda sizes: seen.append(len(sizes)))
+    reader.read([], fits=lambda sizes: seen.append(len(sizes)))
     assert seen == [2, 1, 2]
 
 

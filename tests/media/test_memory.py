@@ -20,6 +20,7 @@ from oscar_mm.media import MediaLimits
 from oscar_mm.media import media as media_module
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.memory import DecodingMemory, decoding_memory
+from oscar_mm.media.part import media_parts
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie
 
@@ -130,12 +131,12 @@ def test_many_requests_of_several_media_end(monkeypatch: pytest.MonkeyPatch) -> 
     """None waits for more while it has some, so that none waits for ever."""
     seen = most_used(monkeypatch)
     pictures = [encoded(300, 200, kind) for kind in ("PNG", "WEBP", "JPEG")] * 4
-    alone = MediaReader(MediaLimits()).outline(pictures).decoding_bytes
+    alone = MediaReader(MediaLimits()).outline(media_parts(pictures)).decoding_bytes
     limits, failed = MediaLimits(max_decoding_bytes=2 * alone), list[Exception]()
 
     def work() -> None:
         try:
-            assert len(MediaReader(limits).read(pictures, audio=tone(0.2))) == 13
+            assert len(MediaReader(limits).read(media_parts(pictures, audio=tone(0.2)))) == 13
         except Exception as error:
             failed.append(error)
 
@@ -145,7 +146,7 @@ def test_many_requests_of_several_media_end(monkeypatch: pytest.MonkeyPatch) -> 
     for thread in threads:
         thread.join(30)
     assert not failed and len(seen) == 8 * 13 and decoding_memory.used == 0
-    taken = MediaReader(limits).outline(pictures, audio=tone(0.2)).decoding_bytes
+    taken = MediaReader(limits).outline(media_parts(pictures, audio=tone(0.2))).decoding_bytes
     assert set(seen) <= {taken, 2 * taken} and (taken <= alone or max(seen) == taken)
 
 
@@ -159,9 +160,9 @@ def test_every_kind_of_media_takes_memory(kind: str, monkeypatch, tmp_path) -> N
         "file": {"videos": movie, "sound": True},
         "audio": {"audio": tone(0.5)},
     }
-    reader = MediaReader(MediaLimits())
-    with reader.reading(**sources[kind]) as media:
-        assert decoding_memory.used == seen[0] == reader.outline(**sources[kind]).decoding_bytes
+    reader, parts = MediaReader(MediaLimits()), media_parts(**sources[kind])
+    with reader.reading(parts) as media:
+        assert decoding_memory.used == seen[0] == reader.outline(parts).decoding_bytes
         decoded = [one.content for one in media]
         pixels = sum(one.width * one.height for one in decoded if isinstance(one, Image.Image))
         frames = sum(one.frames.size for one in decoded if hasattr(one, "frames"))
@@ -170,7 +171,7 @@ def test_every_kind_of_media_takes_memory(kind: str, monkeypatch, tmp_path) -> N
     assert decoding_memory.used == 0
     monkeypatch.setattr(media_module, "video_outline", lambda *_, **__: None)
     monkeypatch.setattr(media_module, "audio_outline", lambda *_, **__: None)
-    unknown = reader.outline(**sources[kind]).decoding_bytes
+    unknown = reader.outline(parts).decoding_bytes
     assert unknown == seen[0] if kind == "images" else unknown > seen[0]
 
 
@@ -183,7 +184,8 @@ def test_many_small_pictures_are_scaled_down_as_they_are_decoded() -> None:
 
     for most, size in ((2**30, (300, 200)), (3_000_000, (100, 66))):
         reader = MediaReader(MediaLimits(max_decoding_bytes=most), fit=fit)
-        outline, media = reader.outline(pictures), reader.read(pictures)
+        parts = media_parts(pictures)
+        outline, media = reader.outline(parts), reader.read(parts)
         assert {one.size for one in media.images} == {size} == set(outline.images)
         assert outline.decoding_bytes < most
 
@@ -192,8 +194,8 @@ def test_memory_is_given_back_where_decoding_fails() -> None:
     reader = MediaReader(MediaLimits())
     for source in (encoded(900, 700)[:400], encoded(900, 700, "WEBP")[:60]):
         with pytest.raises(Exception, match="image"):
-            reader.read(source)
-    with pytest.raises(ZeroDivisionError), reader.reading(noise(20, 20)):
+            reader.read(media_parts(source))
+    with pytest.raises(ZeroDivisionError), reader.reading(media_parts(noise(20, 20))):
         _ = 1 / 0
     assert decoding_memory.used == 0
 
@@ -250,5 +252,5 @@ def test_pictures_take_no_more_than_is_said() -> None:
 def test_deep_gray_in_strips() -> None:
     values = np.linspace(-3, 70_000, 1100 * 1000).astype(np.float32).reshape(1000, 1100)
     scaled = (values.astype(np.float64) + 3) * (255 / (float(values.max()) + 3))
-    [image] = MediaReader(MediaLimits()).read(Image.fromarray(values)).images
+    [image] = MediaReader(MediaLimits()).read(media_parts(Image.fromarray(values))).images
     assert np.array_equal(np.asarray(image)[:, :, 0], scaled.round().astype(np.uint8))

@@ -25,7 +25,7 @@ from oscar_mm.media.tower_inputs import (
     scale_in_model,
     with_features,
 )
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 from tests.recordings import write_movie
 
 SIZES = ((90, 120), (64, 64), (300, 40), (64, 64), (257, 129), (33, 31))
@@ -130,7 +130,7 @@ def on_tower(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heard(pipe: OscarOmniPipeline, *lengths: float, **media: Any) -> Prompt:
-    return pipe.prepare("Who?", pipe.read_media(audio=[*map(tone, lengths)], **media), None)
+    return prepare(pipe, "Who?", pipe.read_media(audio=[*map(tone, lengths)], **media))
 
 
 def test_a_cpu_makes_features_before(omni) -> None:

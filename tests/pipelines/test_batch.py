@@ -16,9 +16,10 @@ from oscar_mm.cache.cache import as_argument
 from oscar_mm.fast_decode import decode_steps
 from oscar_mm.generation import prefill as prefill_module
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.media.part import MediaPart
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER, exact
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 
 Request = dict[str, Any]
 
@@ -82,7 +83,7 @@ def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
 
 def prepared(pipe: Pipeline, request: Request) -> Prompt:
     media = {name: request.get(name) for name in ("images", "videos", "audio")}
-    return pipe.prepare(request["prompt"], pipe.read_media(**media), request.get("system"))
+    return prepare(pipe, request["prompt"], pipe.read_media(**media), request.get("system"))
 
 
 def logits(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
@@ -290,10 +291,10 @@ def test_media_are_decoded_once_and_not_all_at_once(qwen, monkeypatch) -> None:
 def test_a_file_that_no_library_understands_is_its_own_request(qwen, monkeypatch) -> None:
     reading = qwen.media_reader.reading
 
-    def surprising(*, images: Any = None, **kwargs: Any) -> Any:
-        if images == "odd.png":
+    def surprising(parts: list[MediaPart], **kwargs: Any) -> Any:
+        if parts and parts[0].source == "odd.png":
             raise RuntimeError("a decoder's own trouble")
-        return reading(images, **kwargs)
+        return reading(parts, **kwargs)
 
     monkeypatch.setattr(qwen.media_reader, "reading", surprising)
     odd, fine = qwen.batch([{"prompt": "What?", "images": "odd.png"}, TEXT | {"max_new_tokens": 2}])

@@ -2,13 +2,12 @@
 
 import torch
 
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 
 
 def prompts(pipe, *shown):
     return [
-        pipe.prepare("What is it? " * (3 - i), pipe.read_media(**x), None)
-        for i, x in enumerate(shown)
+        prepare(pipe, "What is it? " * (3 - i), pipe.read_media(**x)) for i, x in enumerate(shown)
     ]
 
 

@@ -15,7 +15,7 @@ from oscar_mm.errors import NoRoom
 from oscar_mm.media.image import PictureSize
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3 import image_tokens, largest_image
-from tests.prompts import noise
+from tests.prompts import noise, prepare
 
 SIDES = st.integers(300, 16_400)
 RELEASED = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
@@ -73,7 +73,7 @@ def test_tokens_are_those_told_ahead(family: str, request: pytest.FixtureRequest
     pictures = [np.asarray(image, np.int16) for image in media.images]
     assert pictures[0].shape == pictures[1].shape < (1800, 2700, 3)
     assert np.abs(pictures[0] - pictures[1]).mean() < 5
-    prompt = exact.prepare("What is it?", media, None)
+    prompt = prepare(exact, "What is it?", media)
     pipe = OscarVLPipeline(exact.model, processor=exact.processor, max_context=9)
     with pytest.raises(NoRoom) as found:
         pipe([file.getvalue(), photo], "What is it?", max_new_tokens=1)

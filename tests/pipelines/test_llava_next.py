@@ -12,7 +12,7 @@ from oscar_mm import InputError, KVPolicy, OscarVLPipeline
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from tests.pipelines.conftest import NEVER
-from tests.prompts import REQUESTS, Request, clip, noise
+from tests.prompts import REQUESTS, Request, clip, noise, prepare
 
 LLAVA_REQUESTS = {name: REQUESTS[name] for name in ("text", "image", "two images")} | {
     "tiles of every shape": Request(
@@ -66,7 +66,7 @@ def test_16_bit_cache_is_plain_transformers(pipe, plain, name: str) -> None:
     answer = request.ask(pipe, max_new_tokens=24)
     assert answer.token_ids == reference.answer(request)
     inputs = reference.inputs(request)
-    ours = pipe.prepare(request.prompt, pipe.read_media(request.images), None)
+    ours = prepare(pipe, request.prompt, pipe.read_media(request.images))
     for key in ("input_ids", "pixel_values", "image_sizes"):
         assert (key in ours.inputs) == (key in inputs)
         assert key not in inputs or torch.equal(ours.inputs[key], inputs[key])
@@ -77,7 +77,7 @@ def test_images_are_seen(pipe) -> None:
     """Logits, as untrained models can repeat themselves whatever they see."""
     logits = []
     for seed in (0, 1):
-        prompt = pipe.prepare("What is it?", pipe.read_media([noise(60, 60, seed)]), None)
+        prompt = prepare(pipe, "What is it?", pipe.read_media([noise(60, 60, seed)]))
         with torch.inference_mode():
             arguments = {**prompt.inputs, "position_ids": prompt.positions}
             logits.append(pipe.model(**arguments).logits[0, -1])
@@ -87,7 +87,7 @@ def test_images_are_seen(pipe) -> None:
 def test_system_prompt_and_begin_token(pipe, plain) -> None:
     expected = plain[text_model(pipe)].inputs(LLAVA_REQUESTS["image"], "Be brief.")
     request = LLAVA_REQUESTS["image"]
-    ours = pipe.prepare(request.prompt, pipe.read_media(request.images), "Be brief.")
+    ours = prepare(pipe, request.prompt, pipe.read_media(request.images), "Be brief.")
     ids = ours.inputs["input_ids"]
     assert torch.equal(ids, expected["input_ids"])
     assert (ids == pipe.processor.tokenizer.bos_token_id).sum() == 1
@@ -101,14 +101,14 @@ def test_a_template_that_writes_the_begin_token(llava_next_folder) -> None:
     expected = processor.apply_chat_template(
         [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )["input_ids"]
-    ours = plain_pipe.prepare("What?", Media(), None).inputs["input_ids"]
+    ours = prepare(plain_pipe, "What?", Media()).inputs["input_ids"]
     assert torch.equal(ours, expected)
     assert (ours == processor.tokenizer.bos_token_id).sum() == 1
 
 
 def test_media_of_a_prompt(pipe) -> None:
     request = LLAVA_REQUESTS["tiles of every shape"]
-    prompt = pipe.prepare(request.prompt, pipe.read_media(request.images), None)
+    prompt = prepare(pipe, request.prompt, pipe.read_media(request.images))
     ids = prompt.inputs["input_ids"][0]
     is_image = ids == pipe.model.config.image_token_id
     assert [span.label for span in prompt.media] == [f"images[{index}]" for index in range(4)]

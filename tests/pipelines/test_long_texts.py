@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.errors import NoRoom
-from oscar_mm.generation.family import Message
+from oscar_mm.generation.message import user_message
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.shared_media import SharedMedia
 
@@ -111,8 +111,8 @@ def test_several_texts_that_are_too_long_together(pipe: OscarVLPipeline) -> None
     """As all that was said since the last answer."""
     half = "What is this? " * (pipe.max_context // 6)
     pipe.check_text("prompt", half)
-    with busy(pipe), pytest.raises(NoRoom, match=r"^prompt: [\d,]+ characters"):
-        pipe.chat().stream("And?", before=[Message("user", half)] * 4)
+    with busy(pipe), pytest.raises(NoRoom, match=r"^messages: [\d,]+ characters"):
+        pipe.chat().stream(messages=[user_message(half)] * 4)
 
 
 def test_what_fits_passes(pipe: OscarVLPipeline) -> None:

@@ -15,7 +15,7 @@ from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.inspect.inspection import inspect_prompt
 from tests.pipelines.conftest import NEVER
-from tests.prompts import noise
+from tests.prompts import noise, prepare
 
 KINDS: dict[str, tuple[Any, str]] = {
     "llava": (OscarVLPipeline, "llava_next_folder"),
@@ -101,6 +101,6 @@ def test_an_inspection_of_what_was_offloaded(qwen3_vl_folder) -> None:
     for change in (lambda _: None, lambda model: cpu_offload(model, CPU)):
         pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu")
         change(pipe.model)
-        prompt = pipe.prepare("What is it?", pipe.read_media([PICTURE]), None)
+        prompt = prepare(pipe, "What is it?", pipe.read_media([PICTURE]))
         found.append(inspect_prompt(pipe.model, prompt))
     assert found[0].layers == found[1].layers and found[0].qk_norm

@@ -20,14 +20,14 @@ from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.plan import Plan, Session, plan
 from oscar_mm.pipelines.qwen3 import audio_tokens
 from oscar_mm.policy import PLAIN, Bits
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 
 COUNTER = Path(__file__).parents[2] / "examples" / "media" / "counter.mp4"
 
 
 def tokens_of(pipe: Pipeline, media: Media) -> dict[str, int]:
     """By modality, of the prompt that the pipeline makes."""
-    ids = pipe.prepare("?", media, None).modalities
+    ids = prepare(pipe, "?", media).modalities
     return {one.label: int((ids == one).sum()) for one in Modality}
 
 

@@ -10,10 +10,11 @@ from transformers import AutoProcessor
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.generation.family import Family
+from oscar_mm.generation.message import first_turn
 from oscar_mm.media.media import Media
 from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.pipelines.qwen3 import largest_image, video_arguments
-from tests.prompts import clip, noise
+from tests.prompts import clip, noise, prepare
 
 PICTURES = [noise(300, 500), noise(31, 40, 1), noise(200, 1400, 2)]
 SIZES = {"shortest_edge": 96 * 96, "longest_edge": 160 * 160}
@@ -39,7 +40,7 @@ def with_settings(pipe: Any, part: str, values: dict[str, Any]) -> Any:
 
 
 def pixels(family: Family, media: Media) -> dict[str, Any]:
-    prompt = family.prompt(family.messages("?", None, media), media)
+    prompt = family.prompt(first_turn("?", media.parts), media)
     assert sum(count_tokens(family, media).values()) == prompt.tokens
     return scaled_inputs(family.model, prompt.inputs)
 
@@ -115,7 +116,7 @@ def test_llava(llava: OscarVLPipeline) -> None:
     ):
         pipe = with_settings(llava, "image_processor", values)
         media = pipe.read_media(PICTURES)
-        prompt = pipe.prepare("?", media, None)
+        prompt = prepare(pipe, "?", media)
         assert sum(count_tokens(pipe.family, media).values()) == prompt.tokens
         plain = pipe.processor.image_processor(list(media.images), return_tensors="pt")
         assert torch.equal(prompt.inputs["pixel_values"], plain["pixel_values"])

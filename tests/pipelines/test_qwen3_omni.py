@@ -17,7 +17,7 @@ from oscar_mm.media.media import Media
 from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.pipelines.conftest import NEVER
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 from tests.recordings import write_movie
 
 REQUESTS: dict[str, dict[str, list[Any]]] = {
@@ -90,7 +90,7 @@ def movie(tmp_path_factory) -> Path:
 
 
 def same_prompt(omni: OscarOmniPipeline, media: Media, inputs: Any) -> None:
-    ours = scaled_inputs(omni.model, omni.prepare("What is it?", media, None).inputs)
+    ours = scaled_inputs(omni.model, prepare(omni, "What is it?", media).inputs)
     for key in inputs.keys() - {"attention_mask"}:
         assert torch.allclose(ours[key].float(), torch.as_tensor(inputs[key]).float(), atol=1e-6)
     assert ours.keys() == inputs.keys() - {"attention_mask"}
@@ -117,7 +117,7 @@ def test_a_video_with_its_sound(omni, plain, movie) -> None:
     silent = omni("What is it?", videos=movie, max_new_tokens=16)
     assert silent.memory.tokens["audio"] == 0 < silent.memory.tokens["video"]
 
-    prompt = omni.prepare("What is it?", media, None)
+    prompt = prepare(omni, "What is it?", media)
     [span] = prompt.media
     run = prompt.modalities[0, span.start : span.stop]
     assert span.modality is Modality.VIDEO and span.label == "movie.mp4"
@@ -136,7 +136,7 @@ def test_sound_stands_beside_the_pictures_of_its_time(omni, plain, tmp_path) -> 
     assert video.fps == 2 and video.sound.seconds == pytest.approx(4.0, abs=0.1)
     assert not video.sound.samples[:15_000].any() and video.sound.samples[17_000:].any()
     same_prompt(omni, media, plain.inputs("What is it?", media))
-    prompt = omni.prepare("What is it?", media, None)
+    prompt = prepare(omni, "What is it?", media)
     [span] = prompt.media
     kinds = prompt.modalities[0, span.start : span.stop]
     times = prompt.positions[1, 0, span.start : span.stop]
@@ -149,7 +149,7 @@ def test_silent_videos_beside_heard_ones(omni, movie, tmp_path) -> None:
     silent = write_movie(tmp_path / "silent.mp4", clip(16, 3), None)
     media = omni.read_media(videos=[silent, movie, clip(4)], audio=[tone(1)], sound=True)
     assert [video.sound is not None for video in media.videos] == [False, True, False]
-    prompt = omni.prepare("Compare.", media, None)
+    prompt = prepare(omni, "Compare.", media)
     sounds = [
         int((prompt.modalities[0, span.start : span.stop] == int(Modality.AUDIO)).sum())
         for span in prompt.media
@@ -169,8 +169,8 @@ def test_a_medium_is_the_same_whatever_comes_with_it(omni) -> None:
     """Frame rates and lengths of other media leave a medium's features and positions alone."""
     slow = load_video(clip(6), fps=2)
     fast = load_video(clip(6), fps=6)
-    alone = omni.prepare("x", Media(videos=[fast]), None)
-    both = omni.prepare("x", Media(videos=[slow, fast]), None)
+    alone = prepare(omni, "x", Media(videos=[fast]))
+    both = prepare(omni, "x", Media(videos=[slow, fast]))
     first, second = both.media
     spread = [
         float(positions.max() - positions.min())
@@ -183,8 +183,8 @@ def test_a_medium_is_the_same_whatever_comes_with_it(omni) -> None:
     assert spread == pytest.approx([2 * 13 / 3, 2 * 13, 2 * 13 / 3])
 
     short, long = tone(0.5), tone(4)
-    one = omni.prepare("x", omni.read_media(audio=[short]), None).inputs["input_features"]
-    two = omni.prepare("x", omni.read_media(audio=[long, short]), None).inputs["input_features"]
+    one = prepare(omni, "x", omni.read_media(audio=[short])).inputs["input_features"]
+    two = prepare(omni, "x", omni.read_media(audio=[long, short])).inputs["input_features"]
     assert torch.equal(two[1, :, : one.shape[2]], one[0])
 
 
@@ -198,7 +198,7 @@ def last_logits(pipe: OscarOmniPipeline, prompt: Prompt) -> torch.Tensor:
 
 
 def heard(pipe: OscarOmniPipeline, *recordings: tuple[np.ndarray, int]) -> Prompt:
-    return pipe.prepare("What is it?", pipe.read_media(audio=list(recordings)), None)
+    return prepare(pipe, "What is it?", pipe.read_media(audio=list(recordings)))
 
 
 def test_a_short_recording_alone_is_that_of_plain_transformers(omni, plain) -> None:
@@ -255,7 +255,7 @@ def test_a_short_recording_is_the_same_in_chunks_and_after_a_prefix(omni) -> Non
 
 
 def test_logits_of_the_last_token_only(omni) -> None:
-    prompt = omni.prepare("What is it?", omni.read_media(audio=[tone(1)]), None)
+    prompt = prepare(omni, "What is it?", omni.read_media(audio=[tone(1)]))
     arguments = {**prompt.inputs, "position_ids": prompt.positions, "use_cache": False}
     sizes = []
     hook = omni.model.lm_head.register_forward_hook(lambda *a: sizes.append(a[2].shape[1]))
@@ -295,7 +295,7 @@ def test_end_tokens(omni, speaking, monkeypatch) -> None:
 def test_audio_tokens_are_announced(omni) -> None:
     media = omni.read_media(audio=[tone(0.4), tone(3.9)], images=[noise(64, 64)])
     least = [omni.family.least_tokens(medium) for medium in media]
-    spans = omni.prepare("What?", media, None).media
+    spans = prepare(omni, "What?", media).media
     assert least == [span.tokens for span in spans] == [4, 5, 51]
 
 

@@ -10,11 +10,11 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
+from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.media.media import Media
 from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.modality import Modality
-from tests.prompts import REQUESTS, Reference, Request, clip, noise
+from tests.prompts import REQUESTS, Reference, Request, clip, noise, prepare
 from tests.recordings import write_clip
 
 
@@ -25,7 +25,7 @@ def pipe(qwen3_vl_folder) -> OscarVLPipeline:
 
 def prompt(pipe: OscarVLPipeline, request: Request, system: str | None = None) -> Prompt:
     media = pipe.read_media(request.images, request.videos)
-    return pipe.family.prompt(pipe.family.messages(request.prompt, system, media), media)
+    return pipe.family.prompt(first_turn(request.prompt, media.parts, system), media)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -66,7 +66,7 @@ def test_marks_are_around_each_frame_and_not_around_the_video(pipe) -> None:
     """What the released models were trained with, in a first turn and in a later one."""
     request = REQUESTS["image and video"]
     media = pipe.read_media(request.images, request.videos)
-    messages = pipe.family.messages(request.prompt, None, media)
+    messages = first_turn(request.prompt, media.parts)
     first = pipe.family.prompt(messages, media)
     later = pipe.family.continuation(messages, media, first.tokens, first.next_position)
     frame = f"<|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>"
@@ -79,7 +79,7 @@ def test_marks_are_around_each_frame_and_not_around_the_video(pipe) -> None:
         assert pipe.processor.tokenizer.decode(ours.inputs["input_ids"][0]) == text
         assert ours.inputs["input_ids"].tolist() == pipe.family.tokenize(text).tolist()
     counted = sum(count_tokens(pipe.family, media).values())
-    alone = pipe.family.prompt(pipe.family.messages("?", None, media), media)
+    alone = pipe.family.prompt(first_turn("?", media.parts), media)
     assert counted == alone.tokens
 
 
@@ -92,11 +92,14 @@ def test_text_only(pipe) -> None:
 
 def test_media_come_before_the_question(pipe) -> None:
     media = pipe.read_media([noise(32, 32), noise(32, 64)], [clip(2)])
-    messages = pipe.family.messages("Why?", "Be brief.", media)
-    assert [turn["role"] for turn in messages] == ["system", "user"]
-    kinds = [part["type"] for part in messages[1]["content"]]
-    assert kinds == ["image", "image", "video", "text"]
-    assert len(pipe.family.messages("Why?", None, Media())) == 1
+    messages = first_turn("Why?", media.parts, "Be brief.")
+    assert [message.role for message in messages] == ["system", "user"]
+    kinds = [part.modality.label for part in messages[1].media]
+    assert kinds == ["image", "image", "video"] and messages[1].parts[-1] == "Why?"
+    text = pipe.family.render(messages)
+    assert text.index("video_pad") > text.rindex("image_pad") and text.index("Why?") > text.index(
+        "video_pad"
+    )
 
 
 def test_media_of_a_prompt(pipe) -> None:
@@ -124,7 +127,7 @@ def test_tokens_of_images_are_known_before(pipe) -> None:
     for size in ((90, 120), (30, 300), (400, 400), (333, 77), (1, 1), (1, 200)):
         media = pipe.read_media([noise(*size)])
         least = sum(pipe.family.least_tokens(medium) for medium in media)
-        [span] = pipe.prepare("What?", media, None).media
+        [span] = prepare(pipe, "What?", media).media
         # The processor blows up what is thinner than half a token beyond what is needed.
         assert least == span.tokens if min(size) > 16 else 1 <= least <= span.tokens
 

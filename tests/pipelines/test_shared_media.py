@@ -8,7 +8,7 @@ from oscar_mm.cache.cache import as_argument
 from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.pipelines.shared_media import SharedMedia, choose
-from tests.prompts import clip, noise, tone
+from tests.prompts import clip, noise, prepare, tone
 
 QUESTIONS = ["What is it?", "How many people are in the video, and what do they do?", "Why?"]
 MEDIA = {
@@ -60,7 +60,7 @@ def test_choices_are_scored_as_whole_answers(name, request, monkeypatch) -> None
     for index, choice in enumerate(choose(pipe, questions)):
         media = pipe.read_media(**MEDIA[name] if not index else {})
         system = SYSTEM if not index else None
-        prompt = pipe.prepare(QUESTIONS[1], media, system)
+        prompt = prepare(pipe, QUESTIONS[1], media, system)
         assert choice.prompt_tokens == prompt.tokens
         assert choice.best == max(range(len(CHOICES)), key=choice.scores.__getitem__)
         for score, tokens in zip(choice.scores, questions[index].choices, strict=True):

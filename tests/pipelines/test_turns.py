@@ -10,6 +10,7 @@ from transformers import AutoProcessor
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.errors import InputError
 from oscar_mm.generation.decode_batch import decode
+from oscar_mm.generation.message import Message, first_turn
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
@@ -123,7 +124,7 @@ def test_kept_cache_is_a_fresh_prefill(name: str, kinds: list[str], request) -> 
     for kind, count in zip(kinds, (4, 0, 1, 3), strict=False):
         media = pipe.read_media(**TURNS[kind])
         question = f"What about the {kind}?"
-        messages = family.messages(question, None if prompts else "Be brief.", media)
+        messages = first_turn(question, media.parts, None if prompts else "Be brief.")
         past = cache.get_seq_length()
         if not prompts:
             prompt = family.prompt(messages, media)
@@ -157,9 +158,9 @@ def test_tokens_between_turns_are_those_of_the_template(name: str, request) -> N
     pipe = request.getfixturevalue(name)
     family, none = pipe.family, Media()
     conversation = [
-        *family.messages("What is on the sign?", None, none),
-        {"role": "assistant", "content": [{"type": "text", "text": "It reads Stop."}]},
-        *family.messages("And below?", None, none),
+        *first_turn("What is on the sign?", none.parts),
+        Message("assistant", ("It reads Stop.",)),
+        *first_turn("And below?", none.parts),
     ]
     whole = family.prompt(conversation, none).inputs["input_ids"][0].tolist()
     later = family.continuation(conversation[-1:], none, 9, torch.tensor([9]))
@@ -184,9 +185,7 @@ def test_templates_take_answers_in_their_own_ways(qwen3_vl_folder, qwen, answer:
         "{% else %}{{ 'A' + " + answer + " + '<|im_end|>' }}{% endif %}{% endfor %}A"
     )
     family = type(qwen.family)(qwen.model, processor)
-    later = family.continuation(
-        family.messages("why?", None, Media()), Media(), 9, torch.tensor([9])
-    )
+    later = family.continuation(first_turn("why?"), Media(), 9, torch.tensor([9]))
     text = processor.tokenizer.decode(later.inputs["input_ids"][0])
     assert text == "<|im_end|>Qwhy?A"
     processor.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
@@ -197,7 +196,7 @@ def test_templates_take_answers_in_their_own_ways(qwen3_vl_folder, qwen, answer:
 def test_positions_go_on_where_tokens_were_dropped(omni) -> None:
     """A chat that forgot media holds fewer tokens than its positions have come to."""
     media = omni.read_media([noise(64, 64)], audio=[tone(0.5)])
-    messages = omni.family.messages("And this?", None, media)
+    messages = first_turn("And this?", media.parts)
     near = omni.family.continuation(messages, media, 10, torch.tensor([10.0]))
     far = omni.family.continuation(messages, media, 10, torch.tensor([500.0]))
     assert torch.equal(far.positions[1:], near.positions[1:] + 490)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from oscar_mm import OscarVLPipeline
-from tests.prompts import clip, noise
+from tests.prompts import clip, noise, prepare
 
 PICTURE = noise(64, 96)
 
@@ -48,7 +48,7 @@ def tokens(pipe: OscarVLPipeline, images, **options) -> list[int]:
 
 def pixels(pipe: OscarVLPipeline, images) -> torch.Tensor:
     """What the model is given."""
-    prompt = pipe.prepare("What is it?", pipe.read_media(images), None)
+    prompt = prepare(pipe, "What is it?", pipe.read_media(images))
     return prompt.inputs["pixel_values"]
 
 

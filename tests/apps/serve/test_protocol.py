@@ -16,6 +16,7 @@ from oscar_mm.apps.serve.protocol import (
 )
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
+from oscar_mm.modality import Modality
 from tests.apps.serve.conftest import encoded, image, png, sound, text, user, wav
 
 LIMITS = MediaLimits()
@@ -61,8 +62,11 @@ def test_a_conversation() -> None:
     )
     [((asked,), answer)] = request.past
     assert request.system.text == "Be brief." and answer.text == "A dog."
-    assert (asked.text, asked.images, asked.audio) == ("What\nis it?", (png(),), (wav(0.1),))
-    assert asked.images[0].name == "messages[1].content[1]"
+    first, picture, recording, last = asked.parts
+    assert (first, last) == ("What", "is it?")
+    assert (picture.modality, picture.source) == (Modality.IMAGE, png())
+    assert (recording.modality, recording.source) == (Modality.AUDIO, wav(0.1))
+    assert picture.label == "messages[1].content[1]"
     assert [said.text for said in request.question] == ["Sure?"]
     assert request.sampling == {
         "max_new_tokens": 7,
@@ -73,7 +77,8 @@ def test_a_conversation() -> None:
     assert request.stream and request.usage and request.cache_salt == ""
     assert read(user("Why?"), cache_salt="a" * 256).cache_salt == "a" * 256
     assert read(user("Why?"), cache_salt=None).cache_salt == ""
-    assert [said.place for said in request.messages()] == [0, 1, 2, 3]
+    places = [said.place for said in request.messages()]
+    assert places == [f"messages[{index}].content" for index in range(4)]
 
 
 def test_messages_need_not_take_turns() -> None:
@@ -95,7 +100,7 @@ def test_messages_need_not_take_turns() -> None:
         ("system", "Be brief."),
         ("user", ""),
     ]
-    assert first[-1].images == (png(),)
+    assert [part.source for part in first[-1].media] == [png()]
     assert [(said.role, said.text) for said in request.question] == [
         ("user", ""),
         ("system", "Now in French."),
@@ -139,7 +144,7 @@ def test_addresses_are_fetched_where_that_is_allowed(picture_address, caplog) ->
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         body = json.dumps({"messages": [showing(*parts)]}).encode()
         [message] = read_request(body, LIMITS, remote_bytes).question
-        return message.images
+        return tuple(part.source for part in message.media)
 
     size, twice = len(png()), [picture_address] * 2
     assert fetched(*twice, remote_bytes=2 * size) == (png(), png())
@@ -180,7 +185,7 @@ def test_damaged_base64(data: str) -> None:
 def test_large_media() -> None:
     data = bytes(range(256)) * 40_000
     [said] = read(showing(sound(data))).question
-    assert said.audio == (data,)
+    assert [part.source for part in said.media] == [data]
     with pytest.raises(InputError, match=r"messages\[0\].content\[0\]: .* limit of 1,000"):
         read(showing(sound(data)), limits=MediaLimits(max_file_bytes=1000))
     assert encoded(data) not in str(refusal(showing({"type": "text", "text": [encoded(data)]})))

@@ -19,7 +19,7 @@ from tests.generation.engine import counted
 from tests.pipelines.conftest import NEVER
 from tests.thinking import ids_of, saying
 
-SHOWN = user(sound(wav()), image(png()), text("What is it?"))
+SHOWN = user(image(png()), sound(wav()), text("What is it?"))
 
 
 def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
@@ -54,6 +54,21 @@ def test_answers_are_those_of_the_chat(omni, client) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 0
     assert usage.kv_bytes > usage.kv_bytes_by_modality["audio"] > 0
     assert usage.kv_ratio > 0
+
+
+def test_texts_and_media_keep_their_order(omni, client) -> None:
+    """As few-shot prompts need it; another order is another conversation."""
+    shown = [text("First:"), image(png()), text("second:"), image(png(1)), text("Which?")]
+    answer = ask(client, user(*shown))
+    with omni.chat() as chat:
+        expected = chat.ask(parts=shown, max_new_tokens=6)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+    past = {"role": "assistant", "content": expected.text}
+    for parts, passes in ((shown, 1), ([shown[1], shown[0], *shown[2:]], 2)):
+        with counted(omni.model.get_decoder().layers[:1]) as found:
+            ask(client, user(*parts), past, user("Sure?"), max_tokens=1)
+        assert found == [passes]
 
 
 def test_a_conversation_goes_on_from_its_cache(omni, client) -> None:

@@ -239,7 +239,7 @@ def test_failures_are_json_too(omni, monkeypatch, capfd) -> None:
         raise RuntimeError("a secret")
 
     with served(omni) as address:
-        monkeypatch.setattr(omni.family, "messages", fail)
+        monkeypatch.setattr(omni.family, "render", fail)
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as failed:
                 ask(client_of(address), user("Why?"), stream=stream)

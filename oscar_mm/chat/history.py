@@ -1,80 +1,64 @@
-"""Told turns: turns of a chat that took place elsewhere, and what the model reads of them."""
+"""History: turns of a chat that took place elsewhere, and what the model reads of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from oscar_mm.chat.conversation import ChatEngine, Conversation, next_prompt
 from oscar_mm.generation.answer import ThinkTokens
-from oscar_mm.generation.family import Message
+from oscar_mm.generation.message import Message, media_of, with_system
 from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.media.media import Media
 
-_TOLD_CHARACTERS, _TEMPLATE = 1 << 13, 32
-"""Most characters of told turns that are read in one pass, which is some 2,000 to 4,000 tokens, and
+_TOGETHER, _TEMPLATE = 1 << 13, 32
+"""Most characters of past turns that are read in one pass, which is some 2,000 to 4,000 tokens, and
 what counts for the tokens that a template puts around a turn."""
 
 
-class ToldTurn(NamedTuple):
-    """A turn that took place elsewhere, see ``Chat.tell``.
+class PastTurn(NamedTuple):
+    """A turn that took place elsewhere, see ``Chat.tell_all``.
 
     Attributes:
-        prompt: the question.
-        answer: what was answered; may be empty.
-        images, videos, audio: as of ``Chat.ask``.
-        before: as of ``Chat.stream``.
+        messages: what was asked: messages of which a user's is the last.
+        answer: an assistant's message; may be empty.
     """
 
-    prompt: str
-    answer: str
-    images: Any = None
-    videos: Any = None
-    audio: Any = None
-    before: Sequence[Message] = ()
-
-    @property
-    def media(self) -> tuple[Any, Any, Any]:
-        """Images, videos and recordings."""
-        return self.images, self.videos, self.audio
+    messages: Sequence[Message]
+    answer: Message
 
     @property
     def characters(self) -> int:
-        """Characters of all texts; what is no text counts for none."""
-        earlier = [one.text for one in self.before if isinstance(one, Message)]
-        texts = (*earlier, self.prompt, self.answer)
-        return sum(len(text) for text in texts if isinstance(text, str))
-
-    @property
-    def shows(self) -> bool:
-        """Whether it has media."""
-        return any(medium is not None for medium in self.media)
+        """Characters of all texts."""
+        return sum(len(text) for one in (*self.messages, self.answer) for text in one.texts)
 
 
-def told_together(told: Iterable[ToldTurn]) -> Iterator[list[ToldTurn]]:
+def read_together(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
     """Runs of turns that are read in one pass: short ones without media.
 
     Others need the model meanwhile, and media of a turn are decoded when it is read.
     """
-    run: list[ToldTurn] = []
-    characters = 0
-    for turn in told:
+    run: list[PastTurn] = []
+    characters, alone = 0, False
+    for turn in turns:
+        shows = bool(media_of(turn.messages))
         characters += turn.characters + _TEMPLATE
-        if run and (turn.shows or run[-1].shows or characters > _TOLD_CHARACTERS):
+        if run and (shows or alone or characters > _TOGETHER):
             yield run
             run, characters = [], turn.characters + _TEMPLATE
         run.append(turn)
+        alone = shows
     if run:
         yield run
 
 
-def told_prompt(
+def history_prompt(
     engine: ChatEngine,
     conversation: Conversation,
-    told: Sequence[ToldTurn],
+    turns: Sequence[PastTurn],
     system: str | None,
     shown: Sequence[Media],
     answers: Sequence[list[int]],
@@ -86,7 +70,7 @@ def told_prompt(
     Args:
         engine: of the chat; its lock is not taken.
         conversation: so far.
-        told: the turns, checked.
+        turns: the turns, checked.
         system: system prompt of a first turn, checked.
         shown: media of each turn.
         answers: token ids of each answer.
@@ -95,12 +79,12 @@ def told_prompt(
         InputError: as of ``next_prompt``.
     """
     family, prompts = engine.family, list[Prompt]()
-    for turn, media, ids in zip(told, shown, answers, strict=True):
-        first = None if conversation.turns else system
-        opened = next_prompt(engine, conversation, turn.prompt, first, media, len(ids), turn.before)
+    for turn, media, ids in zip(turns, shown, answers, strict=True):
+        messages = with_system(None if conversation.turns else system, turn.messages)
+        opened = next_prompt(engine, conversation, messages, media, len(ids))
         question = without_reasoning(opened, family.think_tokens)
         prompts.append(with_answer(question, ids))
-        answer = turn.prompt, turn.answer, ids, "stop", len(ids)
+        answer = turn.messages[-1].text, turn.answer.written, ids, "stop", len(ids)
         conversation = conversation.with_turn(conversation.kv, question, *answer)
     return family.in_line(prompts), conversation
 

@@ -1,0 +1,90 @@
+"""Message: what one side of a conversation says, as texts and media in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from oscar_mm.errors import InputError
+from oscar_mm.media.part import MediaPart
+
+Part = str | MediaPart
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A message of a conversation.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        parts: texts and media in the order in which the chat template writes them.
+        place: the argument that gave it, such as messages[2].content; names it in errors.
+
+    Raises:
+        InputError: a part that is neither text nor a medium.
+    """
+
+    role: str
+    parts: tuple[Part, ...]
+    place: str = "prompt"
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if not isinstance(part, str | MediaPart):
+                raise InputError(f"{self.place} must be text, not {type(part).__name__}")
+
+    @property
+    def media(self) -> list[MediaPart]:
+        """Its images, videos and recordings, in order."""
+        return [part for part in self.parts if isinstance(part, MediaPart)]
+
+    @property
+    def texts(self) -> list[str]:
+        """Its texts, in order."""
+        return [part for part in self.parts if isinstance(part, str)]
+
+    @property
+    def text(self) -> str:
+        """Its texts for people, one a line."""
+        return "\n".join(self.texts)
+
+    @property
+    def written(self) -> str:
+        """The text of an answer, as the model writes it."""
+        return "".join(self.texts)
+
+    @property
+    def runs(self) -> list[str]:
+        """Its texts as the chat template joins them: those between two media are one."""
+        groups = groupby(self.parts, lambda part: isinstance(part, MediaPart))
+        return ["".join(map(str, run)) for is_medium, run in groups if not is_medium]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither text nor media."""
+        return not (self.media or self.text.strip())
+
+
+def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:
+    """A user's message that shows media and then asks; of media alone if the prompt is empty."""
+    parts = tuple(media)
+    return Message("user", parts if parts and prompt == "" else (*parts, prompt))
+
+
+def first_turn(
+    prompt: str, media: Iterable[MediaPart] = (), system: str | None = None
+) -> list[Message]:
+    """The messages of a conversation's first turn, which shows media and then asks."""
+    return with_system(system, [user_message(prompt, media)])
+
+
+def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
+    """Messages after a system prompt, if there is one."""
+    first = [] if system is None else [Message("system", (system,), "system")]
+    return [*first, *messages]
+
+
+def media_of(messages: Iterable[Message]) -> list[MediaPart]:
+    """The media of all messages, in order."""
+    return [part for message in messages for part in message.media]
