@@ -69,7 +69,7 @@ class Pipeline:
         prefill_chunk: read prompts this many tokens at a time, which bounds activations, and
             between two chunks other prompts; later chunks then read packed history. None: in one
             go, exact. "auto": 1,024 on a CPU, 32,768 on a GPU, for services.
-        allow_remote: let images and recordings be http(s) addresses.
+        allow_remote: let media be http(s) addresses.
         limits: bounds on media.
         video_fps: frames per second that are sampled from videos.
         prefix_cache: bytes ("2GB") for the beginnings of prompts, so that the same media under the
@@ -311,7 +311,7 @@ class Pipeline:
 
     @property
     def allow_remote(self) -> bool:
-        """Whether images and recordings may be http(s) addresses."""
+        """Whether media may be http(s) addresses."""
         return self.media_reader.allow_remote
 
     def read_media(
@@ -472,7 +472,7 @@ class OscarVLPipeline(Pipeline):
             images: one image or a list: path, PIL image, (H, W[, 1, 3 or 4]) array, bytes, or with
                 ``allow_remote`` an http(s) address. None or [] for none.
             prompt: the question.
-            videos: one video or a list, of paths or of frames. LLaVA reads none.
+            videos: one video or a list, of paths, bytes, addresses or frames. LLaVA reads none.
             system: system prompt.
             messages: a whole conversation instead of a prompt, with texts and media in their order,
                 see ``oscar_mm.generation.message_lists.messages_from``.

@@ -33,10 +33,12 @@ from pydantic_core import PydanticCustomError
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.message import Message, Part
+from oscar_mm.media.audio import opened
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.part import MediaPart
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
+from oscar_mm.media.timeline import picture_track, sound_track
 from oscar_mm.modality import Modality
 
 MAX_STRUCTURE = 250_000
@@ -50,8 +52,11 @@ MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 _BASE64_PIECE = 4 << 20
 """Characters that are decoded at once while other threads wait; a multiple of 4."""
-NOT_FETCHED = "the image at this address cannot be fetched, is too large, or is no image"
+NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no {0}"
 """All that a client learns about an address, which may be one of a private network."""
+_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO, "audio": Modality.AUDIO}
+_NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
+_EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
 _log = logging.getLogger(__name__)
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -119,8 +124,8 @@ class _Model(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class ImageURL(_Model):
-    """An image as a data URI."""
+class MediaURL(_Model):
+    """A medium as a data URI or, where the server fetches, as an http(s) address."""
 
     url: str
 
@@ -131,13 +136,29 @@ class InputAudio(_Model):
     data: str
 
 
-class GivenPart(_Model):
-    """Text, an image or a recording."""
+class GivenFile(_Model):
+    """A file of any kind of medium as a data URI."""
 
-    type: Literal["text", "image_url", "input_audio"]
+    file_data: str | None = None
+
+
+def _as_url(given: Any) -> Any:
+    return {"url": given} if isinstance(given, str) else given
+
+
+URL = Annotated[MediaURL | None, BeforeValidator(_as_url)]
+
+
+class GivenPart(_Model):
+    """Text or a medium."""
+
+    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio", "file"]
     text: str | None = None
-    image_url: ImageURL | None = None
+    image_url: URL = None
+    video_url: URL = None
+    audio_url: URL = None
     input_audio: InputAudio | None = None
+    file: GivenFile | None = None
 
 
 def _as_parts(content: Any) -> Any:
@@ -236,7 +257,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
     Args:
         data: the body, of bounded length.
         limits: ``max_file_bytes`` bounds each medium.
-        remote_bytes: bound on the bytes of all images that are fetched from http(s) addresses; 0
+        remote_bytes: bound on the bytes of all media that are fetched from http(s) addresses; 0
             refuses addresses.
 
     Raises:
@@ -254,7 +275,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
         raise _field_error(error) from None
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
-    decoder = _ImageDecoder(limits, remote_bytes)
+    decoder = _MediaDecoder(limits, remote_bytes)
     messages = [
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
     ]
@@ -303,56 +324,93 @@ def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message
     return past, tuple(question)
 
 
-def _decode_message(given: GivenMessage, place: int, decoder: _ImageDecoder) -> Message:
+def _decode_message(given: GivenMessage, place: int, decoder: _MediaDecoder) -> Message:
     parts: list[Part] = []
     for index, part in enumerate(given.content or ()):
         name = f"messages[{place}].content[{index}]"
         if part.type != "text" and given.role != "user":
             raise FieldError(f"only a user shows media, not {given.role!r}", name)
-        if part.type == "text" and part.text is not None:
-            parts.append(part.text)
-        elif part.type == "image_url" and part.image_url is not None:
-            data = decoder.decode(part.image_url.url, name)
-            parts.append(MediaPart(Modality.IMAGE, data, name))
-        elif part.type == "input_audio" and part.input_audio is not None:
-            data = _decode_base64(part.input_audio.data, name, decoder.limits)
-            parts.append(MediaPart(Modality.AUDIO, data, name))
+        if part.type == "text":
+            parts += [] if part.text is None else [part.text]
+        elif (medium := decoder.decode(part, name)) is not None:
+            parts.append(medium)
     role = "system" if given.role == "developer" else given.role
     return Message(role, tuple(parts), f"messages[{place}].content")
 
 
-class _ImageDecoder:
-    """Decodes the images of a request, and fetches them where the server allows it."""
+class _MediaDecoder:
+    """Decodes the media of a request, and fetches them where the server allows it."""
 
     def __init__(self, limits: MediaLimits, remote_bytes: int) -> None:
         self.limits, self.allow_remote = limits, remote_bytes > 0
         self._remote_bytes = remote_bytes
 
-    def decode(self, url: str, name: str) -> NamedBytes:
+    def decode(self, part: GivenPart, name: str) -> MediaPart | None:
+        """The medium of a part; None for one that is null."""
+        if part.type == "file":
+            return self._file(part.file, name)
+        if part.type == "input_audio":
+            sound = part.input_audio
+            data = sound and _decode_base64(sound.data, name, self.limits)
+            return data and MediaPart(Modality.AUDIO, data, name)
+        address: MediaURL | None = getattr(part, part.type)
+        modality = _MODALITIES[part.type.removesuffix("_url")]
+        return address and MediaPart(modality, self._at(address.url, part.type, name), name)
+
+    def _at(self, url: str, field: str, name: str) -> NamedBytes:
         if self.allow_remote and url[:5].lower() != "data:" and is_address(url):
-            return self._fetch(url, name)
+            return self._fetch(url, field, name)
         # The server must not fetch an address or open a path that a stranger names.
-        head, comma, data = url.partition(",")
-        if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
+        kind, data = _data_uri(url)
+        if kind is None:
             or_address = " or an http(s) address" if self.allow_remote else ""
-            message = f"image_url.url must be a data URI, data:image/png;base64,...{or_address}"
+            example = _EXAMPLES[field]
+            message = f"{field}.url must be a data URI, data:{example};base64,...{or_address}"
             raise FieldError(message, name)
         return _decode_base64(data, name, self.limits)
 
-    def _fetch(self, url: str, name: str) -> NamedBytes:
+    def _file(self, file: GivenFile | None, name: str) -> MediaPart | None:
+        if file is None or file.file_data is None:
+            raise FieldError("a file needs file_data; uploaded files are not kept here", name)
+        kind, data = _data_uri(file.file_data)
+        modality = _MODALITIES.get((kind or "").partition("/")[0])
+        if modality is None:
+            known = "an image, a video or a recording"
+            raise FieldError(f"file.file_data must be a data URI of {known}", name)
+        return MediaPart(modality, _decode_base64(data, name, self.limits), name)
+
+    def _fetch(self, url: str, field: str, name: str) -> NamedBytes:
         if self._remote_bytes <= 0:
-            raise FieldError("the images at the addresses before have all bytes of a request", name)
+            raise FieldError("the media at the addresses before have all bytes of a request", name)
         most = min(self._remote_bytes, self.limits.max_file_bytes)
         limits = replace(self.limits, max_file_bytes=most)
         try:
             data = read_bytes(url, allow_remote=True, limits=limits, label=name)
-            with opened_image(io.BytesIO(data)):
-                pass
+            _check_kind(data, field)
         except Exception as error:  # of the address, or any error of any parser
             _log.warning("%r was not fetched: %r", url[:200], str(error)[:200])
-            raise FieldError(NOT_FETCHED, name) from None
+            raise FieldError(NOT_FETCHED.format(_NOUNS[field]), name) from None
         self._remote_bytes -= len(data)
         return NamedBytes(data, name)
+
+
+def _data_uri(text: str) -> tuple[str | None, str]:
+    """The type and the base64 text of a data URI; None for what is no such URI."""
+    head, comma, data = text.partition(",")
+    if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
+        return None, ""
+    return head[5:].partition(";")[0].lower(), data
+
+
+def _check_kind(data: bytes, field: str) -> None:
+    """Raise an error of a parser if fetched bytes are not of the kind that was asked for."""
+    if field == "image_url":
+        with opened_image(io.BytesIO(data)):
+            return
+    with opened(data, "") as container:
+        has_track = picture_track if field == "video_url" else sound_track
+        if has_track(container) is None:
+            raise InputError("has no such track")
 
 
 def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:

@@ -165,7 +165,7 @@ def silence(seconds: float) -> Audio:
 
 
 def clip_sound(
-    path: Path, start: float, limits: MediaLimits, label: str, count: MediaCount | None
+    file: Path | bytes, start: float, limits: MediaLimits, label: str, count: MediaCount | None
 ) -> Audio:
     """The sound of a clip that starts at ``start`` seconds on the clock of ``timeline.packets``.
 
@@ -173,7 +173,7 @@ def clip_sound(
         InputError: as of ``load_audio``.
     """
     _require_packages(label)
-    return _with_av(path, limits, label, count, start)
+    return _with_av(file, limits, label, count, start)
 
 
 def _require_packages(label: str) -> None:

@@ -189,7 +189,7 @@ class MediaReader:
 
     Attributes:
         limits: bounds on media.
-        allow_remote: let images and recordings be http(s) addresses.
+        allow_remote: let media be http(s) addresses.
         video_fps: frames per second that are sampled from videos.
         fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
         most_seconds: of sound that a request may have.
@@ -359,13 +359,13 @@ class MediaReader:
         return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, most))
 
     def _fetched(self, parts: Sequence[MediaPart]) -> list[MediaPart]:
-        """Parts with the bytes at the addresses of images and recordings in their place.
+        """Parts with the bytes at their addresses in their place.
 
         They are fetched one by one: no thread that others need may wait for an address.
         """
         fetched, left = list[MediaPart](), self.limits.max_decoding_bytes
         for part in parts:
-            if part.modality is not Modality.VIDEO and is_address(part.source):
+            if is_address(part.source):
                 limits = self.limits
                 limits = replace(limits, max_file_bytes=min(left, limits.max_file_bytes))
                 how: dict[str, Any] = {"limits": limits, "label": part.described}

@@ -1,5 +1,6 @@
 """Clips as sampled RGB frames with their times, in bounded memory."""
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from oscar_mm.media.audio import LENIENT, clip_sound, container_seconds, silence
 from oscar_mm.media.image import load_image
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaCount, MediaLimits
 from oscar_mm.media.mono import Audio
-from oscar_mm.media.source import describe, existing_file, local_source, none_if_unreadable
+from oscar_mm.media.source import describe, existing_file, none_if_unreadable
 from oscar_mm.media.timeline import (
     ROUNDING_S,
     Timeline,
@@ -81,7 +82,7 @@ class Video:
         }
 
 
-VideoSource = str | Path | np.ndarray | Sequence[Image.Image | np.ndarray]
+VideoSource = str | Path | bytes | np.ndarray | Sequence[Image.Image | np.ndarray]
 
 
 def load_video(
@@ -96,8 +97,8 @@ def load_video(
     """Read one clip.
 
     Args:
-        source: path of a video file, an array (T, H, W, C) or a list of PIL images or arrays as
-            in :func:`load_image`, all of one size.
+        source: path or bytes of a video file, an array (T, H, W, C) or a list of PIL images or
+            arrays as in :func:`load_image`, all of one size.
         limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
         fps: frames per second to keep of a file, each the one on show at that time; fewer where
             these would exceed ``limits.max_video_frames``, more where only one would remain. For a
@@ -116,18 +117,20 @@ def load_video(
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise InputError(f"fps: {fps!r} is not a rate; use frames per second above 0, such as 2.0")
     name = label or describe(source, "video")
-    if isinstance(source, (str, Path)):
-        path = existing_file(source, name)
-        timeline = _timeline(path, limits, name)
-        video = _from_file(path, timeline, float(fps), limits, name)
+    if isinstance(source, (str, Path, bytes)):
+        file = _file(source, name)
+        if isinstance(file, bytes):
+            limits.check_bytes(len(file), name)
+        timeline = _timeline(file, limits, name)
+        video = _from_file(file, timeline, float(fps), limits, name)
         if not (sound and timeline.has_sound):
             return video
-        return replace(video, sound=clip_sound(path, timeline.start, limits, name, count))
+        return replace(video, sound=clip_sound(file, timeline.start, limits, name, count))
     if isinstance(source, (list, tuple, np.ndarray)):
         return _from_frames(source, float(fps), limits, name)
     raise InputError(
-        f"{name}: {type(source).__name__} is not a video; pass the path of a file, a list of "
-        "frames or an array (T, H, W, C)"
+        f"{name}: {type(source).__name__} is not a video; pass the path or the bytes of a file, a "
+        "list of frames or an array (T, H, W, C)"
     )
 
 
@@ -138,11 +141,11 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
     The outline of a file may have one frame less. None where the header does not say, something is
     wrong, or the source is an address.
     """
-    if isinstance(source, str | Path):
-        path = local_source(source)
-        with _opened_video(path, "") as (container, track):
+    if isinstance(source, str | Path | bytes):
+        file = _file(source, "")
+        with _opened_video(file, "") as (container, track):
             seconds, size = header_seconds(container, track), (track.width, track.height)
-            audio = silence(container_seconds(path)) if sound and sound_track(container) else None
+            audio = silence(container_seconds(file)) if sound and sound_track(container) else None
         if not seconds:
             return None
         limits.check_video(*size, seconds, "")
@@ -159,7 +162,7 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
 @none_if_unreadable
 def frame_pixels(source: Any) -> int | None:
     """Pixels of each frame of a file, by its header; None as of ``video_outline``."""
-    with _opened_video(local_source(source), "") as (_, stream):
+    with _opened_video(_file(source, ""), "") as (_, stream):
         return stream.width * stream.height
 
 
@@ -223,17 +226,22 @@ def _from_frames(
     return Video(frames, count / fps, len(frames) / count * fps)
 
 
+def _file(source: str | Path | bytes, label: str) -> Path | bytes:
+    return source if isinstance(source, bytes) else existing_file(source, label)
+
+
 @contextmanager
-def _opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
+def _opened_video(file: Path | bytes, label: str) -> Iterator[tuple[Any, Any]]:
     """A PyAV container and its track of pictures.
 
     Raises:
         InputError: the file has no such track, or cannot be read, also inside the block.
     """
     # "file:" keeps a colon in the name from being read as a protocol.
+    where = io.BytesIO(file) if isinstance(file, bytes) else f"file:{file.absolute()}"
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
-        with av.open(f"file:{path.absolute()}", options=options, **LENIENT) as container:
+        with av.open(where, options=options, **LENIENT) as container:
             track = picture_track(container)
             if track is None:
                 raise InputError(f"{label}: has no video stream; is it a sound file?")
@@ -245,21 +253,21 @@ def _opened_video(path: Path, label: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def _timeline(path: Path, limits: MediaLimits, label: str) -> Timeline:
-    check_whole(path, label)
-    with _opened_video(path, label) as (container, track):
+def _timeline(file: Path | bytes, limits: MediaLimits, label: str) -> Timeline:
+    check_whole(file, label)
+    with _opened_video(file, label) as (container, track):
         limits.check_video(track.width, track.height, header_seconds(container, track), label)
         return Timeline.of(container, partial(limits.check_seconds, label=label), label)
 
 
 def _from_file(
-    path: Path, timeline: Timeline, fps: float, limits: MediaLimits, label: str
+    file: Path | bytes, timeline: Timeline, fps: float, limits: MediaLimits, label: str
 ) -> Video:
     """Decode a clip picture by picture, of which only those that are kept are in memory."""
     count, rate = _kept_frames(timeline.seconds, fps, limits)
     kept: np.ndarray | None = None
     last, scaled = None, None
-    with _opened_video(path, label) as (container, track):
+    with _opened_video(file, label) as (container, track):
         track.thread_type = "AUTO"
         due = [index / rate for index in range(count)]
         for place, frame in enumerate(on_show(_pictures(container, track, timeline.start), due)):

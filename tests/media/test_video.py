@@ -13,7 +13,9 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_video
-from tests.recordings import levels, write_clip
+from oscar_mm.media.video import video_outline
+from tests.prompts import clip, tone
+from tests.recordings import levels, write_clip, write_movie
 
 
 @pytest.mark.parametrize(
@@ -164,12 +166,27 @@ def test_half_a_file(tmp_path: Path, suffix: str, codec: str) -> None:
         load_video(path)
 
 
+def test_bytes_are_as_good_as_a_path(tmp_path: Path) -> None:
+    path = write_movie(tmp_path / "a.mp4", clip(12), tone(1.5))
+    at_path, in_memory = (load_video(x, sound=True) for x in (path, path.read_bytes()))
+    assert np.array_equal(at_path.frames, in_memory.frames)
+    assert at_path.sound is not None and in_memory.sound is not None
+    assert np.array_equal(at_path.sound.samples, in_memory.sound.samples)
+    assert at_path.metadata == in_memory.metadata
+    how = {"fps": 2.0, "limits": MediaLimits(), "sound": True}
+    outlines = [video_outline(x, **how) for x in (path, path.read_bytes())]
+    assert outlines[0].frames.shape == outlines[1].frames.shape
+    with pytest.raises(InputError, match="max_file_bytes"):
+        load_video(path.read_bytes(), limits=MediaLimits(max_file_bytes=100))
+
+
 @pytest.mark.parametrize(
     ("source", "fps", "reason"),
     [
         ("https://example.org/clip.mp4", 2, "download"),
         ("file:///clip.mp4", 2, "path itself"),
-        (b"bytes", 2, "bytes is not a video"),
+        (b"bytes", 2, "is not a video that can be read"),
+        (5, 2, "int is not a video; pass the path or the bytes"),
         ([], 2, "no frames"),
         (["a.png"], 2, "frame 0: str is not a frame"),
         (np.zeros((4, 32, 32), np.uint8), 2, r"\(T, H, W, C\)"),

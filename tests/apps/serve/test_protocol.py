@@ -18,6 +18,8 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.modality import Modality
 from tests.apps.serve.conftest import encoded, image, png, sound, text, user, wav
+from tests.prompts import clip
+from tests.recordings import write_movie
 
 LIMITS = MediaLimits()
 
@@ -120,7 +122,7 @@ def test_messages_need_not_take_turns() -> None:
         ([{"content": "a"}], "messages[0].role", "is missing"),
         ([user(7)], "messages[0].content", "must be text or a list of parts"),
         ([user(text("a"), "b")], "messages[0].content[1]", "must be an object"),
-        ([showing({"type": "file"})], "messages[0].content[0].type", "must be 'text', 'image_url'"),
+        ([showing({"type": "cat"})], "messages[0].content[0].type", "must be 'text', 'image_url'"),
         ([showing(text(["a"]))], "messages[0].content[0].text", "must be text"),
         ([system([sound(wav(0.1))]), user("a")], "messages[0].content[0]", "only a user shows"),
         (["a"], "messages[0]", "must be an object"),
@@ -149,7 +151,7 @@ def test_addresses_are_fetched_where_that_is_allowed(picture_address, caplog) ->
     size, twice = len(png()), [picture_address] * 2
     assert fetched(*twice, remote_bytes=2 * size) == (png(), png())
     for urls, most, expected in (
-        (twice, 2 * size - 1, f"content[1]: {NOT_FETCHED}"),
+        (twice, 2 * size - 1, f"content[1]: {NOT_FETCHED.format('image')}"),
         (twice, size, "content[1]"),
         (["/etc/passwd"], size, "or an http(s) address"),
         (["file:///etc/passwd"], size, "or an http(s) address"),
@@ -167,9 +169,67 @@ def test_addresses_are_fetched_where_that_is_allowed(picture_address, caplog) ->
     ):
         with pytest.raises(FieldError) as refused:
             fetched(url, remote_bytes=size)
-        assert str(refused.value) == f"messages[0].content[0]: {NOT_FETCHED}"
+        assert str(refused.value) == f"messages[0].content[0]: {NOT_FETCHED.format('image')}"
         assert url in (record := caplog.records[-1].getMessage()) and logged in record
     assert len(caplog.records) == 4
+
+
+def uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{encoded(data)}"
+
+
+def test_media_of_every_kind(tmp_path) -> None:
+    movie = write_movie(tmp_path / "a.mp4", clip(4), None).read_bytes()
+    parts = [
+        {"type": "video_url", "video_url": {"url": uri("video/mp4", movie)}},
+        {"type": "audio_url", "audio_url": {"url": uri("audio/wav", wav(0.1))}},
+        {"type": "image_url", "image_url": uri("image/png", png())},
+        {"type": "file", "file": {"filename": "a.mp4", "file_data": uri("video/mp4", movie)}},
+        {"type": "file", "file": {"file_data": uri("audio/wav", wav(0.1))}},
+        {"type": "video_url", "video_url": None},
+    ]
+    [said] = read(showing(*parts)).question
+    assert [part.modality.label for part in said.media] == [
+        *("video", "audio", "image", "video", "audio"),
+    ]
+    assert [part.source for part in said.media] == [movie, wav(0.1), png(), movie, wav(0.1)]
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "a data URI, data:video/mp4;base64"),
+        ({"type": "audio_url", "audio_url": {"url": "a.wav"}}, "a data URI, data:audio/wav;base64"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "a file needs file_data"),
+        ({"type": "file"}, "a file needs file_data"),
+        (
+            {"type": "file", "file": {"file_data": "data:text/plain;base64,YQ=="}},
+            "an image, a vi",
+        ),
+    ],
+)
+def test_media_that_are_refused(part: dict[str, Any], expected: str) -> None:
+    error = refusal(showing(part))
+    assert error.field == "messages[0].content[0]" and expected in str(error)
+
+
+def test_videos_and_recordings_are_fetched_too(picture_address, tmp_path) -> None:
+    site = picture_address.rpartition("/")[0]
+    movie = write_movie(tmp_path / "a.mp4", clip(4), None).read_bytes()
+    (tmp_path / "a.wav").write_bytes(wav(0.1))
+
+    def fetched(kind: str, url: str) -> Any:
+        body = json.dumps({"messages": [showing({"type": kind, kind: {"url": url}})]}).encode()
+        [message] = read_request(body, LIMITS, 10**6).question
+        return message.media[0].source
+
+    assert fetched("video_url", f"{site}/a.mp4") == movie
+    assert fetched("audio_url", f"{site}/a.wav") == wav(0.1)
+    for kind, name in (("video_url", "a.wav"), ("audio_url", "a.mp4"), ("video_url", "a.png")):
+        noun = "video" if kind == "video_url" else "recording"
+        with pytest.raises(FieldError) as refused:
+            fetched(kind, f"{site}/{name}")
+        assert str(refused.value) == f"messages[0].content[0]: {NOT_FETCHED.format(noun)}"
 
 
 @pytest.mark.parametrize("data", ["a", "ab=c", "a b=", "\u00fcber", "YQ==YQ=="])

@@ -14,9 +14,11 @@ from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.errors import NoRoom
 from oscar_mm.generation.answer import Reasoning
 from oscar_mm.pages.layout import PAGE_TOKENS
-from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
+from tests.apps.serve.conftest import encoded, image, png, served, sound, text, user, wav
 from tests.generation.engine import counted
 from tests.pipelines.conftest import NEVER
+from tests.prompts import clip, tone
+from tests.recordings import write_movie
 from tests.thinking import ids_of, saying
 
 SHOWN = user(image(png()), sound(wav()), text("What is it?"))
@@ -69,6 +71,18 @@ def test_texts_and_media_keep_their_order(omni, client) -> None:
         with counted(omni.model.get_decoder().layers[:1]) as found:
             ask(client, user(*parts), past, user("Sure?"), max_tokens=1)
         assert found == [passes]
+
+
+def test_a_video(omni, client, tmp_path) -> None:
+    path = write_movie(tmp_path / "a.mp4", clip(8), tone(1.0))
+    url = f"data:video/mp4;base64,{encoded(path.read_bytes())}"
+    shown = {"type": "video_url", "video_url": {"url": url}}
+    answer = ask(client, user(text("What happens?"), shown))
+    with omni.chat() as chat:
+        parts = ["What happens?", {"type": "video", "video": path}]
+        expected = chat.ask(parts=parts, max_new_tokens=6)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.kv_bytes_by_modality["video"] > 0
 
 
 def test_a_conversation_goes_on_from_its_cache(omni, client) -> None:
