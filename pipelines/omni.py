@@ -34,6 +34,10 @@ _ARGUMENTS = (
 SAMPLE_RATE = 24_000
 """Samples per second of Qwen3-Omni's speech."""
 _USUAL_SPEAKER = "ethan"
+_SPOKEN_OPTIONS = (
+    *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("seed", "deterministic"),
+)
 
 
 class OscarOmniPipeline(Pipeline):
@@ -78,9 +82,10 @@ class OscarOmniPipeline(Pipeline):
             messages: a whole conversation instead of a prompt, as in ``OscarVLPipeline``.
             use_audio_in_video: hear the sound of video files too, frame by frame.
             speak: also speak the answer: ``answer.speech``, float32 mono at
-                ``answer.sample_rate``. Needs a checkpoint with a talker; ``stop`` cannot be used.
+                ``answer.sample_rate``. Needs a checkpoint with a talker; options that end
+                the answer early or edit logits cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
-            sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
+            sampling: max_new_tokens, temperature, top_p, seed, stop, ...: see
                 ``oscar_mm.generation.sampling.SamplingOptions``.
 
         Raises:
@@ -125,8 +130,7 @@ class OscarOmniPipeline(Pipeline):
         chosen = self.sampling(sampling, _ARGUMENTS)
         voice = None
         if speak:
-            if chosen.stop:
-                raise InputError("stop cannot be used with speak: the speech would go on after it")
+            _check_spoken(sampling)
             if self.store.ranks.count > 1:
                 raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
             voice = speaker_of(self.family.outer_model, speaker)
@@ -146,6 +150,13 @@ class OscarOmniPipeline(Pipeline):
             answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
         yield answer.text
         yield answer
+
+
+def _check_spoken(options: SamplingOptions) -> None:
+    """Refuse options that ``generate``, which speaks, does not have."""
+    for name, value in options.items():
+        if value is not None and name not in _SPOKEN_OPTIONS:
+            raise InputError(f"{name} cannot be used with speak: leave it out")
 
 
 def speaker_of(model: Any, speaker: str | None) -> str:
@@ -228,6 +239,7 @@ def speak_answer(
             "temperature": float(sampling.temperature),
             "top_p": float(sampling.top_p),
             "top_k": sampling.top_k,
+            "min_p": float(sampling.min_p),
         }
     ends = family.end_tokens()
     ids = prompt.inputs["input_ids"]

@@ -405,7 +405,9 @@ class Pipeline:
         given = {name: value for name, value in options.items() if value is not None}
         rules = {} if "temperature" in given else self.family.sampling_rules()
         chosen: dict[str, Any] = {"max_new_tokens": self.longest_answer()} | rules | given
-        return Sampling(**chosen)
+        sampling = Sampling(**chosen)
+        sampling.check_ids(self.model.config.get_text_config(decoder=True).vocab_size)
+        return sampling
 
     def longest_answer(self, text: int = 256) -> int:
         """The default of max_new_tokens: tokens of text, and more for a model that reasons.
@@ -476,7 +478,7 @@ class OscarVLPipeline(Pipeline):
             system: system prompt.
             messages: a whole conversation instead of a prompt, with texts and media in their order,
                 see ``oscar_mm.generation.message_lists.messages_from``.
-            sampling: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop: see
+            sampling: max_new_tokens, temperature, top_p, seed, stop, ...: see
                 ``oscar_mm.generation.sampling.SamplingOptions``.
 
         Raises:

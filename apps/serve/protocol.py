@@ -64,37 +64,28 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "n": (1,),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "structured_outputs": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -104,6 +95,25 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Unsupported fields that would change the answer, and their values, beside null, that do not."""
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+)
+"""Fields that are options of ``Sampling`` as they are."""
 
 
 class FieldError(InputError):
@@ -199,8 +209,17 @@ class Body(_Model):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     stop: Annotated[
         Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
@@ -282,14 +301,9 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
     system = messages.pop(0) if messages[0].role == "system" else None
     past, question = _split_turns(messages)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    sampling = {
+    sampling = {name: getattr(body, name) for name in _SAMPLING} | {
         "max_new_tokens": longest,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "top_k": 0 if body.top_k == -1 else body.top_k,
-        "repetition_penalty": body.repetition_penalty,
-        "seed": body.seed,
-        "stop": body.stop,
     }
     return Request(
         model=body.model,
@@ -437,6 +451,7 @@ _MESSAGES = {
     "list_type": "must be a list",
     "string_type": "must be text",
     "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "greater_than_equal": "must be at least {ge}",
@@ -456,7 +471,8 @@ def _field_error(error: ValidationError) -> FieldError:
         return FieldError(f"the request is no JSON: {context['error']}")
     if isinstance(own := context.get("error"), FieldError):
         return own
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    places = [part for part in first["loc"] if part != "[key]"]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places)
     if first["type"] == _OWN_ERROR:
         message = first["msg"]
     else:

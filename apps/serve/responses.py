@@ -8,10 +8,12 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.protocol import FieldError
 from oscar_mm.errors import Busy, InputError, NoRoom
+from oscar_mm.generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.generation.answer import Answer
@@ -22,7 +24,7 @@ _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 """Advice that only the server's operator can follow."""
 _FIELD = re.compile(
     r"(messages\[\d+\](?:\.content(?:\[\d+\])?)?)[: ]"
-    r"|(temperature|top_p|top_k|repetition_penalty|seed|stop)="
+    rf"|({'|'.join(option.name for option in fields(Sampling))})="
 )
 """The protocol's name of what is wrong, with which messages of the package begin."""
 

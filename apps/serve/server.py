@@ -44,7 +44,6 @@ from oscar_mm.apps.serve.responses import (
     model_card,
 )
 from oscar_mm.apps.serve.running_answer import EventStream, Places, RunningAnswer
-from oscar_mm.generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -271,7 +270,7 @@ class Service:
         for place, text in texts:
             pipe.check_text(place, text, may_be_empty=True)
         self._bound_answer(request.sampling)
-        Sampling(**request.sampling)
+        pipe.sampling(request.sampling, ())
         return request
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:

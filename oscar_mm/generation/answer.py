@@ -126,7 +126,7 @@ class AnswerWriter:
 
     Args:
         tokenizer: of the model.
-        sampling: says ``max_new_tokens`` and ``stop``, which is looked for in the text alone.
+        sampling: says what ends the answer; ``stop`` is looked for in the text alone.
         start: ``time.perf_counter()`` when the request came.
         thinks: the tokens between which the model reasons; None if it has none.
         prompt: (tokens,) ids of the prompt, which may begin the reasoning.
@@ -146,7 +146,7 @@ class AnswerWriter:
         self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
         self._thinks, self._breaks = thinks, ""
         self._stop = cast(tuple[str, ...], sampling.stop)  # Sampling makes a tuple of it
-        self._text = Detokenizer(tokenizer, self._stop)
+        self._text = self._detokenizer()
         self._reasoning: Detokenizer | None = None
         self._reasons: Detokenizer | None = None
         """Set as long as the model reasons."""
@@ -188,7 +188,7 @@ class AnswerWriter:
         begins = self._reasoning is not None and not self._text.token_ids
         if begins and not str(self._tokenizer.decode([token])).strip("\n"):
             return ""  # Line breaks between reasoning and text belong to neither.
-        return self._text.push(token)
+        return self._text.push(token, may_stop=len(self.token_ids) > self._sampling.min_tokens)
 
     def finish(self) -> str:
         """The end of the text, which waited for more tokens."""
@@ -201,7 +201,11 @@ class AnswerWriter:
         count = len(self.token_ids)
         first = self._first or time.perf_counter()
         decode_s = (self._last or first) - first
-        ended = self.stopped or count < self._sampling.max_new_tokens
+        ended = (
+            self.stopped
+            or count < self._sampling.max_new_tokens
+            or self._sampling.includes(self.token_ids[-1])
+        )
         span = self.reasoning_span
         return Answer(
             text=self._text.text,
@@ -220,7 +224,12 @@ class AnswerWriter:
 
     def _begin_reasoning(self) -> None:
         self._reasoning = self._reasons = Detokenizer(self._tokenizer, lead="\n")
-        self._text = Detokenizer(self._tokenizer, self._stop, lead="\n")
+        self._text = self._detokenizer(lead="\n")
+
+    def _detokenizer(self, lead: str = "") -> Detokenizer:
+        """Makes the text of the answer."""
+        keeps_stop = self._sampling.include_stop_str_in_output
+        return Detokenizer(self._tokenizer, self._stop, lead, keeps_stop=keeps_stop)
 
     def _reason(self, token: int, reasoning: Detokenizer) -> Reasoning:
         if self._thinks is None or token != self._thinks.closing:
@@ -243,6 +252,7 @@ class Detokenizer:
         tokenizer: of the model.
         stop: text that ends it.
         lead: characters that are left out at its beginning.
+        keeps_stop: leave the stop text at its end.
 
     Attributes:
         token_ids: all tokens so far.
@@ -251,10 +261,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = (), lead: str = ""
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...] = (),
+        lead: str = "",
+        *,
+        keeps_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop, self._lead = stop, lead
+        self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
         self._pending = ""
         # Text of tokens [0, _decoded) is known. Those from _context on, whose text is _known, are
         # decoded once more with every new token, because the first token of a text may lose its
@@ -265,13 +280,20 @@ class Detokenizer:
         self.text = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Take a token; the text that is now certain, perhaps empty."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Take a token; the text that is now certain, perhaps empty.
+
+        Args:
+            token: the next one.
+            may_stop: look for stop texts; else none is found in the text up to here later either.
+        """
         self.token_ids.append(token)
         self._take(self._new_text(whole_characters=True))
-        before_stop = self._before_stop()
-        if before_stop is not None:
-            return before_stop
+        if not may_stop:
+            return self._give(len(self._pending))
+        last = self._up_to_stop()
+        if last is not None:
+            return last
         return self._give(len(self._pending) - self._possible_stop())
 
     def finish(self) -> str:
@@ -279,16 +301,21 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._take(self._new_text(whole_characters=False))
-        before_stop = self._before_stop()
-        return self._give(len(self._pending)) if before_stop is None else before_stop
+        last = self._up_to_stop()
+        return self._give(len(self._pending)) if last is None else last
 
-    def _before_stop(self) -> str | None:
-        """The text before a stop text, which ends the answer; None if there is none."""
-        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
-        if not places:
+    def _up_to_stop(self) -> str | None:
+        """The last text where a stop text ends the answer; None if there is none."""
+        found = [
+            (place, place + len(stop) * self._keeps_stop)
+            for stop in self._stop
+            if (place := self._pending.find(stop)) >= 0
+        ]
+        if not found:
             return None
         self.stopped = True
-        return self._give(min(places), drop_rest=True)
+        _, end = min(found)
+        return self._give(end, drop_rest=True)
 
     def _take(self, text: str) -> None:
         self._pending += text

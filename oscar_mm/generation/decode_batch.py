@@ -26,7 +26,8 @@ class DecodeRow:
         sampling: how they are chosen.
         seen: (tokens,) ids that the row has read, without padding.
         position: RoPE position of the answer's first token.
-        end_tokens: ids that end the row.
+        end_tokens: ids that end the row, if ``sampling`` does not say otherwise.
+        bad_words: as of ``TokenSampler``.
 
     Attributes:
         tokens: that were chosen, without the one that ends the row.
@@ -35,10 +36,15 @@ class DecodeRow:
     """
 
     def __init__(
-        self, sampling: Sampling, seen: torch.Tensor, position: int, end_tokens: frozenset[int]
+        self,
+        sampling: Sampling,
+        seen: torch.Tensor,
+        position: int,
+        end_tokens: frozenset[int],
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.sampler = TokenSampler(sampling, seen)
-        self.end_tokens = end_tokens
+        self.end_tokens = sampling.end_tokens(end_tokens)
+        self.sampler = TokenSampler(sampling, seen, self.end_tokens, bad_words)
         self.tokens: list[int] = []
         self.ended = False
         self.error: BaseException | None = None
@@ -58,10 +64,10 @@ class DecodeRow:
         """Take the token that was chosen next; ``BROKEN`` ends the row with an error."""
         if token == BROKEN:
             self.fail(FloatingPointError(NAN))
-        elif token in self.end_tokens:
+        elif token in self.end_tokens and not self.sampler.sampling.includes(token):
             self.ended = True
         else:
-            ends = self.last_comes
+            ends = self.last_comes or token in self.end_tokens
             self.tokens.append(token)
             self.sampler.note(token)
             self.write(token)

@@ -281,7 +281,7 @@ class Family(ABC):
         if self.generation_setting("do_sample"):
             temperature = self.generation_setting("temperature")
             rules["temperature"] = 1.0 if temperature is None else temperature
-            rules |= {name: self.generation_setting(name) for name in ("top_p", "top_k")}
+            rules |= {name: self.generation_setting(name) for name in ("top_p", "top_k", "min_p")}
         return {name: value for name, value in rules.items() if value is not None}
 
     def end_tokens(self) -> frozenset[int]:

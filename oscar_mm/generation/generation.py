@@ -15,7 +15,7 @@ from oscar_mm.generation.answer import Answer, AnswerWriter
 from oscar_mm.generation.decode_batch import DecodeRow
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.sampling import Sampling, token_sequences
 from oscar_mm.threads import FairLock
 
 
@@ -84,13 +84,12 @@ class Generation(DecodeRow):
     ) -> None:
         ids = prompt.inputs["input_ids"][0].cpu()
         seen = ids if history is None else torch.cat([history[0].cpu(), ids])
-        ends = engine.family.end_tokens()
-        super().__init__(sampling, seen, int(prompt.next_position), ends)
+        family, tokenizer = engine.family, engine.family.processor.tokenizer
+        bad_words = token_sequences(tokenizer, sampling.bad_words or ())
+        position = int(prompt.next_position)
+        super().__init__(sampling, seen, position, family.end_tokens(), bad_words)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
-        family = engine.family
-        self.written = AnswerWriter(
-            family.processor.tokenizer, sampling, start, family.think_tokens, ids
-        )
+        self.written = AnswerWriter(tokenizer, sampling, start, family.think_tokens, ids)
         self.has_past = cache.get_seq_length() > 0
         self.prompt_tokens = prompt.tokens
         self.unread = prompt

@@ -7,21 +7,27 @@ wait for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from transformers import (
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from oscar_mm.errors import InputError, shown
+from oscar_mm.generation.logit_edits import logit_edits
 from oscar_mm.ranks import Ranks
+
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_STOP_TOKENS = 256
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -32,8 +38,10 @@ class SamplingOptions(TypedDict, total=False):
             of a thinking model (at most half of the context).
         temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
             generation_config says how tokens are chosen, which may be by sampling.
-        top_p, top_k, repetition_penalty: see ``Sampling``; by default the checkpoint's too, but
-            off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
+        top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default the checkpoint's too,
+            but off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
+        presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
+            stop_token_ids, include_stop_str_in_output: see ``Sampling``.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
         deterministic: see ``Sampling``; by default False.
     """
@@ -42,9 +50,18 @@ class SamplingOptions(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str] | None
     seed: int | None
+    min_tokens: int | None
+    ignore_eos: bool | None
     stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
     deterministic: bool | None
 
 
@@ -57,10 +74,21 @@ class Sampling:
         temperature: 0 takes the likeliest token; above 0 samples.
         top_p: sample from the likeliest tokens of this much probability, in (0, 1].
         top_k: sample from this many likeliest tokens; 0 for all.
-        repetition_penalty: divides positive logits of tokens that have occurred; 1 is none.
+        min_p: sample from tokens at least so likely, as a share of the likeliest one; 0 for all.
+        repetition_penalty: divides positive logits of tokens that have occurred in the prompt or
+            the answer, and multiplies negative ones; 1 is none.
+        presence_penalty: is subtracted from the logits of tokens that have occurred in the answer.
+        frequency_penalty: is subtracted once for each time that they have occurred.
+        logit_bias: is added to the logits of tokens, by their ids.
+        bad_words: texts whose tokens never follow each other in the answer, with a space in front
+            or without.
         seed: of the sampling; the same seed gives the same answer on the same machine beside the
             same other answers.
+        min_tokens: before so many tokens nothing but ``max_new_tokens`` ends the answer.
+        ignore_eos: the checkpoint's end tokens do not end the answer.
         stop: text that ends the answer (not part of it): a string or several.
+        stop_token_ids: tokens that end the answer (not part of it).
+        include_stop_str_in_output: the stop text or stop token is part of the answer.
         deterministic: decode by itself. Else the answers that run at the same time decode in one
             batch, whose size changes an answer by rounding.
 
@@ -72,16 +100,33 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
     seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
     stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        stop = () if self.stop is None else self.stop
-        stop = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
-        object.__setattr__(self, "stop", stop)
-        checks = {
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
+        for name, (valid, allowed) in (self._numbers() | self._collections()).items():
+            if not valid:
+                raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
+
+    def _numbers(self) -> dict[str, tuple[bool, str]]:
+        """Whether each number is valid, and what is allowed."""
+        penalty = "a number from -2 to 2"
+        return {
             "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),
             # Logits divided by less overflow.
             "temperature": (
@@ -89,44 +134,104 @@ class Sampling:
                 "0 or a number, at least 1e-6",
             ),
             "top_p": (
-                _within(self.top_p, 0) and 0 < self.top_p <= 1,
+                _within(self.top_p, 0, 1) and self.top_p > 0,
                 "a number above 0, at most 1",
             ),
             "top_k": (_whole(self.top_k, 0), "a whole number, at least 0 (0: all tokens)"),
+            "min_p": (_within(self.min_p, 0, 1), "a number from 0 to 1"),
             # Logits divided by less overflow, or multiplied by more.
             "repetition_penalty": (
-                _within(self.repetition_penalty, 1e-3) and self.repetition_penalty <= 1e6,
+                _within(self.repetition_penalty, 1e-3, 1e6),
                 "a number from 0.001 to 1,000,000",
             ),
+            "presence_penalty": (_within(self.presence_penalty, -2, 2), penalty),
+            "frequency_penalty": (_within(self.frequency_penalty, -2, 2), penalty),
             "seed": (
                 self.seed is None or (_whole(self.seed, 0) and self.seed < 1 << 63),
                 "None or a whole number from 0 to 2^63 - 1",
             ),
+            "min_tokens": (_whole(self.min_tokens, 0), "a whole number, at least 0"),
+        }
+
+    def _collections(self) -> dict[str, tuple[bool, str]]:
+        """Whether each switch and each collection is valid, and what is allowed."""
+        stop, words, ends = map(_as_tuple, (self.stop, self.bad_words, self.stop_token_ids))
+        return {
+            "logit_bias": (
+                isinstance(self.logit_bias, Mapping)
+                and len(self.logit_bias) <= MAX_BIASES
+                and all(map(_is_id, self.logit_bias))
+                and all(_within(bias, -100, 100) for bias in self.logit_bias.values()),
+                f"numbers from -100 to 100 by token ids, at most {MAX_BIASES:,}",
+            ),
+            "bad_words": (
+                len(words) <= MAX_BAD_WORDS
+                and all(
+                    isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS
+                    for word in words
+                ),
+                f"a list of at most {MAX_BAD_WORDS} texts that are not blank, each of at most "
+                f"{MAX_BAD_WORD_CHARACTERS} characters",
+            ),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "stop": (
                 all(isinstance(text, str) and text for text in stop),
                 "text that is not empty, or a list of such",
             ),
+            "stop_token_ids": (
+                len(ends) <= MAX_STOP_TOKENS and all(map(_is_id, ends)),
+                f"a list of at most {MAX_STOP_TOKENS} token ids",
+            ),
+            "include_stop_str_in_output": (
+                isinstance(self.include_stop_str_in_output, bool),
+                "True or False",
+            ),
             "deterministic": (isinstance(self.deterministic, bool), "True or False"),
         }
-        for name, (valid, allowed) in checks.items():
-            if not valid:
-                raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Refuse ids that a model with so many tokens does not have.
+
+        Raises:
+            InputError: as above.
+        """
+        for name in ("logit_bias", "stop_token_ids"):
+            unknown = [token for token in getattr(self, name) if token >= vocabulary]
+            if unknown:
+                raise InputError(
+                    f"{name}={shown(unknown[0])}: must be token ids below {vocabulary:,}, which "
+                    "is how many this model has"
+                )
+
+    def end_tokens(self, usual: frozenset[int]) -> frozenset[int]:
+        """Ids that end the answer of a model whose own end tokens are ``usual``."""
+        return frozenset(_as_tuple(self.stop_token_ids)) | (
+            frozenset() if self.ignore_eos else usual
+        )
+
+    def includes(self, token: int) -> bool:
+        """Whether a token that ends the answer is part of it."""
+        return self.include_stop_str_in_output and token in _as_tuple(self.stop_token_ids)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before tokens are sampled."""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any((*penalties, self.logit_bias, self.bad_words, self.min_tokens))
 
     @property
     def changes_logits(self) -> bool:
         """Whether the next token may differ from that of the highest logit."""
-        return self.temperature > 0 or self.repetition_penalty != 1.0
+        return self.temperature > 0 or self.edits_logits
 
     @property
     def rules(self) -> tuple[float, ...]:
-        """Rows with equal rules have their tokens chosen together."""
-        return self.temperature, self.top_p, self.top_k, self.repetition_penalty
+        """Rows with equal rules are sampled together."""
+        return self.temperature, self.top_p, self.top_k, self.min_p
 
     def processors(self) -> LogitsProcessorList:
-        """Processors of the logits, in the order of transformers."""
+        """What sampling makes of edited logits, in the order of transformers."""
         processors = LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.temperature > 0:
             if self.temperature != 1.0:
                 processors.append(TemperatureLogitsWarper(float(self.temperature)))
@@ -134,6 +239,8 @@ class Sampling:
                 processors.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1.0:
                 processors.append(TopPLogitsWarper(float(self.top_p)))
+            if self.min_p > 0.0:
+                processors.append(MinPLogitsWarper(float(self.min_p)))
         return processors
 
     def generator(self, device: torch.device) -> torch.Generator | None:
@@ -148,22 +255,29 @@ class TokenSampler:
 
     Args:
         sampling: the row's options.
-        seen: (tokens,) ids that the row has read, without padding, for the repetition penalty.
+        prompt: (tokens,) ids that the row has read, without padding, for the repetition penalty.
+        end_tokens: ids that end the row, for ``min_tokens``.
+        bad_words: token ids of each of ``bad_words``, see ``token_sequences``.
+
+    Attributes:
+        chosen: ids of the answer so far.
     """
 
-    def __init__(self, sampling: Sampling, seen: torch.Tensor) -> None:
-        self.sampling, self._prompt = sampling, seen
-        self._chosen: list[int] = []
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: torch.Tensor,
+        end_tokens: frozenset[int] = frozenset(),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.sampling, self.prompt = sampling, prompt
+        self.end_tokens, self.bad_words = end_tokens, bad_words
+        self.chosen: list[int] = []
         self._generator: torch.Generator | None = None
 
     def note(self, token: int) -> None:
-        """Count a token that was chosen as seen."""
-        self._chosen.append(token)
-
-    def seen(self, device: torch.device) -> torch.Tensor:
-        """(tokens,) ids that the row has read or chosen."""
-        chosen = torch.tensor(self._chosen, dtype=torch.long, device=device)
-        return torch.cat([self._prompt.to(device), chosen])
+        """Count a token that was chosen."""
+        self.chosen.append(token)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Random numbers of a seeded answer, where the last token left them; None for a greedy or
@@ -174,7 +288,40 @@ class TokenSampler:
 
 
 class Chooser:
-    """Next tokens of rows with the same rules, each the same whatever rows stand beside it.
+    """Next tokens of rows, each the same whatever rows stand beside it.
+
+    Args:
+        samplers: of the rows.
+        device: of the logits.
+    """
+
+    def __init__(self, samplers: Sequence[TokenSampler], device: torch.device) -> None:
+        self._edits = logit_edits(samplers, device)
+        alike: dict[tuple[float, ...], list[int]] = {}
+        for row, sampler in enumerate(samplers):
+            if sampler.sampling.temperature > 0:
+                alike.setdefault(sampler.sampling.rules, []).append(row)
+        self._draws = [
+            (torch.tensor(rows, device=device), RandomDraw([samplers[x] for x in rows], device))
+            for rows in alike.values()
+        ]
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """(rows,) next tokens from (rows, vocabulary) logits; from now on they have occurred."""
+        # Rows with NaN get some token, which the host never sees.
+        scores = logits.float().nan_to_num(0.0, math.inf, -math.inf)
+        for edit in self._edits:
+            edit.apply_(scores)
+        tokens = scores.argmax(-1)
+        for rows, draw in self._draws:
+            tokens[rows] = draw(scores[rows])
+        for edit in self._edits:
+            edit.note(tokens)
+        return tokens
+
+
+class RandomDraw:
+    """Samples the next tokens of rows with the same rules.
 
     Args:
         samplers: of the rows; they may differ in their seeds.
@@ -182,28 +329,14 @@ class Chooser:
     """
 
     def __init__(self, samplers: Sequence[TokenSampler], device: torch.device) -> None:
-        sampling = samplers[0].sampling
-        self._samples = sampling.temperature > 0
-        self._processors: Callable[..., torch.Tensor] = sampling.processors()
+        self._processors: Callable[..., torch.Tensor] = samplers[0].sampling.processors()
         self._generators = [one.generator(device) for one in samplers]
-        self._seen = torch.zeros((len(samplers), 0), dtype=torch.long, device=device)
-        self._penalizes = sampling.repetition_penalty != 1.0
-        if self._penalizes:
-            seen = [one.seen(device) for one in samplers]
-            longest = max(map(len, seen))
-            # Padding repeats a token of the row, which changes no penalty.
-            padded = [torch.cat([x, x[:1].expand(longest - len(x))]) for x in seen]
-            self._seen = torch.stack(padded)
+        self._no_ids = torch.zeros((len(samplers), 0), dtype=torch.long, device=device)
 
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """(rows,) next tokens from (rows, vocabulary) float32 logits; from now they are seen."""
-        scores = self._processors(self._seen, logits)
-        if self._samples:
-            scores = scores.softmax(-1).div_(self._noise(scores))
-        tokens = scores.argmax(-1, keepdim=True)
-        if self._penalizes:
-            self._seen = torch.cat([self._seen, tokens], dim=1)
-        return tokens[:, 0]
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """(rows,) tokens from (rows, vocabulary) float32 scores."""
+        scores = self._processors(self._no_ids, scores).softmax(-1)
+        return scores.div_(self._noise(scores)).argmax(-1)
 
     def _noise(self, scores: torch.Tensor) -> torch.Tensor:
         """Exponential variates: the largest p / e is at i with probability p_i, which is how
@@ -217,13 +350,30 @@ class Chooser:
         return noise
 
 
+def token_sequences(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word, at the beginning of a text and after a space."""
+    texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(dict.fromkeys(ids for ids in found if ids))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
 def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _within(value: Any, least: float) -> bool:
+def _is_id(value: Any) -> bool:
+    return _whole(value, 0) and value < 1 << 31
+
+
+def _within(value: Any, least: float, most: float = math.inf) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= least
+    return is_number and math.isfinite(value) and least <= value <= most
 
 
 BROKEN = -1
@@ -265,26 +415,20 @@ class Choices:
         self, samplers: Sequence[TokenSampler | None], device: torch.device, ranks: Ranks
     ) -> None:
         self._ranks = ranks
-        alike: dict[tuple[float, ...], list[int]] = {}
-        for row, sampler in enumerate(samplers):
-            if sampler is not None and sampler.sampling.changes_logits:
-                alike.setdefault(sampler.sampling.rules, []).append(row)
-        self._choosers = [
-            (
-                torch.tensor(rows, device=device),
-                Chooser([one for row in rows if (one := samplers[row]) is not None], device),
-            )
-            for rows in alike.values()
+        changed = [
+            (row, sampler)
+            for row, sampler in enumerate(samplers)
+            if sampler is not None and sampler.sampling.changes_logits
         ]
+        self._rows = torch.tensor([row for row, _ in changed], dtype=torch.long, device=device)
+        self._chooser = Chooser([sampler for _, sampler in changed], device) if changed else None
 
     def __call__(self, logits: torch.Tensor) -> NextTokens:
         """Next tokens from (batch, vocabulary) logits, which may be overwritten afterwards."""
         # NaN is the highest of all.
         highest, tokens = logits.max(-1)
-        for rows, chooser in self._choosers:
-            # Rows with NaN get some token, which the host never sees.
-            scores = logits[rows].float().nan_to_num(0.0, math.inf, -math.inf)
-            tokens[rows] = chooser.choose(scores)
+        if self._chooser is not None:
+            tokens[self._rows] = self._chooser.choose(logits[self._rows])
         told = tokens.masked_fill(highest.isnan(), BROKEN)
         self._ranks.agree(told)
         if self._ranks.count > 1:

@@ -94,12 +94,24 @@ def test_an_answer(tokenizer) -> None:
     assert timings.tokens_per_s == pytest.approx((len(answer.token_ids) - 1) / timings.decode_s)
 
 
+def test_no_stop_text_before_the_least_length(tokenizer) -> None:
+    text, start = "a sign, a sign, a sign.", time.perf_counter()
+    first, second = (len(tokenizer(text[:end])["input_ids"]) for end in (6, 14))
+    for least, expected in ((0, "a"), (first - 1, "a"), (first, "a sign, a"), (second, text[:17])):
+        sampling = Sampling(stop=" sign", min_tokens=least)
+        assert written(tokenizer, text, sampling, start).text == expected
+    spans = Sampling(stop="a sign, a sign", min_tokens=first)
+    assert written(tokenizer, text, spans, start).text == text[:8], "what comes before is no part"
+
+
 def test_why_it_ended(tokenizer) -> None:
     text, start = "What is written on the sign?", time.perf_counter()
     count = len(tokenizer(text)["input_ids"])
     assert written(tokenizer, text, Sampling(max_new_tokens=count), start).finish_reason == "length"
     stopped = written(tokenizer, text, Sampling(max_new_tokens=count, stop=" on"), start)
     assert (stopped.text, stopped.finish_reason) == ("What is written", "stop")
+    kept = Sampling(max_new_tokens=count, stop=["sign", " on"], include_stop_str_in_output=True)
+    assert written(tokenizer, text, kept, start).text == "What is written on"
     empty = written(tokenizer, "", Sampling(), start)
     assert (empty.text, empty.token_ids, empty.finish_reason) == ("", [], "stop")
     assert empty.timings.decode_s == empty.timings.tokens_per_s == 0

@@ -11,11 +11,18 @@ SAMPLINGS = (
     Sampling(temperature=0.8, top_p=0.9, top_k=40, seed=5),
     Sampling(),
     Sampling(repetition_penalty=2.0),
+    Sampling(presence_penalty=1.0, frequency_penalty=0.3, logit_bias={7: 2.0, 9: -100}),
+    Sampling(temperature=1.0, min_p=0.05, seed=6, bad_words=["x"], min_tokens=12),
 )
+ROWS = len(SAMPLINGS)
+WORDS = [(4,), (5, 6), (6, 5, 4)]
 
 
 def samplers() -> list[TokenSampler]:
-    return [TokenSampler(sampling, SEEN) for sampling in SAMPLINGS]
+    return [
+        TokenSampler(sampling, SEEN, frozenset([3, 8]), WORDS if sampling.bad_words else ())
+        for sampling in SAMPLINGS
+    ]
 
 
 def choices(device: str = "cpu") -> Choices:
@@ -24,7 +31,7 @@ def choices(device: str = "cpu") -> Choices:
 
 def logits(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """(rows, vocabulary), of which the highest are several."""
-    found = 4 * torch.randn(3, 600, generator=torch.Generator().manual_seed(seed))
+    found = 4 * torch.randn(ROWS, 600, generator=torch.Generator().manual_seed(seed))
     return found.clamp(max=6).to(dtype)
 
 
@@ -47,7 +54,7 @@ def test_every_row_by_its_sampling(dtype: torch.dtype) -> None:
         assert choice.tokens.tolist() == choice.listed() == expected
 
 
-@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("row", range(ROWS))
 def test_nan_is_told_of_its_row(row: int) -> None:
     """Until then the tokens are such that a step can be fed with them."""
     given = logits(1)
@@ -82,10 +89,10 @@ def test_a_regrouped_row_goes_on() -> None:
                 rows.reverse()
                 choose = Choices(rows, torch.device("cpu"), Ranks())
             given = logits(seed)
-            listed = choose(given if rows[0].sampling.seed else given.flip(0)).listed()
+            listed = choose(given if rows[0].sampling is SAMPLINGS[0] else given.flip(0)).listed()
             for row, token in zip(rows, listed, strict=True):
                 row.note(token)
-            found += listed if rows[0].sampling.seed else listed[::-1]
+            found += listed if rows[0].sampling is SAMPLINGS[0] else listed[::-1]
         tokens.append(found)
     assert tokens[0] == tokens[1]
 
@@ -96,7 +103,7 @@ def test_all_ranks_take_what_the_first_one_chose() -> None:
             tensor.copy_(torch.tensor(said))
 
     for said in ([5, 6, 7], [5, -1, 7]):
-        choice = Choices([], torch.device("cpu"), Second(2, 1))(logits(2))
+        choice = Choices([], torch.device("cpu"), Second(2, 1))(logits(2)[:3])
         assert choice.tokens.tolist() == [5, max(0, said[1]), 7]
         assert choice.listed() == said
 

@@ -88,6 +88,13 @@ def test_a_stop_text_ends_the_text_only(tokenizer) -> None:
         assert whole.finish_reason == "stop"
 
 
+def test_the_least_length_counts_the_reasoning(tokenizer) -> None:
+    said = "A sign.\n</think>\n\nThe sign. The sign"
+    before = len(ids(tokenizer, "A sign.\n</think>\n\nThe sign"))
+    for least, text in ((before - 1, "The "), (before, "The sign. The ")):
+        assert answer(written(tokenizer, said, stop="sign", min_tokens=least)[0]).text == text
+
+
 def test_reasoning_that_was_cut(tokenizer) -> None:
     said = "It is a sign.\n</think>\n\nThe sign"
     count = len(ids(tokenizer, "It is a sign."))

@@ -17,7 +17,19 @@ BAD = {
     "top_k": [-1, 1.5, "5", None, False],
     "repetition_penalty": [0, 1e-300, 1e300, -1.0, NAN, INFINITY, "1", None],
     "seed": [-1, 1.5, "7", 1 << 63, True],
+    "min_p": [-0.1, 1.1, "0.1", None, NAN],
+    "presence_penalty": [-2.1, 3, "1", None, NAN, True],
+    "frequency_penalty": [-2.1, 3, "1", None, INFINITY, True],
+    "logit_bias": [
+        *([], [(1, 2)], 5, "a", {"1": 5}, {-1: 5}, {1.0: 5}, {True: 5}, {1 << 31: 5}),
+        *({1: 101}, {1: -101}, {1: NAN}, {1: None}, {1: "5"}, dict.fromkeys(range(1025), 1)),
+    ],
+    "bad_words": ["", " ", [""], ["a", 5], 5, b"a", ["a" * 257], ["a"] * 257, [["a"]]],
+    "min_tokens": [-1, 1.0, "5", None, True],
+    "ignore_eos": [0, 1, "yes", None],
     "stop": ["", ["a", ""], 5, [5], b"end", {"a": 1}, [["a"]], 0, False],
+    "stop_token_ids": ["5", [-1], [1.0], [True], [None], [1 << 31], list(range(257)), {5: 1}],
+    "include_stop_str_in_output": [0, 1, "yes", None],
 }
 
 
@@ -40,24 +52,38 @@ def test_what_is_allowed() -> None:
     assert Sampling(stop="end").stop == ("end",) and Sampling(stop=["a", "b"]).stop == ("a", "b")
     Sampling(max_new_tokens=1, temperature=0, top_p=1, top_k=0, repetition_penalty=1, seed=0)
     Sampling(temperature=5, top_p=1e-9, top_k=10**9, repetition_penalty=0.1, seed=(1 << 63) - 1)
+    Sampling(logit_bias=dict.fromkeys(range(1024), -100), bad_words=["a" * 256] * 256)
+    Sampling(min_p=1, presence_penalty=-2, frequency_penalty=2.0, stop_token_ids=[0] * 256)
+    assert Sampling(bad_words="x", stop_token_ids=5) == Sampling(
+        bad_words=["x"], stop_token_ids=[5]
+    )
+
+
+def test_ids_that_a_model_does_not_have() -> None:
+    fits = Sampling(logit_bias={9: 1}, stop_token_ids=[3, 9])
+    fits.check_ids(10)
+    Sampling().check_ids(1)
+    for name in ("logit_bias", "stop_token_ids"):
+        with pytest.raises(InputError, match=rf"^{name}=9: must be token ids below 9,"):
+            Sampling(**{name: getattr(fits, name)}).check_ids(9)
 
 
 def test_greedy_has_no_warpers_and_no_random_numbers() -> None:
     greedy = Sampling(top_p=0.5, top_k=3, seed=1)
     assert not greedy.processors()
     assert greedy.generator(torch.device("cpu")) is None
-    assert len(Sampling(repetition_penalty=1.1).processors()) == 1
+    assert not greedy.changes_logits
 
 
 def test_order_is_that_of_transformers() -> None:
     names = [type(one).__name__ for one in Sampling(
-        temperature=0.5, top_p=0.5, top_k=3, repetition_penalty=1.5
+        temperature=0.5, top_p=0.5, top_k=3, min_p=0.1
     ).processors()]  # fmt: skip
     assert names == [
-        "RepetitionPenaltyLogitsProcessor",
         "TemperatureLogitsWarper",
         "TopKLogitsWarper",
         "TopPLogitsWarper",
+        "MinPLogitsWarper",
     ]
 
 
@@ -93,6 +119,8 @@ def test_a_row_is_chosen_by_itself() -> None:
 @pytest.mark.parametrize("rules", [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "repetition_penalty": 1.5},
+    {"temperature": 1.0, "min_p": 0.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {3: 2.0, 7: -1.0}},
     {"repetition_penalty": 3.0},
 ])  # fmt: skip
 def test_rows_that_are_chosen_together_are_chosen_as_alone(rules: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.prompts import noise
 
@@ -25,6 +26,10 @@ GREEDY = (0.0, 1.0, 0, 1.0)
 def pipe(qwen, monkeypatch) -> Pipeline:
     """Its checkpoint samples as the released Qwen3-VL do."""
     return says(qwen, monkeypatch, **RELEASED)
+
+
+def rules_of(sampling: Sampling) -> tuple[float, ...]:
+    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty
 
 
 def says(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Pipeline:
@@ -46,7 +51,7 @@ def says(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Pipe
     ],
 )
 def test_what_is_not_said_is_the_checkpoints(pipe, given: dict[str, Any], rules: tuple) -> None:
-    assert pipe.sampling(given, ()).rules == rules
+    assert rules_of(pipe.sampling(given, ())) == rules
 
 
 @pytest.mark.parametrize(
@@ -57,10 +62,12 @@ def test_what_is_not_said_is_the_checkpoints(pipe, given: dict[str, Any], rules:
         ({"temperature": 0.7, "top_k": 20}, GREEDY),
         ({"do_sample": True}, (1.0, 1.0, 0, 1.0)),
         ({"do_sample": True, "top_p": 0.9}, (1.0, 0.9, 0, 1.0)),
+        ({"do_sample": True, "min_p": 0.1}, (1.0, 1.0, 0, 1.0)),
     ],
 )
 def test_what_a_checkpoint_may_say(qwen, monkeypatch, fields: dict[str, Any], rules) -> None:
-    assert says(qwen, monkeypatch, **fields).sampling({}, ()).rules == rules
+    sampling = says(qwen, monkeypatch, **fields).sampling({}, ())
+    assert rules_of(sampling) == rules and sampling.min_p == fields.get("min_p", 0)
 
 
 def test_what_a_checkpoint_may_not_say(qwen, monkeypatch) -> None:
@@ -87,7 +94,7 @@ def test_omni_says_it_of_its_outer_model(omni, speaking, monkeypatch) -> None:
     whole = omni.family.outer_model
     monkeypatch.setattr(whole, "generation_config", GenerationConfig(**RELEASED))
     assert omni.model.generation_config.do_sample is None
-    assert omni.sampling({}, ()).rules == RULES
+    assert rules_of(omni.sampling({}, ())) == RULES
     says(omni, monkeypatch, do_sample=False)
     assert omni.sampling({}, ()).temperature == 0
 
@@ -104,5 +111,5 @@ def test_saved_and_loaded(qwen3_omni_folder: Path, qwen3_vl_folder: Path, tmp_pa
             if file.name != "generation_config.json":
                 (copy / file.name).symlink_to(file)
         GenerationConfig(**RELEASED).save_pretrained(copy)
-        assert kind(copy, device="cpu").sampling({}, ()).rules == RULES
-        assert kind(folder, device="cpu").sampling({}, ()).rules == GREEDY
+        assert rules_of(kind(copy, device="cpu").sampling({}, ())) == RULES
+        assert rules_of(kind(folder, device="cpu").sampling({}, ())) == GREEDY

@@ -143,6 +143,7 @@ def test_speech_that_cannot_be(omni, speaking) -> None:
     refused(omni, "speak", "no talker", speak=True)
     refused(speaking, "speaker 'Bob'", "chelsie, ethan", speak=True, speaker="Bob")
     refused(speaking, "stop cannot be used with speak", speak=True, stop="x")
+    refused(speaking, "min_tokens cannot be used with speak", speak=True, min_tokens=2)
     refused(omni, "speaker is for a spoken answer", speaker="ethan")
 
 

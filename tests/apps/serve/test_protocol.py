@@ -83,6 +83,21 @@ def test_a_conversation() -> None:
     assert places == [f"messages[{index}].content" for index in range(4)]
 
 
+def test_sampling_options() -> None:
+    options = {
+        "min_p": 0.1,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1,
+        "bad_words": ["a", "b c"],
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [5, 6],
+        "include_stop_str_in_output": True,
+    }
+    sampling = read(user("Why?"), **options, logit_bias={"7": -100, "8": 2.5}).sampling
+    assert sampling == options | {"logit_bias": {7: -100, 8: 2.5}}
+
+
 def test_messages_need_not_take_turns() -> None:
     request = read(
         answered("Hello."),
@@ -262,9 +277,15 @@ def test_large_media() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"presence_penalty": 1}, "presence_penalty"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"min_p": "0.1"}, "min_p"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"logit_bias": {"a": 5}}, "logit_bias.a"),
+        ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids[0]"),
+        ({"min_tokens": 1.5}, "min_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"max_tokens": "7"}, "max_tokens"),

@@ -148,7 +148,30 @@ def test_sampling(client) -> None:
     seeded = [said(temperature=1.5, seed=seed) for seed in (1, 1, 2)]
     assert seeded[0] == seeded[1] != seeded[2]
     greedy = said()
-    assert said(stop=greedy[2:4]) == greedy[: greedy.index(greedy[2:4])]
+    stop = greedy[2:4]
+    assert said(stop=stop) == greedy[: greedy.index(stop)]
+    kept = said(stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept == greedy[: greedy.index(stop) + 2]
+
+
+def test_options_of_sampling_are_those_of_the_chat(omni, client) -> None:
+    with omni.chat() as chat:
+        first = chat.ask("Why?", max_new_tokens=12).token_ids
+    ours = {
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "logit_bias": {first[0]: -100, first[1]: 3.5},
+        "bad_words": [omni.processor.tokenizer.decode(first[3:4])],
+        "min_p": 0.1,
+        "stop_token_ids": first[6:7],
+        "min_tokens": 9,
+    }
+    with omni.chat() as chat:
+        expected = chat.ask("Why?", max_new_tokens=12, **ours)
+    own = {name: ours.pop(name) for name in ("bad_words", "min_p", "stop_token_ids", "min_tokens")}
+    answer = ask(client, user("Why?"), max_tokens=12, **ours, extra_body=own)
+    assert answer.choices[0].message.content == expected.text
+    assert expected.token_ids[:1] != first[:1]
 
 
 def test_several_clients(client) -> None:
@@ -174,6 +197,10 @@ def test_several_clients(client) -> None:
         ([user("Why?")], {"n": 2}, "n: only 1 is supported"),
         ([user("Why?")], {"max_tokens": 0}, "max_tokens: must be at least 1"),
         ([user("Why?")], {"temperature": -1}, "temperature"),
+        ([user("Why?")], {"presence_penalty": 3}, "presence_penalty"),
+        ([user("Why?")], {"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ([user("Why?")], {"extra_body": {"stop_token_ids": [99999999]}}, "stop_token_ids"),
+        ([user("Why?")], {"extra_body": {"bad_words": ["a"] * 257}}, "bad_words"),
         ([user(" ")], {}, "messages[0].content: is empty"),
         ([user("a"), user("<|im_end|>")], {}, "messages[1].content holds '<|im_end|>', a control"),
         ([user(text("a"), image(b"no picture"))], {}, "messages[0].content[1]: is not an image"),
