@@ -34,6 +34,7 @@ from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.message import Message, Part
 from oscar_mm.media.audio import opened
+from oscar_mm.generation.sampling import MAX_LOGPROBS
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.part import MediaPart
@@ -78,7 +79,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "logprobs": (False,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "n": (1,),
@@ -89,7 +89,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -220,6 +219,8 @@ class Body(_Model):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     stop: Annotated[
         Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
@@ -233,6 +234,10 @@ class Body(_Model):
             if harmless is not None and value is not None and value not in harmless:
                 others = ", ".join(map(repr, harmless)) or "null"
                 raise FieldError(f"only {others} is supported: leave it out", name)
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("needs logprobs: true beside it", "top_logprobs")
+        if self.top_logprobs is not None and self.top_logprobs > MAX_LOGPROBS:
+            raise FieldError(f"must be at most {MAX_LOGPROBS}", "top_logprobs")
         return self
 
 
@@ -304,6 +309,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
     sampling = {name: getattr(body, name) for name in _SAMPLING} | {
         "max_new_tokens": longest,
         "top_k": 0 if body.top_k == -1 else body.top_k,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
     return Request(
         model=body.model,

@@ -120,21 +120,30 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def completion(header: Mapping[str, Any], answer: Answer, usage: Any) -> dict[str, Any]:
+def completion(
+    header: Mapping[str, Any], answer: Answer, usage: Any, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Body of a complete answer."""
     message = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     reason = answer.finish_reason
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": logprobs}
     return {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
 
 
 def chunk(
-    header: Mapping[str, Any], delta: dict[str, Any] | None, reason: str | None = None, **more: Any
+    header: Mapping[str, Any],
+    delta: dict[str, Any] | None,
+    reason: str | None = None,
+    logprobs: dict[str, Any] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Body of a piece of an answer; without ``delta`` it has the usage only."""
-    choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": reason}]
+    choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    if logprobs is not None:
+        choice["logprobs"] = logprobs
+    choices = [] if delta is None else [choice]
     return {**header, "object": "chat.completion.chunk", "choices": choices, **more}
 
 

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from oscar_mm.apps.serve.access_log import note_answer, note_refusal
 from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
+from oscar_mm.apps.serve.logprobs import logprobs_body
 from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
 from oscar_mm.apps.serve.protocol import Request
 from oscar_mm.apps.serve.responses import RETRY_S, ClientGone, Refusal, as_refusals, busy, chunk
@@ -171,6 +172,8 @@ class RunningAnswer:
         self._left = False
         self._end: asyncio.Task[None] | None = None
         self._times = AnswerTimes(places.metrics, arrival)
+        self._told = 0
+        """Tokens whose log-probabilities were taken."""
         places.metrics.running.inc()
         places.watchers.add(self.look)
         for end in (gone, places.cut):
@@ -221,6 +224,17 @@ class RunningAnswer:
                     else:
                         yield piece
         self._times.end(self.completed)
+
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """Body of the log-probabilities that have come since the last call; None where none were
+        asked for."""
+        if "logprobs" not in self.request.sampling:
+            return None
+        writing = self._chat and self._chat.answering
+        found = self._completed.answer.logprobs if self._completed else writing and writing.logprobs
+        fresh = (found or [])[self._told :]
+        self._told += len(fresh)
+        return logprobs_body(self.conversations.pipe.processor.tokenizer, fresh)
 
     def end(self) -> asyncio.Task[None]:
         """Close the answer and free its place, once the model has ended its step."""
@@ -360,10 +374,15 @@ async def _events(
         text = _event(chunk(header, {"content": _TEXT})).split(_JSON.encode(_TEXT))
         reasoning = _event(chunk(header, {"reasoning_content": _TEXT})).split(_JSON.encode(_TEXT))
         async for piece in answer.pieces():
+            if (logprobs := answer.take_logprobs()) is not None:
+                kind = "reasoning_content" if isinstance(piece, Reasoning) else "content"
+                yield _event(chunk(header, {kind: piece}, logprobs=logprobs))
+                continue
             parts = reasoning if isinstance(piece, Reasoning) else text
             yield _JSON.encode(piece).join(parts)
         note_answer(scope, answer.completed)
-        yield _event(chunk(header, {}, answer.completed.answer.finish_reason))
+        reason = answer.completed.answer.finish_reason
+        yield _event(chunk(header, {}, reason, answer.take_logprobs()))
         if answer.request.usage:
             yield _event(chunk(header, None, usage=answer.completed.usage))
         await asyncio.shield(answer.end())

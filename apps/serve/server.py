@@ -186,7 +186,8 @@ class Service:
         await asyncio.shield(answer.end())
         completed = answer.completed
         note_answer(http.scope, completed)
-        return JSONResponse(completion(header, completed.answer, completed.usage))
+        logprobs = answer.take_logprobs()
+        return JSONResponse(completion(header, completed.answer, completed.usage, logprobs))
 
     async def stop(self) -> None:
         """Take no more requests, and cut running answers short after their grace time."""

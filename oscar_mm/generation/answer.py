@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from oscar_mm.cache.memory import MemoryReport
+    from oscar_mm.generation.logprobs import TokenLogprob
     from oscar_mm.generation.sampling import Sampling
 
 _CONTEXT = 8
@@ -55,6 +56,7 @@ class Answer:
         sample_rate: samples per second of ``speech``.
         reasoning: what a thinking model wrote before the answer; None where it did not think.
         cached_tokens: tokens of the prompt that the prefix cache held.
+        logprobs: of each of ``token_ids``; None without ``logprobs``.
     """
 
     text: str
@@ -67,6 +69,7 @@ class Answer:
     sample_rate: int | None = None
     reasoning: str | None = None
     cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
 
     def __str__(self) -> str:
         """The text."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.generation.logprobs import TokenLogprob
 from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import BROKEN, NAN, Choices, NextTokens, Sampling, TokenSampler
@@ -31,6 +32,8 @@ class DecodeRow:
 
     Attributes:
         tokens: that were chosen, without the one that ends the row.
+        logprobs: of the tokens, where ``sampling`` asks for them.
+        next_logprob: of the token that is taken next.
         ended: whether no more are chosen; the last token is not stored then.
         error: why the row ended; None if nothing went wrong.
     """
@@ -46,6 +49,8 @@ class DecodeRow:
         self.end_tokens = sampling.end_tokens(end_tokens)
         self.sampler = TokenSampler(sampling, seen, self.end_tokens, bad_words)
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.next_logprob: TokenLogprob | None = None
         self.ended = False
         self.error: BaseException | None = None
         self._first, self._most = position, sampling.max_new_tokens
@@ -69,6 +74,8 @@ class DecodeRow:
         else:
             ends = self.last_comes or token in self.end_tokens
             self.tokens.append(token)
+            if self.next_logprob is not None:
+                self.logprobs.append(self.next_logprob)
             self.sampler.note(token)
             self.write(token)
             if ends:
@@ -167,8 +174,10 @@ class DecodeBatch:
         self._chosen = chosen
 
     def _give(self, chosen: NextTokens) -> None:
-        for row, token in zip(self.rows, chosen.listed(), strict=True):
+        logprobs = chosen.logprobs()
+        for place, (row, token) in enumerate(zip(self.rows, chosen.listed(), strict=True)):
             if row is not None and not row.ended:
+                row.next_logprob = logprobs.get(place)
                 row.take(token)
 
     def _steps(self, rows: int) -> DecodeSteps:

@@ -483,9 +483,11 @@ class Engine:
             return
         logits = torch.cat([row for _, row in read])
         samplers, ranks = [answer.sampler for answer, _ in read], Ranks.of(self.family.model)
-        tokens = Choices(samplers, logits.device, ranks)(logits).listed()
-        for (answer, _), token in zip(read, tokens, strict=True):
+        chosen = Choices(samplers, logits.device, ranks)(logits)
+        logprobs = chosen.logprobs()
+        for place, ((answer, _), token) in enumerate(zip(read, chosen.listed(), strict=True)):
             if not answer.ended:  # It may have been cancelled meanwhile.
+                answer.next_logprob = logprobs.get(place)
                 answer.take(token)
             if self.prefixes is not None and not answer.has_past and answer.error is None:
                 state = self._reader_state()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -195,7 +196,8 @@ class Generation(DecodeRow):
         with self.engine.lock.briefly():
             memory = self._memory or self.cache.memory()
         cached = self.prompt.tokens - self.unread.tokens
-        return self.written.answer(memory, self.prompt_tokens, cached)
+        answer = self.written.answer(memory, self.prompt_tokens, cached)
+        return answer if self.sampling.logprobs is None else replace(answer, logprobs=self.logprobs)
 
 
 class Reading(Generation):

@@ -22,12 +22,14 @@ from transformers import (
 
 from oscar_mm.errors import InputError, shown
 from oscar_mm.generation.logit_edits import logit_edits
+from oscar_mm.generation.logprobs import StepLogprobs, TokenLogprob
 from oscar_mm.ranks import Ranks
 
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
+MAX_LOGPROBS = 20
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -41,7 +43,7 @@ class SamplingOptions(TypedDict, total=False):
         top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default the checkpoint's too,
             but off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
-            stop_token_ids, include_stop_str_in_output: see ``Sampling``.
+            stop_token_ids, include_stop_str_in_output, logprobs: see ``Sampling``.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
         deterministic: see ``Sampling``; by default False.
     """
@@ -62,6 +64,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool | None
+    logprobs: int | None
     deterministic: bool | None
 
 
@@ -89,6 +92,8 @@ class Sampling:
         stop: text that ends the answer (not part of it): a string or several.
         stop_token_ids: tokens that end the answer (not part of it).
         include_stop_str_in_output: the stop text or stop token is part of the answer.
+        logprobs: give the log-probability of each token, and of so many likeliest ones in its
+            place, as the model's logits have them; None for none.
         deterministic: decode by itself. Else the answers that run at the same time decode in one
             batch, whose size changes an answer by rounding.
 
@@ -112,6 +117,7 @@ class Sampling:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
+    logprobs: int | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -151,6 +157,11 @@ class Sampling:
                 "None or a whole number from 0 to 2^63 - 1",
             ),
             "min_tokens": (_whole(self.min_tokens, 0), "a whole number, at least 0"),
+            "logprobs": (
+                self.logprobs is None
+                or (_whole(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS),
+                f"None or a whole number from 0 to {MAX_LOGPROBS}",
+            ),
         }
 
     def _collections(self) -> dict[str, tuple[bool, str]]:
@@ -388,18 +399,25 @@ class NextTokens:
     Attributes:
         tokens: (batch,) int64 ids on the device, valid ids even where logits are NaN.
         sent: (batch,) int64 ids on the host, or on their way there.
-        arrived: happens when ``sent`` is complete; None if it is already.
+        arrived: happens when ``sent`` and ``step_logprobs`` are complete; None if they are already.
+        step_logprobs: of rows that ask for them; None if none does.
     """
 
     tokens: torch.Tensor
     sent: torch.Tensor
     arrived: torch.cuda.Event | None
+    step_logprobs: StepLogprobs | None = None
 
     def listed(self) -> list[int]:
         """Wait for the tokens on the host; ``BROKEN`` for a row whose logits are NaN."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.sent.tolist()
+
+    def logprobs(self) -> dict[int, TokenLogprob]:
+        """Wait for the log-probabilities of rows that ask for them, by row."""
+        tokens = self.listed()
+        return {} if self.step_logprobs is None else self.step_logprobs.by_row(tokens)
 
 
 class Choices:
@@ -422,6 +440,11 @@ class Choices:
         ]
         self._rows = torch.tensor([row for row, _ in changed], dtype=torch.long, device=device)
         self._chooser = Chooser([sampler for _, sampler in changed], device) if changed else None
+        self._tops = {
+            row: sampler.sampling.logprobs
+            for row, sampler in enumerate(samplers)
+            if sampler is not None and sampler.sampling.logprobs is not None
+        }
 
     def __call__(self, logits: torch.Tensor) -> NextTokens:
         """Next tokens from (batch, vocabulary) logits, which may be overwritten afterwards."""
@@ -433,9 +456,10 @@ class Choices:
         self._ranks.agree(told)
         if self._ranks.count > 1:
             tokens = told.clamp(min=0)
+        logprobs = StepLogprobs(self._tops, logits, tokens) if self._tops else None
         sent = told.to("cpu", non_blocking=True)
         arrived = None
         if told.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(told.device))
-        return NextTokens(tokens, sent, arrived)
+        return NextTokens(tokens, sent, arrived, logprobs)

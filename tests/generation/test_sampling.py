@@ -30,6 +30,7 @@ BAD = {
     "stop": ["", ["a", ""], 5, [5], b"end", {"a": 1}, [["a"]], 0, False],
     "stop_token_ids": ["5", [-1], [1.0], [True], [None], [1 << 31], list(range(257)), {5: 1}],
     "include_stop_str_in_output": [0, 1, "yes", None],
+    "logprobs": [-1, 21, 1.0, "5", True],
 }
 
 

@@ -75,6 +75,31 @@ def test_answers(address, most: int) -> None:
         assert (chunks[-1].usage is not None) is usage
 
 
+@pytest.mark.parametrize("stop", [None, "zzz"])
+def test_logprobs(address, omni, stop: str | None) -> None:
+    """Tokens that stand in no chunk of text come with the next or the last one."""
+    body = {"max_tokens": 12, "logprobs": True, "top_logprobs": 2, "stop": stop}
+    _, whole = asked(address, **body)
+    [choice] = ChatCompletion.model_validate_json(whole, strict=True).choices
+    content = choice.logprobs.content
+    with omni.chat() as chat:
+        expected = chat.ask("What is it?", images=[png()], max_new_tokens=12, logprobs=2)
+    assert [one.logprob for one in content] == [one.logprob for one in expected.logprobs]
+    assert b"".join(bytes(one.bytes) for one in content).decode(errors="replace") == expected.text
+    for one in content:
+        assert one.token == bytes(one.bytes).decode(errors="replace")
+        assert len(one.top_logprobs) == 2 and one.top_logprobs[0].token == one.token
+        assert one.top_logprobs[0].logprob == one.logprob > one.top_logprobs[1].logprob
+    _, stream = asked(address, stream=True, **body)
+    chunks = [
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True)
+        for event in stream.split("\n\n")[:-2]
+    ]
+    found = [one.choices[0].logprobs for one in chunks]
+    assert [one for part in found if part for one in part.content] == content
+    assert json.loads(asked(address)[1])["choices"][0]["logprobs"] is None
+
+
 def test_answers_of_a_thinking_model(qwen3_vl_thinking_folder) -> None:
     from oscar_mm import OscarVLPipeline
 

@@ -96,6 +96,13 @@ def test_sampling_options() -> None:
     }
     sampling = read(user("Why?"), **options, logit_bias={"7": -100, "8": 2.5}).sampling
     assert sampling == options | {"logit_bias": {7: -100, 8: 2.5}}
+    for asked, expected in (
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
+        ({"logprobs": None, "top_logprobs": None}, {}),
+    ):
+        assert read(user("Why?"), **asked).sampling == expected
 
 
 def test_messages_need_not_take_turns() -> None:
@@ -272,8 +279,11 @@ def test_large_media() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -1,0 +1,53 @@
+"""Log-probabilities of an answer's tokens, and of the likeliest ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was, by the model's logits before sampling changes them.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens in its place, the likeliest first, and their log-probabilities; as
+            many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepLogprobs:
+    """Log-probabilities of a step, on their way to the host.
+
+    Args:
+        tops: numbers of likeliest tokens that rows ask for, by row.
+        logits: (batch, vocabulary), which may be overwritten afterwards.
+        tokens: (batch,) ids that were chosen.
+    """
+
+    def __init__(self, tops: dict[int, int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._tops = tops
+        rows = torch.tensor([*tops], device=logits.device)
+        asked = logits[rows].float()
+        total = asked.logsumexp(-1, keepdim=True)
+        chosen = asked.gather(1, tokens[rows, None])
+        likeliest, ids = asked.topk(min(max(tops.values()), asked.shape[1]))
+        found = torch.cat([chosen, likeliest], dim=1) - total
+        self._ids = ids.to("cpu", non_blocking=True)
+        self._logprobs = found.to("cpu", non_blocking=True)
+
+    def by_row(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+        """Log-probabilities by row, once they have come; ``tokens`` are those of all rows."""
+        found = zip(self._tops.items(), self._ids.tolist(), self._logprobs.tolist(), strict=True)
+        return {
+            row: TokenLogprob(tokens[row], own, tuple(zip(ids, likeliest, strict=True))[:top])
+            for (row, top), ids, (own, *likeliest) in found
+        }
