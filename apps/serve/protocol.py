@@ -33,8 +33,8 @@ from pydantic_core import PydanticCustomError
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.message import Message, Part
-from oscar_mm.media.audio import opened
 from oscar_mm.generation.sampling import MAX_LOGPROBS
+from oscar_mm.media.audio import opened
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.part import MediaPart
@@ -370,12 +370,15 @@ class _MediaDecoder:
         if part.type == "file":
             return self._file(part.file, name)
         if part.type == "input_audio":
-            sound = part.input_audio
-            data = sound and _decode_base64(sound.data, name, self.limits)
-            return data and MediaPart(Modality.AUDIO, data, name)
+            if part.input_audio is None:
+                return None
+            data = _decode_base64(part.input_audio.data, name, self.limits)
+            return MediaPart(Modality.AUDIO, data, name)
         address: MediaURL | None = getattr(part, part.type)
+        if address is None:
+            return None
         modality = _MODALITIES[part.type.removesuffix("_url")]
-        return address and MediaPart(modality, self._at(address.url, part.type, name), name)
+        return MediaPart(modality, self._at(address.url, part.type, name), name)
 
     def _at(self, url: str, field: str, name: str) -> NamedBytes:
         if self.allow_remote and url[:5].lower() != "data:" and is_address(url):

@@ -48,8 +48,9 @@ from oscar_mm.apps.serve.running_answer import EventStream, Places, RunningAnswe
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
-_LONGEST_TEXT = 1024
-"""Longest answer, in tokens, for clients that give no length; a model that reasons gets more."""
+_LEAST_TEXT = 1024
+"""Answers of clients that give no length may have so many tokens, however many share the memory; a
+model that reasons gets more."""
 _READERS = 2
 """Threads that parse requests."""
 _BODIES = 8
@@ -70,7 +71,8 @@ class ServerLimits:
         api_key: bearer token that clients must send; None for no key.
         max_request_bytes: largest body of a request, media in base64 included.
         max_new_tokens: longest answer, in tokens; None for what context and memory have. A client
-            that gives no length gets this, or else 1,024 and more of a model that reasons.
+            that gives no length gets this, or else what the context has, but no more than its
+            share of the memory if ``running`` answers do so, unless that is less than 1,024.
         running: most answers at once, which decode together.
         waiting: most requests in the queue; more get status 429.
         conversations: most chats that later requests can continue.
@@ -277,8 +279,14 @@ class Service:
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the longest answer; the conversation lowers it to what it has memory for."""
         pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
-        asked = sampling.get("max_new_tokens", limit or pipe.longest_answer(_LONGEST_TEXT))
+        asked = sampling.get("max_new_tokens", limit or self._usual_answer())
         sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
+
+    def _usual_answer(self) -> int:
+        """Longest answer for clients that give no length: memory is reserved for all of it."""
+        pipe = self.conversations.pipe
+        least = pipe.longest_answer(_LEAST_TEXT)
+        return max(least, pipe.admission.fair_answer(self.limits.running))
 
 
 async def _disconnect(http: HttpRequest) -> None:

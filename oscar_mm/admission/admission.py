@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -248,6 +249,20 @@ class Admission:
             fits = error.fits - (error.asked - most)
             return self.longest_answer(prompt, max(1, fits), past)
         return most
+
+    def fair_answer(self, answers: int) -> int:
+        """Longest answer, in tokens, if so many share the memory evenly; at most the context.
+
+        What others use now counts as memory too, that of prompts does not.
+        """
+        growth = self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
+        shares = [] if self.budget is None else [self.budget.limit / self.growth_bytes(growth)]
+        with self.lock.briefly():
+            for device, sizes in self._slot_bytes_by_device().items():
+                if (free := free_bytes(device)) is not None:
+                    room = free + self._free_bytes(device) + self._others_bytes(device, None)
+                    shares.append(room / pool_bytes(growth.added, sizes))
+        return int(self.max_context * min(1.0, min(shares, default=math.inf) / answers))
 
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None

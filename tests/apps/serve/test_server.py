@@ -260,15 +260,30 @@ def test_answers_end_where_the_budget_does(qwen3_omni_folder, asked: int) -> Non
             chat.ask("Why?", max_new_tokens=written + 1)
 
 
-def test_clients_that_give_no_length(omni, monkeypatch) -> None:
-    """They get what is usual, and others what they ask for."""
+@pytest.mark.parametrize("running", [1, 4, 1000])
+def test_clients_that_give_no_length(qwen3_omni_folder, monkeypatch, running: int) -> None:
+    """They get what the context has, up to their share of the memory, and others what they ask
+    for."""
     from oscar_mm.apps.serve import server as serving
 
-    assert serving._LONGEST_TEXT == 1024
-    monkeypatch.setattr(serving, "_LONGEST_TEXT", 20)
-    with served(omni) as address, client_of(address) as client:
-        for asked, written in ((openai.omit, 20), (30, 30)):
-            assert ask(client, user("Why?"), max_tokens=asked).usage.completion_tokens == written
+    assert serving._LEAST_TEXT == 1024
+    monkeypatch.setattr(serving, "_LEAST_TEXT", 20)
+    pipe = OscarOmniPipeline(
+        qwen3_omni_folder, policy="bf16", device="cpu", kv_budget=600_000, max_context=150
+    )
+    pipe.model.generation_config.eos_token_id = NEVER
+    with served(pipe, running=running) as address, client_of(address) as client:
+        usage = ask(client, user("Why?"), max_tokens=openai.omit).usage
+        assert ask(client, user("Why?"), max_tokens=30).usage.completion_tokens == 30
+    per_token = usage.kv_bytes / (usage.total_tokens - 1)
+    share = 600_000 / running
+    if running == 1:
+        assert usage.total_tokens == 150 and 150 * per_token < share
+    elif running == 4:
+        written = usage.completion_tokens
+        assert 20 < written < 140 and written * per_token == pytest.approx(share, rel=0.15)
+    else:
+        assert usage.completion_tokens == 20
 
 
 def test_a_conversation_that_is_too_long(omni, monkeypatch) -> None:
