@@ -1,0 +1,100 @@
+"""Calls as JSON objects with a name and arguments, which several formats have in common."""
+
+from __future__ import annotations
+
+import json
+
+from oscar_mm.tool_parsers.parser import CallWriter
+from oscar_mm.tool_parsers.reader import Broken, Reader, Reading
+from oscar_mm.tool_parsers.values import normalized, read_short_string, read_value
+
+_ARGUMENTS = ("arguments", "parameters")
+_NO_ARGUMENTS = "{}"
+_BEFORE = ("type", "id")
+"""Keys that may come before the arguments of a bare object."""
+
+
+def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Reading[None]:
+    """Read an object with a name and arguments, in any order.
+
+    Args:
+        bare: no mark comes before it, so it may be anything: only a call of a tool that is offered,
+            with its name before its arguments, is one.
+
+    Raises:
+        Broken: it is none, or breaks off.
+    """
+    name: str | None = None
+    arguments, written = _NO_ARGUMENTS if not bare else "", False
+    if not (yield from reader.literal("{")):
+        raise Broken
+    more = True
+    while more:
+        key = yield from _read_key(reader)
+        if key == "name" and name is None:
+            name = yield from read_short_string(reader)
+            _check(name, calls, bare)
+        elif key in _ARGUMENTS and name is not None and not written:
+            calls.begin(name)
+            yield from read_arguments(reader, calls)
+            calls.end()
+            written = True
+        elif bare and not written:
+            if key not in _BEFORE:
+                raise Broken
+            yield from read_short_string(reader)  # No more: text would wait for its end.
+        else:
+            pieces: list[str] = []
+            yield from read_value(reader, pieces.append)
+            arguments = "".join(pieces) if key in _ARGUMENTS else arguments
+        yield from reader.space()
+        more = yield from reader.literal(",")
+    if not (yield from reader.literal("}")) or (name is None or not (written or arguments)):
+        raise Broken
+    if not written:
+        calls.begin(name)
+        calls.write(_as_object(arguments))
+        calls.end()
+    reader.keep()
+
+
+def read_arguments(reader: Reader, calls: CallWriter) -> Reading[None]:
+    """Read the arguments of a call that has begun, and write them as they come.
+
+    Raises:
+        Broken: they are no JSON.
+    """
+    yield from reader.space()
+    if (yield from reader.peek()) == "{":
+        yield from read_value(reader, calls.write)
+    else:
+        pieces: list[str] = []
+        try:
+            yield from read_value(reader, pieces.append)
+        except Broken:
+            calls.write("".join(pieces))
+            raise
+        calls.write(_as_object("".join(pieces)))
+
+
+def _read_key(reader: Reader) -> Reading[str]:
+    yield from reader.space()
+    key = yield from read_short_string(reader)
+    yield from reader.space()
+    if not (yield from reader.literal(":")):
+        raise Broken
+    yield from reader.space()
+    return key
+
+
+def _check(name: str, calls: CallWriter, bare: bool) -> None:
+    if bare and name not in calls.tools:
+        raise Broken
+
+
+def _as_object(arguments: str) -> str:
+    """Arguments, of which some models write none, or JSON in a string."""
+    if arguments == "null":
+        return _NO_ARGUMENTS
+    inner = normalized(json.loads(arguments)) if arguments.startswith('"') else None
+    return inner if inner is not None and inner.startswith("{") else arguments

@@ -1,0 +1,37 @@
+"""Llama 3 JSON: calls as bare JSON objects, as Llama 3.1 and 3.2 write them.
+
+{"name": "find", "parameters": {"text": "sign"}}; {"name": "find", "parameters": {"text": "door"}}
+"""
+
+from __future__ import annotations
+
+from oscar_mm.tool_parsers.call_objects import read_call
+from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
+from oscar_mm.tool_parsers.reader import Reader, Reading
+
+_TAG = "<|python_tag|>"
+
+
+class Llama3Json(ToolFormat):
+    """Calls of tools that are offered, wherever such an object stands."""
+
+    name = "llama3_json"
+    begins = (_TAG, "{")
+
+    @classmethod
+    def written_by(cls, template: str) -> bool:
+        """Whether the template asks for a JSON object with parameters."""
+        return '{"name": function name, "parameters"' in template
+
+    @classmethod
+    def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
+        """Read an object, and the separator after it."""
+        yield from reader.literal(_TAG)
+        yield from reader.space()
+        yield from read_call(reader, calls, bare=True)
+        yield from reader.space()
+        if (yield from reader.literal(";")):
+            yield from reader.space()
+            reader.keep()
+        else:
+            reader.rewind()

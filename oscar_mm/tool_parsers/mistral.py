@@ -1,0 +1,67 @@
+"""Mistral: calls after a control token, in a list or one by one.
+
+[TOOL_CALLS] [{"name": "find", "arguments": {"text": "sign"}}]
+[TOOL_CALLS]find[ARGS]{"text": "sign"}[TOOL_CALLS]find{"text": "door"}
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from oscar_mm.tool_parsers.call_objects import read_arguments, read_call
+from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
+from oscar_mm.tool_parsers.reader import Broken, Reader, Reading
+
+_BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME = re.compile(r"[^\s\[\]{}]*")
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class Mistral(ToolFormat):
+    """Calls after a control token."""
+
+    name = "mistral"
+    begins = (_BEGIN,)
+
+    @classmethod
+    def written_by(cls, template: str) -> bool:
+        """Whether the template writes the control token."""
+        return _BEGIN in template
+
+    @classmethod
+    def new_id(cls) -> str:
+        """Nine letters or digits: the templates refuse others."""
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+    @classmethod
+    def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
+        """Read a list, or one call."""
+        while (yield from reader.literal(_BEGIN)):  # Some models repeat it.
+            yield from reader.space()
+        listed = yield from reader.literal("[")
+        if not listed and (yield from reader.peek()) != "{":
+            yield from _read_named(reader, calls)
+            return
+        more = True
+        while more:
+            yield from reader.space()
+            yield from read_call(reader, calls)
+            yield from reader.space()
+            more = yield from reader.literal(",")
+        if listed:
+            yield from reader.literal("]")
+
+
+def _read_named(reader: Reader, calls: CallWriter) -> Reading[None]:
+    name = yield from reader.word(_NAME)
+    if (yield from reader.literal(_ID)):
+        yield from reader.word(_NAME)
+    yield from reader.literal(_ARGUMENTS)
+    yield from reader.space()
+    if (yield from reader.peek()) != "{":
+        raise Broken
+    calls.begin(name)
+    yield from read_arguments(reader, calls)
+    calls.end()

@@ -1,0 +1,133 @@
+"""Qwen3 Coder: calls and their parameters between tags, values as they are.
+
+<tool_call>
+<function=find>
+<parameter=text>
+sign
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
+from oscar_mm.tool_parsers.reader import Broken, Reader, Reading
+from oscar_mm.tool_parsers.values import json_text, normalized
+
+_BEGIN, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
+_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
+"""What ends a value; models forget a closing tag now and then."""
+_NAME = re.compile(r"[^<>\s]*")
+_TYPES = {"[": "array", "{": "object", '"': "string", "n": "null", "t": "boolean", "f": "boolean"}
+"""Types of JSON values by their first characters; of others "number"."""
+_KNOWN = {*_TYPES.values(), "number", "integer"}
+
+
+class Qwen3Coder(ToolFormat):
+    """Calls between tags, with parameters between tags."""
+
+    name = "qwen3_coder"
+    begins = (_BEGIN, _FUNCTION)
+    end = "</tool_call>"
+
+    @classmethod
+    def written_by(cls, template: str) -> bool:
+        """Whether the template writes functions between tags."""
+        return _FUNCTION in template and _PARAMETER in template
+
+    @classmethod
+    def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
+        """Read all functions between two tags, or a function without them."""
+        yield from reader.literal(_BEGIN)
+        yield from reader.space()
+        if not (yield from reader.literal(_FUNCTION)):
+            raise Broken
+        more = True
+        while more:
+            yield from _read_function(reader, calls)
+            yield from reader.space()
+            more = yield from reader.literal(_FUNCTION)
+        yield from reader.literal(cls.end)
+        reader.keep()
+
+
+def _read_function(reader: Reader, calls: CallWriter) -> Reading[None]:
+    name = yield from reader.word(_NAME)
+    if not (yield from reader.literal(">")):
+        raise Broken
+    calls.begin(name)
+    properties = calls.tools.get(name, {}).get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    before = "{"
+    while True:
+        yield from reader.space()
+        if not (yield from reader.literal(_PARAMETER)):
+            break
+        key = yield from reader.word(_NAME)
+        if not (yield from reader.literal(">")):
+            calls.write(before + _PARAMETER + key)
+            raise Broken
+        calls.write(f"{before}{json_text(key)}: ")
+        yield from _read_parameter(reader, calls, _types(schemas.get(key)))
+        before = ", "
+    calls.write("{}" if before == "{" else "}")
+    calls.end()
+    yield from reader.literal("</function>")
+
+
+def _read_parameter(reader: Reader, calls: CallWriter, types: frozenset[str]) -> Reading[None]:
+    """Read a value: a string as it comes, any other whole."""
+    yield from reader.literal("\n")
+    pieces: list[str] = []
+    if types <= {"string"}:
+        calls.write('"')
+        end = yield from reader.until(_ENDS, lambda text: calls.write(json_text(text)[1:-1]))
+        if not end:
+            raise Broken
+        calls.write('"')
+    else:
+        end = yield from reader.until(_ENDS, pieces.append)
+        text = "".join(pieces)
+        if not end:
+            calls.write(text)
+            raise Broken
+        calls.write(_value(text, types))
+    if end.endswith("</parameter>"):
+        reader.take(len(end))
+
+
+def _value(text: str, types: frozenset[str]) -> str:
+    """JSON of a value as the model wrote it: a string if it has none of the other types."""
+    bare = text.strip()
+    if bare in ("True", "False", "None"):
+        bare = {"True": "true", "False": "false", "None": "null"}[bare]
+    value = normalized(bare)
+    if value is None:
+        return json_text(text)
+    kind = _TYPES.get(value[0], "number")
+    number = kind == "number" and "integer" in types
+    fits = kind in types or number or "any" in types
+    return value if fits and kind != "string" else json_text(text)
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """Types that a schema allows, as far as its first two levels tell; none if it tells none."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    found = set(_own_types(schema))
+    for choice in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(choice)
+        for option in options if isinstance(options, list) else ():
+            found.update(_own_types(option) if isinstance(option, Mapping) else ())
+    return frozenset(found)
+
+
+def _own_types(schema: Mapping[str, Any]) -> list[str]:
+    kind = schema.get("type", "any" if "$ref" in schema else None)
+    kinds = kind if isinstance(kind, list) else [kind]
+    return [one if one in _KNOWN else "any" for one in kinds if isinstance(one, str)]
