@@ -7,7 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from oscar_mm.tool_parsers.call_objects import read_call
+from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.tool_parsers.grammar import call_rules, grammar_of, literal, mark, repeated, sequence
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
 from oscar_mm.tool_parsers.reader import Reader, Reading
 
@@ -26,6 +30,15 @@ class Hermes(ToolFormat):
         """Whether the template shows a tag and a name in JSON."""
         names = ('"name": <', '"name":<', '{"name": "')
         return _BEGIN in template and any(name in template for name in names)
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """Blocks of one call, a line break between them."""
+        rules = call_rules(tools, '\n{"name": "', '", "arguments": ', "}\n")
+        block = sequence(mark(_BEGIN, special_tokens), "call", mark(cls.end, special_tokens))
+        return grammar_of(repeated("block", literal("\n"), many), {"block": block, **rules})
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from oscar_mm.tool_parsers.call_objects import read_call
+from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.tool_parsers.grammar import call_rules, grammar_of, literal, repeated
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
 from oscar_mm.tool_parsers.reader import Reader, Reading
 
@@ -22,6 +26,14 @@ class Llama3Json(ToolFormat):
     def written_by(cls, template: str) -> bool:
         """Whether the template asks for a JSON object with parameters."""
         return '{"name": function name, "parameters"' in template
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """Objects, a semicolon between them."""
+        rules = call_rules(tools, '{"name": "', '", "parameters": ', "}")
+        return grammar_of(repeated("call", literal("; "), many), rules)
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:

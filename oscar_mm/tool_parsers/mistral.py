@@ -9,8 +9,20 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Mapping, Sequence
 
 from oscar_mm.tool_parsers.call_objects import read_arguments, read_call
+from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.tool_parsers.grammar import (
+    arguments_of,
+    call_rules,
+    choice,
+    grammar_of,
+    literal,
+    mark,
+    repeated,
+    sequence,
+)
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
 from oscar_mm.tool_parsers.reader import Broken, Reader, Reading
 
@@ -29,6 +41,16 @@ class Mistral(ToolFormat):
     def written_by(cls, template: str) -> bool:
         """Whether the template writes the control token."""
         return _BEGIN in template
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """A list of objects after the control token."""
+        rules = call_rules(tools, '{"name": "', '", "arguments": ', "}")
+        calls = repeated("call", literal(", "), many)
+        begin = mark(_BEGIN, special_tokens)
+        return grammar_of(sequence(begin, literal(" ["), calls, literal("]")), rules)
 
     @classmethod
     def new_id(cls) -> str:
@@ -52,6 +74,32 @@ class Mistral(ToolFormat):
             more = yield from reader.literal(",")
         if listed:
             yield from reader.literal("]")
+
+
+class MistralNamed(Mistral):
+    """Calls after a control token each, which newer models write: a name, then arguments."""
+
+    name = "mistral_named"
+
+    @classmethod
+    def written_by(cls, template: str) -> bool:
+        """Whether the template writes the control token before arguments."""
+        return _BEGIN in template and _ARGUMENTS in template
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """Calls one after the other."""
+        rules: dict[str, str] = {}
+        begin, middle = mark(_BEGIN, special_tokens), mark(_ARGUMENTS, special_tokens)
+        for place, tool in enumerate(tools):
+            rules[f"call_{place}"] = sequence(
+                begin, literal(tool.name), middle, f"arguments_{place}"
+            )
+            rules[f"arguments_{place}"] = arguments_of(tool)
+        calls = choice(name for name in rules if name.startswith("call_"))
+        return grammar_of(repeated("call", "", many), {"call": calls, **rules})
 
 
 def _read_named(reader: Reader, calls: CallWriter) -> Reading[None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import ClassVar, cast
 
 from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta, Tools, joined_calls
+from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.reader import MAX_NAME, Broken, Reader, Reading
 
 MAX_CALLS = 1024
@@ -43,6 +44,19 @@ class ToolFormat(ABC):
         Raises:
             Broken: there is none, or no more. The text since the last complete call is not lost: of
                 a call that has begun it is the arguments, else text of the answer.
+        """
+
+    @classmethod
+    @abstractmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """Lark grammar, as llguidance reads it, of an answer that is nothing but calls.
+
+        Args:
+            tools: that may be called.
+            many: allow several calls.
+            special_tokens: ids of the tokenizer's special tokens.
         """
 
     @classmethod

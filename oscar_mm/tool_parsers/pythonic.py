@@ -9,7 +9,19 @@ import ast
 import json
 import math
 import re
+import sys
+from collections.abc import Mapping, Sequence
 
+from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.tool_parsers.grammar import (
+    choice,
+    grammar_of,
+    json_of,
+    literal,
+    parameters_of,
+    repeated,
+    sequence,
+)
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
 from oscar_mm.tool_parsers.reader import Broken, Reader, Reading, Write
 from oscar_mm.tool_parsers.values import Syntax, json_text, read_value
@@ -17,6 +29,11 @@ from oscar_mm.tool_parsers.values import Syntax, json_text, read_value
 _TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 _NAME = re.compile(r"[\w.-]*")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
+_ESCAPE = re.compile(
+    r"\\(?:(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3})|(.))", re.DOTALL
+)
+_ESCAPED = dict(zip("\\'\"/abfnrtv\n", [*"\\'\"/\a\b\f\n\r\t\v", ""], strict=True))
+"""What letters after a backslash stand for, in Python or in JSON."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _LONGEST_NUMBER = 64
 
@@ -31,6 +48,18 @@ class Pythonic(ToolFormat):
     def written_by(cls, template: str) -> bool:
         """Whether the template asks for a list of calls, or writes tags around one."""
         return "[func_name1(" in template or "<|tool_call_start|>" in template
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """A list of calls, with values in JSON."""
+        rules: dict[str, str] = {}
+        for place, tool in enumerate(tools):
+            rules |= _rules_of(tool, f"call_{place}")
+        calls = choice(f"call_{place}" for place in range(len(tools)))
+        listed = sequence(literal("["), repeated("call", literal(", "), many), literal("]"))
+        return grammar_of(listed, {"call": calls, **rules})
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
@@ -54,6 +83,28 @@ class Pythonic(ToolFormat):
         if closing:
             yield from reader.space()
             yield from reader.literal(closing)
+
+
+def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
+    """Rules of a call: ``CALL_pN`` are its parameters from the Nth on, of which the optional ones
+    may be left out."""
+    parameters, rules = parameters_of(tool), dict[str, str]()
+    first = f"{call}_p0" if parameters else ""
+    needed = bool(parameters) and parameters[0][2]
+    optional = first if needed or not first else f"{first}?"
+    rules[call] = sequence(literal(f"{tool.name}("), optional, literal(")"))
+    for place, (key, schema, _) in enumerate(parameters):
+        name, after = f"{call}_p{place}", f"{call}_p{place + 1}"
+        rules[f"{name}_value"] = json_of(schema)
+        one = sequence(literal(f"{key}="), f"{name}_value")
+        if place + 1 == len(parameters):
+            rules[name] = one
+        elif parameters[place + 1][2]:
+            rules[name] = sequence(one, literal(", "), after)
+        else:
+            rest = sequence(one, f"({sequence(literal(', '), after)})?")
+            rules[name] = rest if parameters[place][2] else f"{rest} | {after}"
+    return rules
 
 
 def _read_call(reader: Reader, calls: CallWriter, known: bool) -> Reading[None]:
@@ -91,11 +142,15 @@ def _read_string(reader: Reader, write: Write) -> Reading[None]:
         pieces.append(reader.take(2))
     if not (yield from reader.literal(quote)):
         raise Broken
-    text = "".join(pieces).replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\0")
-    try:
-        write(json_text(ast.literal_eval(f"{quote}{text}{quote}")))
-    except (SyntaxError, ValueError):
-        raise Broken from None
+    write(json_text(_ESCAPE.sub(_unescaped, "".join(pieces))))
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    code, other = match[1], match[2]
+    if code is None:
+        return _ESCAPED.get(other, match[0])
+    point = int(code, 8) if code[0] in "01234567" else int(code[1:], 16)
+    return chr(point) if point <= sys.maxunicode else match[0]
 
 
 def _scalar(word: str) -> str:

@@ -12,9 +12,20 @@ sign
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.tool_parsers.grammar import (
+    choice,
+    grammar_of,
+    json_of,
+    literal,
+    mark,
+    parameters_of,
+    repeated,
+    sequence,
+)
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
 from oscar_mm.tool_parsers.reader import Broken, Reader, Reading
 from oscar_mm.tool_parsers.values import json_text, normalized
@@ -41,6 +52,20 @@ class Qwen3Coder(ToolFormat):
         return _FUNCTION in template and _PARAMETER in template
 
     @classmethod
+    def grammar(
+        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+    ) -> str:
+        """Blocks of one call, with its parameters in the order of the schema."""
+        rules: dict[str, str] = {}
+        for place, tool in enumerate(tools):
+            rules |= _rules_of(tool, f"call_{place}")
+        calls = choice(f"call_{place}" for place in range(len(tools)))
+        begin, end = mark(_BEGIN, special_tokens), mark(cls.end, special_tokens)
+        block = sequence(begin, literal("\n"), "call", literal("\n"), end)
+        start = repeated("block", literal("\n"), many)
+        return grammar_of(start, {"block": block, "call": calls, **rules})
+
+    @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
         """Read all functions between two tags, or a function without them."""
         yield from reader.literal(_BEGIN)
@@ -54,6 +79,27 @@ class Qwen3Coder(ToolFormat):
             more = yield from reader.literal(_FUNCTION)
         yield from reader.literal(cls.end)
         reader.keep()
+
+
+def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
+    """Rules of a call and of its parameters."""
+    rules = {call: literal(f"{_FUNCTION}{tool.name}>\n")}
+    for place, (key, schema, required) in enumerate(parameters_of(tool)):
+        name = f"{call}_p{place}"
+        rules[call] += f" {name}" if required else f" {name}?"
+        head, tail = literal(f"{_PARAMETER}{key}>\n"), literal("\n</parameter>\n")
+        options = schema.get("enum")
+        if _types(schema) <= {"string"} and isinstance(options, list) and options:
+            values = choice(literal(str(option)) for option in options)
+            rules[name] = sequence(head, f"({values})", tail)
+        elif _types(schema) <= {"string"}:
+            rules[name] = sequence(head, f"{name}_value", literal("\n"))
+            rules[f'{name}_value[suffix="</parameter>"]'] = "/(?s:.*)/"
+        else:
+            rules[name] = sequence(head, f"{name}_value", tail)
+            rules[f"{name}_value"] = json_of(schema)
+    rules[call] += " " + literal("</function>")
+    return rules
 
 
 def _read_function(reader: Reader, calls: CallWriter) -> Reading[None]:
@@ -120,8 +166,8 @@ def _types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     found = set(_own_types(schema))
-    for choice in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(choice)
+    for many in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(many)
         for option in options if isinstance(options, list) else ():
             found.update(_own_types(option) if isinstance(option, Mapping) else ())
     return frozenset(found)

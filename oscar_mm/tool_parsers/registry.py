@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from oscar_mm.tool_parsers.hermes import Hermes
 from oscar_mm.tool_parsers.llama3_json import Llama3Json
-from oscar_mm.tool_parsers.mistral import Mistral
+from oscar_mm.tool_parsers.mistral import Mistral, MistralNamed
 from oscar_mm.tool_parsers.parser import ToolFormat
 from oscar_mm.tool_parsers.pythonic import Pythonic
 from oscar_mm.tool_parsers.qwen3_coder import Qwen3Coder
 
 FORMATS: dict[str, type[ToolFormat]] = {
-    one.name: one for one in (Qwen3Coder, Hermes, Mistral, Pythonic, Llama3Json)
+    one.name: one for one in (Qwen3Coder, Hermes, MistralNamed, Mistral, Pythonic, Llama3Json)
 }
 """In the order in which a template is asked: one with several marks has the first of them."""
 

@@ -1,0 +1,136 @@
+"""Tool definitions: functions that a request offers to the model, checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oscar_mm.errors import InputError, shown
+
+MAX_TOOLS = 1024
+"""Most tools of a request."""
+MAX_DEPTH = 64
+"""Deepest nesting of a schema of parameters."""
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True)
+class ToolDefinition:
+    """A function that the model may ask for.
+
+    Attributes:
+        name: letters, digits and ``_.:/-``.
+        description: what it does, for the model.
+        parameters: JSON schema of its parameters.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        """The definition as chat templates take it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
+    @property
+    def characters(self) -> int:
+        """Characters that it takes in a prompt, up to its punctuation."""
+        return len(json.dumps(self.for_template(), ensure_ascii=False))
+
+    def texts(self) -> Iterator[str]:
+        """All texts that a template may write; keys also between tags, as some templates do."""
+        yield self.name
+        yield self.description
+        for value, _ in _nodes(self.parameters):
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, Mapping):
+                for key in value:
+                    yield from (key, f"<{key}>", f"</{key}>")
+
+
+def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:
+    """Check tools as OpenAI's protocol has them, and as Python functions.
+
+    Args:
+        tools: each ``{"type": "function", "function": {"name": ..., "description": ...,
+            "parameters": {...}}}``, the inner object alone, or a function with type hints and a
+            docstring, which transformers' ``get_json_schema`` reads.
+
+    Raises:
+        InputError: names the tool, says what is wrong with it and what would be right.
+    """
+    if not isinstance(tools, list | tuple):
+        raise InputError(f"tools={shown(tools)}: must be a list")
+    if len(tools) > MAX_TOOLS:
+        raise InputError(f"tools holds {len(tools):,}, where at most {MAX_TOOLS:,} are allowed")
+    read = tuple(_definition(tool, f"tools[{place}]") for place, tool in enumerate(tools))
+    names: set[str] = set()
+    for place, one in enumerate(read):
+        if one.name in names:
+            raise InputError(f"tools[{place}]: a tool before is named {one.name!r} too")
+        names.add(one.name)
+    return read
+
+
+def _definition(tool: Any, label: str) -> ToolDefinition:
+    if callable(tool):
+        tool = _schema_of(tool, label)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        raise InputError(f'{label}: must be {{"type": "function", "function": {{...}}}}')
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InputError(
+            f"{label}: the name {shown(name)} must be 1 to 128 letters, digits and characters of "
+            "_.:/-"
+        )
+    if description is not None and not isinstance(description, str):
+        raise InputError(f"{label}: the description must be text")
+    return ToolDefinition(name, description or "", _parameters(function.get("parameters"), label))
+
+
+def _parameters(parameters: Any, label: str) -> dict[str, Any]:
+    if parameters is None or parameters == {}:
+        return {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping):
+        raise InputError(f"{label}: parameters must be a JSON schema, as an object")
+    if parameters.get("type", "object") != "object":
+        raise InputError(f'{label}: the schema of parameters must have "type": "object"')
+    for value, depth in _nodes(parameters):
+        if depth > MAX_DEPTH:
+            raise InputError(f"{label}: parameters are nested more than {MAX_DEPTH} levels deep")
+        if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+            raise InputError(f"{label}: keys of parameters must be text")
+        if not isinstance(value, Mapping | list | tuple | str | int | float | None):
+            raise InputError(f"{label}: parameters hold {shown(value)}, which JSON does not have")
+    return {"type": "object", **parameters}
+
+
+def _schema_of(function: Any, label: str) -> Any:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # Of its docstring, its type hints, or what these name.
+        raise InputError(f"{label}: {error}") from error
+
+
+def _nodes(value: Any) -> Iterator[tuple[Any, int]]:
+    """All values within a value, itself included, and their depths; none deeper than allowed."""
+    open_nodes = [(value, 0)]
+    while open_nodes:
+        node, depth = open_nodes.pop()
+        yield node, depth
+        if depth <= MAX_DEPTH:
+            inner = node.values() if isinstance(node, Mapping) else node
+            if isinstance(node, Mapping | list | tuple):
+                open_nodes += ((one, depth + 1) for one in inner)

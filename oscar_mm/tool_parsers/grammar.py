@@ -1,0 +1,93 @@
+"""Grammar: rules of calls in llguidance's dialect of Lark, from which formats build theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from oscar_mm.errors import InputError
+from oscar_mm.tool_parsers.definitions import ToolDefinition
+
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as models write it, which keeps a model from white space without end."""
+
+
+def literal(text: str) -> str:
+    """A text."""
+    return json.dumps(text)
+
+
+def mark(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A mark: a text, or a token that has no text."""
+    return f"<[{special_tokens[text]}]>" if text in special_tokens else literal(text)
+
+
+def sequence(*parts: str) -> str:
+    """Parts one after the other."""
+    return " ".join(part for part in parts if part)
+
+
+def choice(names: Iterable[str]) -> str:
+    """One of some rules."""
+    return " | ".join(names)
+
+
+def json_of(schema: Mapping[str, Any]) -> str:
+    """JSON that a schema allows."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+
+
+def arguments_of(tool: ToolDefinition) -> str:
+    """JSON of the arguments of a tool; of one without parameters an empty object."""
+    schema = dict(tool.parameters)
+    if schema == {"type": "object", "properties": {}}:
+        schema["additionalProperties"] = False
+    return json_of(schema)
+
+
+def grammar_of(start: str, rules: Mapping[str, str]) -> str:
+    """The grammar of an answer."""
+    return "".join(f"{name}: {rule}\n" for name, rule in {"start": start, **rules}.items())
+
+
+def call_rules(
+    tools: Iterable[ToolDefinition], before: str, between: str, after: str
+) -> dict[str, str]:
+    """Rules ``call`` of any tool and ``call_N`` of each: ``before`` name ``between`` arguments
+    ``after``, all of them texts."""
+    rules: dict[str, str] = {}
+    for place, tool in enumerate(tools):
+        head = literal(before + tool.name + between)
+        rules[f"call_{place}"] = sequence(head, f"arguments_{place}", literal(after))
+        rules[f"arguments_{place}"] = arguments_of(tool)
+    calls = [name for name in rules if name.startswith("call_")]
+    return {"call": choice(calls), **rules}
+
+
+def repeated(rule: str, between: str, many: bool) -> str:
+    """A rule once, or several times with something in between."""
+    return f"{rule} ({sequence(between, rule)})*" if many else rule
+
+
+def parameters_of(tool: ToolDefinition) -> list[tuple[str, dict[str, Any], bool]]:
+    """Name and schema of each parameter of a tool, and whether it is required, these first.
+
+    Raises:
+        InputError: the schema does not list the parameters.
+    """
+    properties = tool.parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        raise InputError(
+            f"tool_choice: {tool.name} cannot be required, as its schema has no list of properties"
+        )
+    shared = {
+        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+    }
+    given = tool.parameters.get("required")
+    required = set(given) if isinstance(given, list) else set()
+    schemas = [
+        (key, {**schema, **shared} if isinstance(schema, Mapping) else shared, key in required)
+        for key, schema in properties.items()
+    ]
+    return sorted(schemas, key=lambda one: not one[2])
