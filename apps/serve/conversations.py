@@ -18,6 +18,7 @@ from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.message import Message, Part
 from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.tool_parsers.calls import ToolCall
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -186,11 +187,23 @@ def _keys(request: Request, past: tuple[PastTurn, ...]) -> list[str]:
     system = request.system and request.system.written
     keys, before = [], json.dumps([request.cache_salt, system])
     for turn in past:
-        asked = [[message.role, *map(_digest, message.parts)] for message in turn.messages]
-        text = json.dumps([before, asked, turn.answer.written])
+        said = [_said(message) for message in (*turn.messages, turn.answer)]
+        text = json.dumps([before, said])
         before = hashlib.sha256(text.encode()).hexdigest()
         keys.append(before)
     return keys
+
+
+def _said(message: Message) -> list[Any]:
+    """All of a message that the model reads."""
+    if message.role == "assistant":  # However a client cuts the text of an answer.
+        return [message.role, message.written, *map(_call, message.tool_calls)]
+    return [message.role, message.tool_call_id, message.name, *map(_digest, message.parts)]
+
+
+def _call(call: ToolCall) -> list[Any]:
+    """A call; clients may write the same arguments with other spaces."""
+    return [call.id, call.for_template()["function"]]
 
 
 def _digest(part: Part) -> str | list[str]:

@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
-from oscar_mm.generation.message import Message, Part
+from oscar_mm.generation.message import ASKING, Message, Part
 from oscar_mm.generation.sampling import MAX_LOGPROBS
 from oscar_mm.media.audio import opened
 from oscar_mm.media.headers import opened_image
@@ -41,6 +41,8 @@ from oscar_mm.media.part import MediaPart
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.timeline import picture_track, sound_track
 from oscar_mm.modality import Modality
+from oscar_mm.tool_parsers.calls import ToolCall
+from oscar_mm.tool_parsers.parser import MAX_CALLS
 
 MAX_STRUCTURE = 250_000
 """Most brackets and commas of a request: they cost time in decoding, long texts do not."""
@@ -178,11 +180,29 @@ def _as_parts(content: Any) -> Any:
     raise PydanticCustomError(_OWN_ERROR, "must be text or a list of parts")
 
 
+class GivenFunction(_Model):
+    """The tool of a call, and its arguments as JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class GivenCall(_Model):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: GivenFunction
+
+
 class GivenMessage(_Model):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[GivenPart] | None, BeforeValidator(_as_parts)] = None
+    tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class StreamOptions(_Model):
@@ -326,18 +346,19 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
 def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:
     """Split messages into earlier turns and the question.
 
-    An assistant's message after a user's is an answer; any other goes before the next question.
+    An assistant's message after a user's or a tool's is an answer; any other goes before the next
+    question.
     """
     past: list[PastTurn] = []
     question: list[Message] = []
     for message in messages:
-        if message.role == "assistant" and question and question[-1].role == "user":
+        if message.role == "assistant" and question and question[-1].role in ASKING:
             past.append(PastTurn(tuple(question), message))
             question = []
         else:
             question.append(message)
-    if not question or question[-1].role != "user":
-        raise FieldError("must end with a message of role 'user'", "messages")
+    if not question or question[-1].role not in ASKING:
+        raise FieldError("must end with a message of role 'user' or 'tool'", "messages")
     for last in (*(turn.messages[-1] for turn in past), question[-1]):
         if last.is_empty:
             raise FieldError("is empty: give some text", last.place)
@@ -348,14 +369,21 @@ def _decode_message(given: GivenMessage, place: int, decoder: _MediaDecoder) -> 
     parts: list[Part] = []
     for index, part in enumerate(given.content or ()):
         name = f"messages[{place}].content[{index}]"
-        if part.type != "text" and given.role != "user":
-            raise FieldError(f"only a user shows media, not {given.role!r}", name)
+        if part.type != "text" and given.role not in ASKING:
+            raise FieldError(f"only a user or a tool shows media, not {given.role!r}", name)
         if part.type == "text":
             parts += [] if part.text is None else [part.text]
         elif (medium := decoder.decode(part, name)) is not None:
             parts.append(medium)
-    role = "system" if given.role == "developer" else given.role
-    return Message(role, tuple(parts), f"messages[{place}].content")
+    role, label = "system" if given.role == "developer" else given.role, f"messages[{place}]"
+    calls = [
+        ToolCall(call.id, call.function.name, call.function.arguments)
+        for call in given.tool_calls or ()
+    ]
+    if calls and role != "assistant":
+        raise FieldError("only an assistant calls tools", f"{label}.tool_calls")
+    result = (given.tool_call_id, given.name) if role == "tool" else (None, None)
+    return Message(role, tuple(parts), f"{label}.content", tuple(calls), *result)
 
 
 class _MediaDecoder:

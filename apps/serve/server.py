@@ -268,7 +268,11 @@ class Service:
         pipe = self.conversations.pipe
         remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
         request = read_request(body, pipe.limits, remote_bytes)
-        texts = [(message.place, text) for message in request.messages() for text in message.runs]
+        texts = [
+            (message.place, text)
+            for message in request.messages()
+            for text in (*message.runs, *message.labels)
+        ]
         pipe.admission.check_characters("messages", sum(len(text) for _, text in texts))
         for place, text in texts:
             pipe.check_text(place, text, may_be_empty=True)

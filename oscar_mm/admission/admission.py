@@ -136,7 +136,7 @@ class Admission:
         """
         for message in messages:
             self.family.check_reads(message.media)
-            for text in message.runs:
+            for text in (*message.runs, *message.labels):
                 self.check_text(message.place, text, may_be_empty=True)
         for message in (messages[0], messages[-1]):
             if message.is_empty and (message.role == "system" or message is messages[-1]):

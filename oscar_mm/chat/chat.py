@@ -183,11 +183,11 @@ class Chat:
         pipe = self.pipe
         for turn in turns:
             pipe.admission.check_messages(with_system(self.system, turn.messages))
-            pipe.admission.check_text(turn.answer.place, turn.answer.written, may_be_empty=True)
+            for text in (turn.answer.written, *turn.answer.labels):
+                pipe.admission.check_text(turn.answer.place, text, may_be_empty=True)
         tokenizer = pipe.family.processor.tokenizer
-        ids = [
-            tokenizer(turn.answer.written, add_special_tokens=False)["input_ids"] for turn in turns
-        ]
+        said = [pipe.family.answer_text(turn.answer) for turn in turns]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
         after: Conversation | None = None
         shown: list[Media] = []
         for turn, answer in zip(turns, ids, strict=True):

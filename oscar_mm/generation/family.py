@@ -127,12 +127,15 @@ class Family(ABC):
                     f"it reads {known}"
                 )
 
-    def prompt(self, messages: Sequence[Message], media: Media) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], media: Media, tools: Sequence[Any] = ()
+    ) -> Prompt:
         """A conversation from its beginning: template, processor, positions.
 
         Args:
             messages: of one or several turns.
             media: those of all messages, each kind in the order of the conversation.
+            tools: that the model may call, as chat templates take them.
 
         Returns:
             All on the CPU. Positions are (1, tokens), for multimodal RoPE (4, 1, tokens): text,
@@ -141,7 +144,7 @@ class Family(ABC):
         Raises:
             InputError: a medium that the family does not read.
         """
-        text = self.render(messages)
+        text = self.render(messages, tools=tools)
         return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
@@ -312,6 +315,30 @@ class Family(ABC):
                     f"{name} holds {token!r}, a control token of this model: take it out"
                 )
 
+    def answer_text(self, answer: Message) -> str:
+        """An assistant's message as the model writes it, its calls as the chat template has them.
+
+        Raises:
+            InputError: the template leaves calls out.
+        """
+        if not answer.tool_calls:
+            return answer.written
+        question, plain = self._listed([user_message(_QUESTION), Message("assistant", (_ANSWER,))])
+        texts = [
+            self._render([question, one], add_generation_prompt=False)
+            for one in (plain | {"content": _ANSWER}, *self._listed([answer]))
+        ]
+        before, _, after = texts[0].partition(_ANSWER)
+        written = texts[1].removeprefix(before).removesuffix(after)
+        if len(written) + len(before) + len(after) != len(texts[1]) or not all(
+            call.name in written for call in answer.tool_calls
+        ):
+            raise InputError(
+                f"{answer.place}: the chat template of this checkpoint does not write tool calls: "
+                "leave tool_calls out"
+            )
+        return written
+
     def _after_answer(self, messages: Sequence[dict[str, Any]]) -> str:
         """What the template writes for ``messages`` after an answer, from that answer on."""
         question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
@@ -328,31 +355,30 @@ class Family(ABC):
                 return text[text.index(_ANSWER) :]
         raise InputError("the chat template of this checkpoint leaves out answers")
 
-    def render(self, messages: Sequence[Message], earlier: Iterable[Modality] = ()) -> str:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> str:
         """The conversation as the chat template writes it, up to where an answer begins.
 
         Args:
             messages: texts and media in their order.
-            earlier: modalities of the media of earlier turns.
+            tools: that the model may call, as chat templates take them.
 
         Raises:
             InputError: a medium that the family does not read, or a conversation that the template
                 refuses.
         """
-        return self._render(self._listed(messages, earlier))
+        return self._render(self._listed(messages), tools=list(tools) or None)
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        options = {"tokenize": False, "add_generation_prompt": True} | options
         try:
-            return self.processor.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+            return self.processor.apply_chat_template(list(messages), **options)
         except TemplateError as error:
             raise InputError(
                 f"the chat template of this checkpoint refuses the conversation: {error}"
             ) from error
 
     def _listed(
-        self, messages: Sequence[Message], earlier: Iterable[Modality]
+        self, messages: Sequence[Message], earlier: Iterable[Modality] = ()
     ) -> list[dict[str, Any]]:
         """Messages as chat templates take them.
 
@@ -371,7 +397,7 @@ class Family(ABC):
                 else:
                     content.append({"type": "text", "text": part})
             content = content or [{"type": "text", "text": ""}]
-            listed.append({"role": message.role, "content": content})
+            listed.append({"role": message.role, "content": content} | _tool_fields(message))
         return listed
 
     def _prompt(
@@ -420,6 +446,20 @@ class Family(ABC):
                 f"medium: {len(media)} media, {len(called)} placeholders"
             )
         return [left[modality].pop(0) for modality in called]
+
+
+def _tool_fields(message: Message) -> dict[str, Any]:
+    """What chat templates take of calls and their results. Templates that know of them take their
+    content as a text, some as parts too."""
+    fields: dict[str, Any] = {}
+    if message.tool_calls:
+        fields["tool_calls"] = [call.for_template() for call in message.tool_calls]
+    for name in ("tool_call_id", "name"):
+        if (value := getattr(message, name)) is not None:
+            fields[name] = value
+    if (message.tool_calls or message.role == "tool") and not message.media:
+        fields["content"] = message.written
+    return fields
 
 
 def _spans(

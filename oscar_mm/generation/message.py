@@ -8,6 +8,7 @@ from itertools import groupby
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.part import MediaPart
+from oscar_mm.tool_parsers.calls import ToolCall
 
 Part = str | MediaPart
 
@@ -17,9 +18,12 @@ class Message:
     """A message of a conversation.
 
     Attributes:
-        role: "system", "user" or "assistant".
+        role: "system", "user", "assistant" or "tool", which gives the result of a call.
         parts: texts and media in the order in which the chat template writes them.
         place: the argument that gave it, such as messages[2].content; names it in errors.
+        tool_calls: of an assistant: the tools that it called.
+        tool_call_id: of a tool: which call it answers; None where the client does not say.
+        name: of a tool: its name; None where the client does not say.
 
     Raises:
         InputError: a part that is neither text nor a medium.
@@ -28,6 +32,9 @@ class Message:
     role: str
     parts: tuple[Part, ...]
     place: str = "prompt"
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -61,9 +68,15 @@ class Message:
         return ["".join(map(str, run)) for is_medium, run in groups if not is_medium]
 
     @property
+    def labels(self) -> list[str]:
+        """Texts beside its content that a chat template may write: of calls, and of a result."""
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        return [*calls, *(text for text in (self.tool_call_id, self.name) if text is not None)]
+
+    @property
     def is_empty(self) -> bool:
-        """Whether it has neither text nor media."""
-        return not (self.media or self.text.strip())
+        """Whether it has neither text nor media; the result of a tool may have none."""
+        return not (self.role == "tool" or self.media or self.text.strip())
 
 
 def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:
@@ -83,6 +96,10 @@ def with_system(system: str | None, messages: Sequence[Message]) -> list[Message
     """Messages after a system prompt, if there is one."""
     first = [] if system is None else [Message("system", (system,), "system")]
     return [*first, *messages]
+
+
+ASKING = "user", "tool"
+"""Roles of messages that an assistant's may follow as the answer."""
 
 
 def media_of(messages: Iterable[Message]) -> list[MediaPart]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,14 +14,24 @@ import torch
 from PIL import Image
 
 from oscar_mm.errors import InputError, shown
-from oscar_mm.generation.message import Message, Part, first_turn, user_message, with_system
+from oscar_mm.generation.message import (
+    ASKING,
+    Message,
+    Part,
+    first_turn,
+    user_message,
+    with_system,
+)
 from oscar_mm.media.part import MediaPart, media_parts
 from oscar_mm.modality import Modality
+from oscar_mm.tool_parsers.calls import ToolCall
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"developer": "system"} | {role: role for role in ("system", *ASKING, "assistant")}
 _KINDS = {modality.label: modality for modality in Modality if modality is not Modality.TEXT}
 _TYPES = _KINDS | {f"{name}_url": kind for name, kind in _KINDS.items()}
 """Modality by the type of a part; OpenAI's input_audio is read apart."""
+_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""Fields that messages of a role may have beside their content."""
 _SOURCES = ("url", "path", "base64")
 """Keys of a source beside the part's own type, as Hugging Face's processors take them."""
 
@@ -52,7 +63,8 @@ def messages_from(
 
     Args:
         given: dicts with a role and a content, which is a text or a list as of ``parts_from``; or
-            ``Message`` objects.
+            ``Message`` objects. An assistant's may have "tool_calls", as Hugging Face's and
+            OpenAI's libraries write them, and a tool's a "tool_call_id" and a "name".
         images, videos, audio: media of the parts that have no source of their own, in order.
         sound: read the sound of videos too.
 
@@ -69,8 +81,8 @@ def messages_from(
         for index, message in enumerate(given)
     ]
     loose.check_used()
-    if messages[-1].role != "user":
-        raise InputError("messages must end with one of role 'user', which is answered")
+    if messages[-1].role not in ASKING:
+        raise InputError("messages must end with one of role 'user' or 'tool', which is answered")
     return messages
 
 
@@ -167,14 +179,32 @@ def _message(given: Any, place: str, loose: _Loose) -> Message:
     role = given.get("role")
     if role not in _ROLES:
         raise InputError(f"{place}: role must be one of {', '.join(_ROLES)}, not {shown(role)}")
-    if unknown := sorted(map(str, given.keys() - {"role", "content"})):
+    known = {"role", "content", *_FIELDS.get(role, ())}
+    if unknown := sorted(map(str, given.keys() - known)):
         raise InputError(f"{place}: {', '.join(unknown)} is not supported; leave it out")
-    content, place = given.get("content"), f"{place}.content"
+    content, name = given.get("content"), f"{place}.content"
     content = [content] if isinstance(content, str) else [] if content is None else content
-    parts = tuple(_parts(content, place, loose))
-    if role != "user" and any(isinstance(part, MediaPart) for part in parts):
-        raise InputError(f"{place}: only a user shows media, not {role!r}")
-    return Message(_ROLES[role], parts, place)
+    parts = tuple(_parts(content, name, loose))
+    if role not in ASKING and any(isinstance(part, MediaPart) for part in parts):
+        raise InputError(f"{name}: only a user or a tool shows media, not {role!r}")
+    calls = tuple(_call(call, place) for call in given.get("tool_calls") or ())
+    result = [given.get(key) for key in _FIELDS["tool"]]
+    if not all(isinstance(text, str | None) for text in result):
+        raise InputError(f"{place}: {' and '.join(_FIELDS['tool'])} must be text")
+    return Message(_ROLES[role], parts, name, calls, *result)
+
+
+def _call(given: Any, place: str) -> ToolCall:
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise InputError(f"{place}: tool_calls must be dicts with a function and its name")
+    arguments = function.get("arguments", {})
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
+    except (TypeError, ValueError):
+        raise InputError(f"{place}: the arguments of {name!r} must be a dict or JSON") from None
+    return ToolCall(str(given.get("id", "")), name, text)
 
 
 def _parts(given: Any, place: str, loose: _Loose) -> Iterator[Part]:
