@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.errors import InputError
     from oscar_mm.generation.answer import Answer
+    from oscar_mm.generation.grammar import Grammar
     from oscar_mm.inspect.quantization_errors import roundtrip
     from oscar_mm.media import MediaLimits
     from oscar_mm.modality import Modality, Span
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
+    "Grammar",
     "InputError",
     "KVPolicy",
     "MediaLimits",
@@ -47,6 +49,7 @@ __all__ = [
 
 _HOME = {
     "Answer": "oscar_mm.generation.answer",
+    "Grammar": "oscar_mm.generation.grammar",
     "InputError": "oscar_mm.errors",
     "KVPolicy": "oscar_mm.policy",
     "MediaLimits": "oscar_mm.media",

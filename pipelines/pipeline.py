@@ -406,8 +406,13 @@ class Pipeline:
         rules = {} if "temperature" in given else self.family.sampling_rules()
         chosen: dict[str, Any] = {"max_new_tokens": self.longest_answer()} | rules | given
         sampling = Sampling(**chosen)
-        sampling.check_ids(self.model.config.get_text_config(decoder=True).vocab_size)
-        return sampling
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        sampling.check_ids(vocabulary)
+        if sampling.grammar is None:
+            return sampling
+        ends = self.family.end_tokens()
+        grammar = sampling.grammar.compiled(self.processor.tokenizer, vocabulary, ends)
+        return replace(sampling, grammar=grammar)
 
     def longest_answer(self, text: int = 256) -> int:
         """The default of max_new_tokens: tokens of text, and more for a model that reasons.

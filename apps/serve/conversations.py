@@ -94,6 +94,7 @@ class Conversations:
             Busy: other answers use the memory that the request needs.
             InputError: something cannot be read or has no room.
         """
+        self.pipe.sampling(request.sampling, ())  # Compiles a grammar, or refuses it.
         chat, turns = self._fork_longest_past(request)
         if chat is None:
             system = request.system.written if request.system else None

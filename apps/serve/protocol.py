@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from oscar_mm.apps.serve.structured import ResponseFormat, StructuredOutputs, grammar_of
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.message import ASKING, Message, Part
@@ -75,10 +76,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
@@ -86,9 +83,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
@@ -239,6 +234,12 @@ class Body(_Model):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
@@ -330,6 +331,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
         "max_new_tokens": longest,
         "top_k": 0 if body.top_k == -1 else body.top_k,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "grammar": grammar_of(body),
     }
     return Request(
         model=body.model,

@@ -25,6 +25,7 @@ _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 _FIELD = re.compile(
     r"(messages\[\d+\](?:\.content(?:\[\d+\])?)?)[: ]"
     rf"|({'|'.join(option.name for option in fields(Sampling))})="
+    r"|(response_format|structured_outputs|guided_[a-z]+): "
 )
 """The protocol's name of what is wrong, with which messages of the package begin."""
 
@@ -98,7 +99,7 @@ def _refusal_of(error: Exception) -> Refusal:
         )
     if isinstance(error, InputError):
         named = _FIELD.match(str(error))
-        field = named and (named[1] or named[2])
+        field = named and named[named.lastindex or 0]
         field = error.field if isinstance(error, FieldError) else field
         return Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field)
     traceback.print_exception(error, file=sys.stderr)

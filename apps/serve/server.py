@@ -277,7 +277,8 @@ class Service:
         for place, text in texts:
             pipe.check_text(place, text, may_be_empty=True)
         self._bound_answer(request.sampling)
-        pipe.sampling(request.sampling, ())
+        # A grammar takes its time to compile: that comes when the request has its place.
+        pipe.sampling(request.sampling | {"grammar": None}, ())
         return request
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class DecodeRow:
         seen: (tokens,) ids that the row has read, without padding.
         position: RoPE position of the answer's first token.
         end_tokens: ids that end the row, if ``sampling`` does not say otherwise.
-        bad_words: as of ``TokenSampler``.
+        bad_words, reasons_until: as of ``TokenSampler``.
 
     Attributes:
         tokens: that were chosen, without the one that ends the row.
@@ -45,9 +45,10 @@ class DecodeRow:
         position: int,
         end_tokens: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
+        reasons_until: int | None = None,
     ) -> None:
         self.end_tokens = sampling.end_tokens(end_tokens)
-        self.sampler = TokenSampler(sampling, seen, self.end_tokens, bad_words)
+        self.sampler = TokenSampler(sampling, seen, self.end_tokens, bad_words, reasons_until)
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.next_logprob: TokenLogprob | None = None
@@ -78,6 +79,10 @@ class DecodeRow:
                 self.logprobs.append(self.next_logprob)
             self.sampler.note(token)
             self.write(token)
+            if (grammar := self.sampler.grammar) is not None:
+                ends |= grammar.is_complete
+                if (error := grammar.error) is not None:
+                    self.fail(error)
             if ends:
                 self.ended = True
 

@@ -1,8 +1,8 @@
-"""Logit edits: biases, penalties and bans, applied to the logits of all rows in one pass.
+"""Logit edits: biases, penalties, bans and masks, applied to the logits of all rows in one pass.
 
 Each edit is of the rows that ask for it and follows their tokens on the device, so the host never
 waits. The order is that of transformers: bias, repetition penalty, (presence and frequency
-penalties, which it does not have,) bans.
+penalties, which it does not have,) bans, and at last masks of grammars.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from oscar_mm.generation.grammar import GrammarMask
 
 if TYPE_CHECKING:
     from oscar_mm.generation.sampling import TokenSampler
@@ -47,6 +49,7 @@ def logit_edits(samplers: Sequence[TokenSampler], device: torch.device) -> list[
     counted = [(row, one) for row, one, x in rows if x.presence_penalty or x.frequency_penalty]
     lasting = [(row, one) for row, one, x in rows if x.min_tokens > len(one.chosen)]
     banned = [(row, one) for row, one, _ in rows if one.bad_words]
+    guided = [(row, one) for row, one, _ in rows if one.grammar is not None]
     edits: list[LogitEdit] = []
     if biased:
         edits.append(LogitBias(biased, device))
@@ -58,6 +61,8 @@ def logit_edits(samplers: Sequence[TokenSampler], device: torch.device) -> list[
         edits.append(LeastLength(lasting, device))
     if banned:
         edits.append(BadWords(banned, device))
+    if guided:
+        edits.append(GrammarMask(guided, device))
     return edits
 
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from oscar_mm.errors import InputError, shown
+from oscar_mm.generation.grammar import Grammar, GrammarState
 from oscar_mm.generation.logit_edits import logit_edits
 from oscar_mm.generation.logprobs import StepLogprobs, TokenLogprob
 from oscar_mm.ranks import Ranks
@@ -43,7 +44,7 @@ class SamplingOptions(TypedDict, total=False):
         top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default the checkpoint's too,
             but off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
-            stop_token_ids, include_stop_str_in_output, logprobs: see ``Sampling``.
+            stop_token_ids, include_stop_str_in_output, grammar, logprobs: see ``Sampling``.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
         deterministic: see ``Sampling``; by default False.
     """
@@ -64,6 +65,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool | None
+    grammar: Grammar | None
     logprobs: int | None
     deterministic: bool | None
 
@@ -92,6 +94,8 @@ class Sampling:
         stop: text that ends the answer (not part of it): a string or several.
         stop_token_ids: tokens that end the answer (not part of it).
         include_stop_str_in_output: the stop text or stop token is part of the answer.
+        grammar: what the text must match, after the reasoning; other options that would leave none
+            of the tokens that it allows give way.
         logprobs: give the log-probability of each token, and of so many likeliest ones in its
             place, as the model's logits have them; None for none.
         deterministic: decode by itself. Else the answers that run at the same time decode in one
@@ -117,6 +121,7 @@ class Sampling:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
+    grammar: Grammar | None = None
     logprobs: int | None = None
     deterministic: bool = False
 
@@ -197,6 +202,10 @@ class Sampling:
                 isinstance(self.include_stop_str_in_output, bool),
                 "True or False",
             ),
+            "grammar": (
+                self.grammar is None or isinstance(self.grammar, Grammar),
+                "a Grammar, such as Grammar.json_schema({...})",
+            ),
             "deterministic": (isinstance(self.deterministic, bool), "True or False"),
         }
 
@@ -228,7 +237,7 @@ class Sampling:
     def edits_logits(self) -> bool:
         """Whether logits are changed before tokens are sampled."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
-        return any((*penalties, self.logit_bias, self.bad_words, self.min_tokens))
+        return any((*penalties, self.logit_bias, self.bad_words, self.min_tokens, self.grammar))
 
     @property
     def changes_logits(self) -> bool:
@@ -269,9 +278,11 @@ class TokenSampler:
         prompt: (tokens,) ids that the row has read, without padding, for the repetition penalty.
         end_tokens: ids that end the row, for ``min_tokens``.
         bad_words: token ids of each of ``bad_words``, see ``token_sequences``.
+        reasons_until: id of the token after which a grammar begins; None where it does at once.
 
     Attributes:
         chosen: ids of the answer so far.
+        grammar: how far they are in the row's grammar; None if it has none.
     """
 
     def __init__(
@@ -280,8 +291,11 @@ class TokenSampler:
         prompt: torch.Tensor,
         end_tokens: frozenset[int] = frozenset(),
         bad_words: Sequence[Sequence[int]] = (),
+        reasons_until: int | None = None,
     ) -> None:
         self.sampling, self.prompt = sampling, prompt
+        grammar = sampling.grammar
+        self.grammar = None if grammar is None else GrammarState(grammar, reasons_until)
         self.end_tokens, self.bad_words = end_tokens, bad_words
         self.chosen: list[int] = []
         self._generator: torch.Generator | None = None
@@ -289,6 +303,8 @@ class TokenSampler:
     def note(self, token: int) -> None:
         """Count a token that was chosen."""
         self.chosen.append(token)
+        if self.grammar is not None:
+            self.grammar.note(token)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Random numbers of a seeded answer, where the last token left them; None for a greedy or

@@ -15,6 +15,7 @@ from oscar_mm.apps.serve.protocol import (
     read_request,
 )
 from oscar_mm.errors import InputError
+from oscar_mm.generation.grammar import Grammar
 from oscar_mm.media import MediaLimits
 from oscar_mm.modality import Modality
 from tests.apps.serve.conftest import encoded, image, png, sound, text, user, wav
@@ -103,6 +104,65 @@ def test_sampling_options() -> None:
         ({"logprobs": None, "top_logprobs": None}, {}),
     ):
         assert read(user("Why?"), **asked).sampling == expected
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {}, "guided_json": None}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object("response_format")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            Grammar.json_schema(SCHEMA, "response_format"),
+        ),
+        ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA, "guided_json")),
+        ({"guided_json": json.dumps(SCHEMA)}, Grammar.json_schema(SCHEMA, "guided_json")),
+        ({"guided_regex": "a+"}, Grammar.regex("a+", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"], "guided_choice")),
+        ({"guided_grammar": 'start: "a"'}, Grammar.cfg('start: "a"', "guided_grammar")),
+        *(
+            ({"structured_outputs": {kind: value}}, maker(value, "structured_outputs"))
+            for kind, value, maker in (
+                ("json", SCHEMA, Grammar.json_schema),
+                ("regex", "a+", Grammar.regex),
+                ("choice", ["a", "b"], Grammar.choice),
+                ("grammar", 'start: "a"', Grammar.cfg),
+            )
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            Grammar.json_object("structured_outputs"),
+        ),
+    ],
+)
+def test_structured_output(options: dict, expected: Grammar | None) -> None:
+    assert read(user("Why?"), **options).sampling.get("grammar") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema.schema is"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex: .* with guided_choice"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: cannot be had"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs: structural_tag"),
+        ({"guided_choice": []}, "guided_choice: must be a list of 1 to 1,024"),
+        ({"guided_json": "["}, "guided_json: must be a JSON schema"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex: has 70,000 characters"),
+    ],
+)
+def test_structured_output_that_is_refused(options: dict, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        read(user("Why?"), **options)
 
 
 def test_messages_need_not_take_turns() -> None:
@@ -284,9 +344,13 @@ def test_large_media() -> None:
         ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": 5}},
+            "response_format.json_schema",
+        ),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"guided_choice": "a"}, "guided_choice"),
         ({"min_p": "0.1"}, "min_p"),
         ({"presence_penalty": "1"}, "presence_penalty"),
         ({"logit_bias": {"a": 5}}, "logit_bias.a"),
@@ -330,7 +394,6 @@ def test_fields_that_change_nothing() -> None:
         n=1,
         logprobs=False,
         top_logprobs=None,
-        response_format={"type": "text"},
         min_p=0.0,
         invented=[1, {"a": 2}],
     )

@@ -50,6 +50,8 @@ def test_a_refusal_keeps_no_media(error: Exception, status: int) -> None:
     ("message", "field"),
     [
         ("temperature=-1.0: must be 0 or a number", "temperature"),
+        ("guided_regex: cannot be served (unclosed)", "guided_regex"),
+        ("response_format: cannot be served (not)", "response_format"),
         ("logit_bias={7: 200.0}: must be numbers from", "logit_bias"),
         ("include_stop_str_in_output=1: must be True or False", "include_stop_str_in_output"),
         ("messages[3].content[12]: is not an image", "messages[3].content[12]"),

@@ -1,5 +1,6 @@
 """The service: asked by the official client, continued on kept caches, bounded."""
 
+import json
 import socket
 import threading
 import time
@@ -172,6 +173,49 @@ def test_options_of_sampling_are_those_of_the_chat(omni, client) -> None:
     answer = ask(client, user("Why?"), max_tokens=12, **ours, extra_body=own)
     assert answer.choices[0].message.content == expected.text
     assert expected.token_ids[:1] != first[:1]
+
+
+def test_structured_output(client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer"}},
+        "required": ["kind", "legs"],
+        "additionalProperties": False,
+    }
+    format_ = {"name": "animal", "strict": True, "schema": schema}
+    options = {"response_format": {"type": "json_schema", "json_schema": format_}}
+    for stream in (False, True):
+        answer = ask(client, SHOWN, max_tokens=400, stream=stream, temperature=1, **options)
+        if stream:
+            parts = [part.choices[0] for part in answer]
+            said = "".join(part.delta.content or "" for part in parts)
+            reason = parts[-1].finish_reason
+        else:
+            said, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+        if reason == "stop":
+            assert json.loads(said)["kind"] in ("cat", "dog")
+        assert reason == "stop" or '"legs"' in said or '"kind"' in said
+    for field, value in (
+        ("guided_choice", ["red", "green"]),
+        ("guided_regex", "red|green"),
+        ("structured_outputs", {"grammar": 'start: "red" | "green"'}),
+    ):
+        answer = ask(client, user("Why?"), max_tokens=20, extra_body={field: value})
+        assert answer.choices[0].message.content in ("red", "green")
+        assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_output_that_cannot_be_served(client, stream: bool) -> None:
+    for field, value, expected in (
+        ("guided_json", {"uniqueItems": True}, "uniqueItems"),
+        ("guided_regex", "(", "regex"),
+        ("structured_outputs", {"json": {"$ref": "#"}}, "no text matches"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=expected) as refused:
+            ask(client, user("Why?"), stream=stream, extra_body={field: value})
+        assert refused.value.param == field
+    assert ask(client, user("Why?")).choices
 
 
 def test_several_clients(client) -> None:
